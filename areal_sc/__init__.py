@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import FSDPSFTActor as FSDPSFTActor
     from areal_sc.engines.handles import LocalGenerator as LocalGenerator
     from areal_sc.engines.handles import SGLangEngine as SGLangEngine
+    from areal_sc.engines.handles import VLLMEngine as VLLMEngine
+    from areal_sc.engines.handles import make_actor as make_actor
     from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.preflight.load import load_config as load_config
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
@@ -48,6 +50,7 @@ _HOMES = {
     "Prompts": "areal_sc.workflows.base",
     "RolloutController": "areal_sc.controller.rollout",
     "SGLangEngine": "areal_sc.engines.handles",
+    "VLLMEngine": "areal_sc.engines.handles",
     "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
     "TrainController": "areal_sc.controller.train",
     "Trajectory": "areal_sc.workflows.base",
@@ -55,6 +58,7 @@ _HOMES = {
     "load_config": "areal_sc.preflight.load",
     "load_prompts": "areal_sc.workflows.load_prompts",
     "make_scheduler": "areal_sc.schedulers.factory",
+    "make_actor": "areal_sc.engines.handles",
     "make_generator": "areal_sc.engines.handles",
     "run_script": "areal_sc.trainer.failure",
     "start": "areal_sc.controller.control_loop",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import NoReturn
+from importlib import import_module
+from typing import Final, NoReturn
 
-from areal_sc.commands import ledger, new, samples
 from areal_sc.trainer.failure import run_script
+
+COMMANDS: Final = ("new", "status", "samples", "plan", "ledger", "stop")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,13 +29,20 @@ def main(argv: list[str]) -> None:
         epilog="A training run is a script of your own: `new` writes the first one.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (new, samples, ledger):
-        command.add_to(commands)
+    # one that is named is imported alone, so that it answers quickly
+    for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
+        import_module(f"areal_sc.commands.{name}").add_to(commands)
     parsed = parser.parse_args(argv)
     if parsed.command is None:
         parser.print_help()
-    else:
+        return
+    try:
         parsed.run(parsed)
+        sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # who read it, such as `head`, has enough; the interpreter flushes again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ class AppendedFile(Protocol):
 
 
 class Disk:
-    """The real one. All methods but `run` block, and raise OSError."""
+    """The real one. All methods but `run` block, and raise OSError.
+
+    Args:
+        may_change: raises what a change of the disk is to raise, before each.
+    """
+
+    def __init__(self, may_change: Callable[[], None] = lambda: None) -> None:
+        self._may_change = may_change
 
     async def run(self, work: Callable[[], T]) -> T:
         """Result of work that blocks; the event loop goes on meanwhile."""
@@ -41,27 +48,32 @@ class Disk:
 
     def create(self, path: Path, content: bytes) -> None:
         """The file, and its folder, are there afterwards; after a crash, whole or not at all."""
+        self._may_change()
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, content)
 
     def append_to(self, path: Path) -> AppendedFile:
-        return _File(path)
+        return _File(path, self._may_change)
 
     def cut(self, path: Path, num_bytes: int) -> None:
         """The file keeps its first `num_bytes` bytes."""
+        self._may_change()
         with path.open("r+b") as file:
             file.truncate(num_bytes)
             os.fsync(file.fileno())
 
     def remove(self, path: Path) -> None:
+        self._may_change()
         path.unlink()
 
 
 class _File:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may_change: Callable[[], None]) -> None:
+        self._may_change = may_change
         self._file = path.open("ab", buffering=0)
 
     def write(self, content: memoryview) -> int:
+        self._may_change()
         return self._file.write(content)
 
     def sync(self) -> None:

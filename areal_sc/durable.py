@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_OWNER_ONLY = 0o700
 _MODE = 0o666  # less what the process's umask takes away
 
 
@@ -117,6 +118,19 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def set_aside(entries: Iterable[Path], folder: Path) -> None:
+    """Moves files and folders to `folder/<n>/`, with the next n.
+
+    Raises: OSError: one cannot be moved.
+    """
+    folder.mkdir(exist_ok=True, mode=_OWNER_ONLY)
+    numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal()]
+    target = folder / str(max(numbers, default=0) + 1)  # the user may have deleted some
+    target.mkdir(mode=_OWNER_ONLY)
+    for entry in entries:
+        entry.rename(target / entry.name)
 
 
 def _former(final: Path) -> Path:

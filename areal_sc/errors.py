@@ -3,25 +3,30 @@
 ArealError                    exit code 1
 |- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
 |- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
+|  `- StaleTerm               exit code 11  another start of the script has taken the run over
 |- MetadataError              exit code 4   metadata operations with arguments that do not fit
 |- TransportError             exit code 4   talking to another process failed
 |  |- RpcTimeout                            no reply before the call's deadline
 |  |- PeerLost                              the other side is gone
 |  |- PeerSilent                            the other side gives no sign of life
+|  |- NotPermitted                          the caller is none that may call this
 |  |- IncarnationMismatch                   the call was meant for an earlier life of the worker
 |  |- ProtocolError                         a frame that no correct peer sends
 |  |- ServerBusy                            it runs as much as it takes; a later call may succeed
 |  |- RemoteError                           the worker's method raised; carries the remote traceback
 |  |- StaleCall                             the call expected another policy version
 |  |- ShardGone                             the tensor store no longer holds the shard
-|  |- BatchLost                             rows of the batch that is being trained are gone
 |  `- StoreFull                             the tensor store has reached its byte limit
 |- WorkerError                exit code 5   a worker process failed
 |  |- WorkerStartError                      it did not come up
 |  |- WorkerLost                            it died or stopped answering
-|  |- StepsLost                             what it had done cannot be repeated
-|  |- NodeLost                              the agent of its node cannot be started again
-|  `- EngineFailed                          its engine failed
+|  |- EngineFailed                          its engine failed
+|  `- CrashLoop               exit code 10  it dies again and again, and was given up
+|     `- NodeLost                           the agent of its node cannot be started again
+|- StepLost                   exit code 5   a training step cannot be ended as it was begun
+|  |- BatchLost                             rows of its batch are gone: it begins anew
+|  `- StepsLost                             nor can steps before it be repeated: the run goes back
+|- SchedulerSilent            exit code 5   SLURM gave no answer, so nothing is known
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
 |  |- RewardError                            a reward raised, gave no finite number, or timed out
@@ -36,7 +41,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
+
+UNEXPECTED: Final = 1
+INTERRUPTED: Final = 130
+
+EXIT_CODES: Final = {
+    0: "it came to its end",
+    UNEXPECTED: "an unexpected error",
+    2: "a wrong setting or word",
+    3: "the run folder cannot be used",
+    4: "processes cannot talk to each other",
+    5: "a worker failed",
+    6: "the model cannot be used",
+    7: "workflow, reward or prompts fail",
+    8: "a snapshot or model cannot be written or read",
+    9: "something was waited for in vain",
+    10: "a worker dies again and again",
+    11: "a later start has taken the run over",
+    129: "SIGHUP: the terminal was closed",
+    INTERRUPTED: "Ctrl-C",
+    143: "SIGTERM",
+}
+"""Of scripts. docs/troubleshooting.md says what to do about each."""
 
 
 class ArealError(Exception):
@@ -65,6 +92,13 @@ class RunFolderError(ArealError):
     title = "The run folder cannot be used"
 
 
+class StaleTerm(RunFolderError):
+    """A later start of the script has taken the run over; this one changes nothing any more."""
+
+    exit_code = 11
+    title = "The run goes on elsewhere"
+
+
 class MetadataError(ArealError, ValueError):
     """A metadata operation was given arguments that do not fit together."""
 
@@ -80,7 +114,15 @@ class TransportError(ArealError):
 
 
 class RpcTimeout(TransportError, TimeoutError):
-    """No reply came before the call's deadline."""
+    """No reply came before the call's deadline.
+
+    Attributes:
+        silent: the worker that gave none; "" where it is another process that tells of it.
+    """
+
+    def __init__(self, message: str, *, silent: str = "") -> None:
+        super().__init__(message)
+        self.silent = silent
 
 
 class PeerLost(TransportError):
@@ -89,6 +131,10 @@ class PeerLost(TransportError):
 
 class PeerSilent(TransportError):
     """The other side is not known to be gone, but gives no sign of life."""
+
+
+class NotPermitted(TransportError):
+    """The caller is of the run, and not one of those that may call the method."""
 
 
 class IncarnationMismatch(TransportError):
@@ -131,11 +177,8 @@ class ShardGone(TransportError):
     """The tensor store no longer holds the shard."""
 
 
-class BatchLost(TransportError):
-    """Rows of the batch that is being trained are gone with their worker and its memory.
-
-    The weights are those before the step. `prepare_batch` forms the batch anew.
-    """
+ROWS_GONE: Final = (ShardGone, PeerSilent)
+"""How a pull ends whose owner has died, or is gone with its whole machine, which says nothing."""
 
 
 class StoreFull(TransportError):
@@ -174,16 +217,48 @@ class WorkerLost(WorkerError):
     """A worker process died or stopped answering."""
 
 
-class StepsLost(WorkerError):
-    """Workers were started again, and what was done since their newest snapshot is lost."""
+class EngineFailed(WorkerError):
+    """The engine in a worker failed; that says nothing about the episodes it ran."""
 
 
-class NodeLost(WorkerError):
+class CrashLoop(WorkerError):
+    """A worker died more often in a row than `scheduler.max_deaths` allows, and was given up."""
+
+    exit_code = 10
+    title = "A worker dies again and again"
+
+
+class NodeLost(CrashLoop):
     """The agent of a node cannot be started again, so no worker can be."""
 
 
-class EngineFailed(WorkerError):
-    """The engine in a worker failed; that says nothing about the episodes it ran."""
+class StepLost(ArealError):
+    """The training step that goes on cannot be ended as it was begun; see `Step.lose`."""
+
+    exit_code = 5
+    title = "A training step was lost"
+
+
+class BatchLost(StepLost):
+    """Rows of the batch that is being trained are gone with their worker and its memory.
+
+    The weights are those before the step. `prepare_batch` forms the batch anew.
+    """
+
+
+class StepsLost(StepLost):
+    """Train workers were started again, and steps since their newest snapshot cannot be repeated.
+
+    They are alive, and do nothing before `TrainController.load_snapshot`. A `Run` goes back by
+    itself.
+    """
+
+
+class SchedulerSilent(ArealError):
+    """The cluster's own scheduler gave no answer: what was asked of it may have happened or not."""
+
+    exit_code = 5
+    title = "The cluster's scheduler did not answer"
 
 
 class ModelError(ArealError):
@@ -252,3 +327,16 @@ class WaitTimeout(ArealError, TimeoutError):
     """Nothing changed for longer than anything may take; the message says what was waited for."""
 
     exit_code = 9
+    title = "The run waited in vain"
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """What a script ends with that this error ends; 0 without one."""
+    if error is None:
+        return 0
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    default = INTERRUPTED if isinstance(error, KeyboardInterrupt) else UNEXPECTED
+    return int(getattr(error, "exit_code", default))

@@ -60,6 +60,24 @@ def take_lock(path: Path, kind: int) -> HeldLock | None:
     return None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process, or another part of this one, has the file locked for itself.
+
+    Raises: OSError: the file cannot be opened, or its file system has no locks.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _close_if_alive(lock: weakref.ref[HeldLock]) -> None:
     alive = lock()
     if alive is not None:

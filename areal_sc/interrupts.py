@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 import threading
@@ -10,7 +12,31 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
+logger = logging.getLogger(__name__)
+
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+SNAPSHOT_SIGNAL: Final = signal.SIGUSR1
+"""Asks a script that trains for a snapshot; it goes on."""
+
+
+_asked: Final[set[str]] = set()
+
+
+def ask_to_stop(request: str) -> None:
+    """Does as Ctrl-C does in this process; called on any thread.
+
+    Args:
+        request: names one request from outside. Several controllers hear of it, and the first of
+            them acts.
+    """
+    if request in _asked:
+        return
+    _asked.add(request)
+    logger.warning("the run is asked to stop from outside, by `python -m areal_sc stop`")
+    # a script in the background of a shell may ignore SIGINT
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
 
 
 @contextmanager

@@ -1,24 +1,33 @@
 """Logging set-up for entry points; every other module only does `logging.getLogger(__name__)`.
 
 A process that fails is explained by the last lines of its log.
+
+A log that has grown too large becomes `<name>.log.1`, and begins anew. The script does that with
+its own, and agents with those of their workers, as whatever these start writes to the same file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
 LOG_TAIL_LINES: Final = 15
+LOOK_AT_LOGS_S: Final = 2.0
 _LOG_TAIL_BYTES: Final = 64 << 10
 
+logger = logging.getLogger(__name__)
 
-class _LogFile(logging.FileHandler):
+
+class _LogFile(RotatingFileHandler):
     """Says once that it cannot be written, in place of a traceback for each record."""
 
     _has_failed = False
@@ -36,14 +45,17 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def setup_logging(role: str, path: Path | None = None) -> None:
+def setup_logging(role: str, path: Path | None = None, max_bytes: int = 0) -> None:
     """Sends the process's log records to `path`, or to standard error when it is None.
 
     Args:
         role: prefix of every line, e.g. `rollout/0` or `controller`.
         path: log file, appended to.
+        max_bytes: after which it begins anew; one earlier part stays. 0: no limit.
     """
-    handler = _LogFile(path) if path else logging.StreamHandler(sys.stderr)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if path is not None:
+        handler = _LogFile(path, maxBytes=max_bytes, backupCount=1)
     formatter = logging.Formatter(
         f"%(asctime)s.%(msecs)03d %(levelname)s {role} %(name)s: %(message)s", "%H:%M:%S"
     )
@@ -55,11 +67,11 @@ def setup_logging(role: str, path: Path | None = None) -> None:
 
 
 @contextmanager
-def logging_to(role: str, path: Path) -> Iterator[None]:
+def logging_to(role: str, path: Path, max_bytes: int = 0) -> Iterator[None]:
     """`setup_logging` for the block; afterwards records go where they went before."""
     root, shown_by = logging.getLogger(), warnings.showwarning
     handlers, level = root.handlers[:], root.level
-    setup_logging(role, path)
+    setup_logging(role, path, max_bytes)
     (own,) = root.handlers
     try:
         yield
@@ -71,12 +83,53 @@ def logging_to(role: str, path: Path) -> Iterator[None]:
             logging.captureWarnings(False)
 
 
+def bound_log(path: Path, max_bytes: int) -> None:
+    """Begins a log anew that is larger than this; what was in it is its earlier part.
+
+    Whoever writes to it goes on, if that is by appending (O_APPEND). What is written in the moment
+    between the copy and the cut is lost.
+
+    Raises: OSError: there is no log, or no room for the copy; then it is cut all the same.
+    """
+    if path.stat().st_size <= max_bytes:
+        return
+    try:
+        shutil.copy(path, earlier_part(path))  # with its permissions: servers print keys
+    finally:
+        os.truncate(path, 0)
+
+
+async def keep_logs_bounded(folder: Path, max_bytes: int, *, but: str) -> None:
+    """Begins logs of a folder anew when they grow too large, until it is cancelled.
+
+    Args:
+        but: of this writer alone: its log is left.
+    """
+
+    def look() -> None:
+        for path in folder.glob("*.log"):
+            if path.stem != but:
+                try:
+                    bound_log(path, max_bytes)
+                except OSError as error:
+                    logger.warning("log=%s its earlier part is lost: %s", path, error)
+
+    while True:
+        await asyncio.sleep(LOOK_AT_LOGS_S)
+        await asyncio.to_thread(look)
+
+
+def earlier_part(path: Path) -> Path:
+    """Where the earlier part of a log lies."""
+    return path.with_name(f"{path.name}.1")
+
+
 def log_tail(path: Path) -> list[str]:
     """Last lines of a log, [] when there is none."""
-    try:
-        with path.open("rb") as log:
+    ends: list[bytes] = []
+    for part in (path, earlier_part(path)):
+        with suppress(FileNotFoundError), part.open("rb") as log:
             log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    except FileNotFoundError:
-        return []
+            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES + sum(map(len, ends))))
+            ends.insert(0, log.read())
+    return b"".join(ends).decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -6,9 +6,13 @@ import ctypes
 import logging
 import os
 import resource
+import select
 import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, Self
 
 MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
@@ -16,12 +20,107 @@ MAX_OPEN_FILES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_NAME_CHARS: Final = 15
 
+IS_STOPPED: Final = "is stopped (SIGSTOP)"
+_STATES: Final = {
+    "T": IS_STOPPED,
+    "t": IS_STOPPED,
+    "D": "waits in the kernel, most likely for a disk or a device",
+    "R": "computes",
+    "S": "waits",
+}
+
 logger = logging.getLogger(__name__)
+
+
+class OtherProcess:
+    """A process of this machine that is no child of this one, by a file descriptor of its own.
+
+    So a signal never reaches another process that has got its id since.
+
+    Attributes:
+        fd: readable once the process has ended.
+    """
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid = pid
+        self.fd = fd
+
+    @classmethod
+    def find(cls, pid: int, started: int) -> Self | None:
+        """The process of this id that began then; None: it has ended.
+
+        Args:
+            started: as `start_ticks` gives it.
+        """
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        if start_ticks(pid) == started:
+            return cls(pid, fd)
+        os.close(fd)
+        return None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for its end; returns whether it has ended. None: waits as long as it takes."""
+        ready = select.poll()
+        ready.register(self.fd, select.POLLIN)
+        return bool(ready.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def send(self, signum: signal.Signals) -> None:
+        """Sends a signal; nothing happens if it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.fd, signum)
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL if it takes longer than that. It has ended when this returns."""
+        self.send(signal.SIGTERM)
+        if not self.wait(grace_s):
+            self.send(signal.SIGKILL)
+            self.wait()
+
+    def close(self) -> None:
+        """Gives the descriptor up."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in clock ticks since the machine did; -1: it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
 
 
 def exit_text(code: int) -> str:
     """`exit code 1` or `signal 9 (SIGKILL)`, from an exit code as `subprocess` gives it."""
     return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+
+
+def machine_id() -> str:
+    """Names this machine since its last start, and what of it shares its process ids.
+
+    Containers may have the host name or the boot id in common.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still, by SIGSTOP, Ctrl-Z or a debugger."""
+    return process_state(pid) == IS_STOPPED
 
 
 def name_process(name: str) -> None:
@@ -36,6 +135,22 @@ def die_with(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it died before the request was made
         os._exit(1)
+
+
+def be_deaf(number: int, frame: FrameType | None) -> None:
+    """Handler of a signal that neither a process obeys nor its forks, but programs that they start.
+
+    Those would inherit `SIG_IGN`.
+    """
+
+
+def process_state(pid: int) -> str:
+    """What a process, or the busiest of its threads, does, in words that follow "its process"."""
+    letters = set()
+    with suppress(OSError):
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            letters.add(stat.read_text().rpartition(")")[2].split()[0])
+    return next((does for letter, does in _STATES.items() if letter in letters), "is gone")
 
 
 def allow_open_files() -> None:

@@ -1,23 +1,27 @@
 """The folder that a run lives in: one owner at a time, and files that survive a crash.
 
-    run.json         marks the folder as a run's, and says its format; only such a folder is emptied
-    config.yaml      the resolved settings
-    summary.json     written last: the run is finished
-    metrics.jsonl    one line a training step
-    samples.jsonl    what the model read and wrote: a few answers of each training step
-    ledger/          the journal of every group's life: what was trained, when, and only once
-    learning_curve.png
-    logs/            <role>-<index>.log
-    checkpoints/     step-<number>/: a snapshot; one that is being written has another name
-    model/           the trained model
-    exports/<role>/  models that are being written
-    keys.json        the keys of the running run; its owner's alone
-    sources/         how workers build the user's datasets and workflows
-    previous/<n>/    what an earlier start left that had no snapshot to go on from
-    tracker_id       names the run for trackers; it keeps it when it is resumed
-    .lineage         number of the newest history of weights
-
-The lock is the kernel's, so it ends with its process, however that ends: `file_lock`.
+run.json         marks the folder as a run's, and says its format; only such a folder is emptied
+config.yaml      the resolved settings
+summary.json     written last: the run is finished
+status.json      what the run does now, for `python -m areal_sc status`
+metrics.jsonl    one line a training step
+samples.jsonl    what the model read and wrote: a few answers of each training step
+ledger/          the journal of every group's life: what was trained, when, and only once
+learning_curve.png, model/
+logs/            <role>-<index>.log
+checkpoints/     step-<number>/: a snapshot; one that is being written has another name
+exports/<role>/  models that are being written
+keys.json        the keys of the run, as long as it lives; its owner's alone
+agents/          where its agents can be reached: see `agent_files`
+.jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
+.join            where its script takes in agents of other machines
+.nonce           who reads it shares the folder: see `workers.node_files`
+sources/         how workers build the user's datasets and workflows
+previous/<n>/    what an earlier start left that had no snapshot to go on from
+rollout_workers  how many there are, once their number has changed
+tracker_id       names the run for trackers; it keeps it when it is resumed
+.lineage         number of the newest history of weights
+.lock, .term     which process runs in the folder: see `run_owner`
 """
 
 from __future__ import annotations
@@ -26,28 +30,38 @@ import fcntl
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from areal_sc.agent_files import (
+    AGENTS,
+    AgentFile,
+    delete_files_of_dead_agents,
+    end_agents,
+    living_agents,
+)
 from areal_sc.config.differences import check_resumable
-from areal_sc.durable import remove, write_atomic
+from areal_sc.durable import remove, set_aside, write_atomic
 from areal_sc.errors import RunFolderError
-from areal_sc.file_lock import HeldLock, take_lock
+from areal_sc.file_lock import HeldLock, is_locked, take_lock
+from areal_sc.run_lineage import LINEAGE
+from areal_sc.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
 
 FORMAT_VERSION = 5
 """Of everything that a run resumes from. It is raised when an older areal_sc could not read it."""
 
 OWNER_ONLY = 0o700
 
-_LOCK = ".lock"
-_LOCK_WAIT_S = 1.0
-"""The agent of a killed run holds the lock for a moment, while it cleans up."""
+END_LIMIT_S = 10.0
+"""An agent ends its workers in a few seconds, and is killed if it takes longer."""
 
-_LINEAGE = ".lineage"
+_JOBS = ".jobs"
+_JOIN = ".join"
+_NONCE = ".nonce"
+_KEYS = "keys.json"
 _MARKER = "run.json"
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
@@ -61,8 +75,12 @@ class Opening(Enum):
 
     start = "start a new run"
     resume = "go on from the last snapshot"
+    attach = "go on with the workers that live, of a start that was killed"
     restart = "start again, because an earlier start left no snapshot"
     overwrite = "empty the folder and start a new run"
+
+
+_GOES_ON = (Opening.attach, Opening.resume)
 
 
 class RunFolder:
@@ -70,6 +88,7 @@ class RunFolder:
 
     Attributes:
         path: absolute path of the folder. Others are those of what is in it.
+        term: of this process, once it has opened the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,12 +99,18 @@ class RunFolder:
         self.summary_path = self.path / "summary.json"
         self.tracker_id_path = self.path / "tracker_id"
         self.learning_curve_path = self.path / "learning_curve.png"
-        self.keys_path = self.path / "keys.json"
+        self.keys_path = self.path / _KEYS
+        self.status_path = self.path / "status.json"
+        self.jobs_path = self.path / _JOBS
+        self.join_path = self.path / _JOIN
+        self.nonce_path = self.path / _NONCE
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.rollout_workers_path = self.path / "rollout_workers"
         self.ledger = self.path / "ledger"
         self.exports = self.path / "exports"
         self.sources = self.path / "sources"
+        self.term: RunTerm | None = None
         self._lock: HeldLock | None = None
 
     def log_path(self, name: str) -> Path:
@@ -125,7 +150,7 @@ class RunFolder:
                 raise self._error(f"{existing} is a file, not a folder")
             if not os.access(existing, os.W_OK | os.X_OK):
                 raise self._error(f"{existing} cannot be written")
-            entries, marker = self._entries(), self._marker()
+            entries, marker = self._entries(), self.marker()
             if not entries:
                 if resume == "must":
                     raise self._error("there is no run to resume")
@@ -159,6 +184,8 @@ class RunFolder:
                 "it holds an unfinished run, and resume=never; choose another run_dir, go on with "
                 "resume=auto, or delete the run by --overwrite"
             )
+        if living_agents(self.path):
+            return Opening.attach
         if self.snapshots():
             return Opening.resume
         if resume == "must":
@@ -174,9 +201,10 @@ class RunFolder:
         """
         opening = self.decide(resume=resume, overwrite=overwrite)
         with self._errors_named():
-            if (self.path / _LOCK).exists():
-                self._take_lock().close()
-            if opening is Opening.resume:
+            if (self.path / LOCK).exists():
+                take_folder(self.path).close()
+            Owner.read(self.path)  # the next term counts from it
+            if opening in _GOES_ON:
                 check_resumable(self._begun_with(), config_text)
         return opening
 
@@ -186,7 +214,8 @@ class RunFolder:
         Args:
             config_text: the resolved configuration as YAML, kept as `config.yaml`.
             resume, overwrite: as in `decide`.
-        Returns: what was done; `Opening.resume` asks the caller to go on from the last snapshot.
+        Returns: what was done; `Opening.resume` asks the caller to go on from the last snapshot,
+            `Opening.attach` to take over the workers that live, or else to do the same.
         Raises: RunFolderError: the folder is in use, not writable, in no state for it, or its run
             was begun with settings that cannot change.
         """
@@ -197,8 +226,9 @@ class RunFolder:
                 self._empty()
             elif opening is Opening.restart:
                 self._set_aside()
-            elif opening is Opening.resume:
-                for change in check_resumable(self._begun_with(), config_text):
+            elif opening in _GOES_ON:
+                lives = opening is Opening.attach
+                for change in check_resumable(self._begun_with(), config_text, lives=lives):
                     _logger.warning("setting changed since the run began: %s", change)
             self._mark()
             self.write_atomic(self.config_path, config_text.encode())
@@ -224,10 +254,9 @@ class RunFolder:
             opening = self.decide(resume=resume, overwrite=overwrite)
             if opening is Opening.overwrite:
                 self._empty()
-            elif opening is Opening.resume:
-                _logger.warning(
-                    "%s has snapshots, but a loop without a `Run` starts from nothing", self.path
-                )
+            elif opening in (Opening.resume, Opening.restart):
+                what = "held a run whose workers are gone: this loop starts from nothing"
+                _logger.warning("%s %s", self.path, what)
             self._mark()
 
     def close(self) -> None:
@@ -236,16 +265,29 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def remove_keys(self) -> None:
-        """Deletes the keys of a run that has ended.
+    @property
+    def is_taken(self) -> bool:
+        """Whether a process has the folder open, this one or another."""
+        return is_locked(self.path / LOCK)
+
+    def remove_keys(self, agent: AgentFile | None = None) -> None:
+        """Deletes the keys of a run that has ended, and what is left of its agents' files.
 
         By the owner of the folder, or when it has none: otherwise nothing is deleted. A folder that
-        was deleted has none.
+        was deleted has none. As long as agents live, the next start needs the keys.
+
+        Args:
+            agent: that calls, as the last thing it does: it counts as ended.
         """
-        lock = self._lock or take_lock(self.path / _LOCK, fcntl.LOCK_EX)
-        if lock is None:
+        # several agents may end at one time
+        lock = self._lock or take_lock(self.path / LOCK, fcntl.LOCK_SH)
+        if agent is not None:
+            agent.path(self.path).unlink(missing_ok=True)
+        if lock is None or (self.term and self.term.is_over):
             return
-        self.keys_path.unlink(missing_ok=True)
+        delete_files_of_dead_agents(self.path)
+        if not living_agents(self.path):
+            self.keys_path.unlink(missing_ok=True)
         if lock is not self._lock:
             lock.close()
 
@@ -261,51 +303,15 @@ class RunFolder:
         Args:
             path: relative to the folder, or absolute; its parent exists.
         Raises: RunFolderError: it cannot be written, for example because the disk is full.
+            StaleTerm: another process has taken the run over.
         """
         target = self.path / path
+        if self.term is not None:
+            self.term.check()
         try:
             write_atomic(target, content)
         except OSError as error:
             raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
-
-    def begin_lineage(self) -> int:
-        """Number of a new history of weights, never given before in this folder.
-
-        One begins whenever weights come from elsewhere than training: from the model that a run
-        starts from, or from a snapshot. (lineage, policy version) names a policy.
-
-        Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
-        """
-        lineage = self.lineage + 1
-        with self._errors_named():
-            self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-        self.write_atomic(_LINEAGE, f"{lineage}\n".encode())
-        return lineage
-
-    @property
-    def lineage(self) -> int:
-        """The number that `begin_lineage` gave last; 0: none.
-
-        Raises: RunFolderError: the count is damaged.
-        """
-        path = self.path / _LINEAGE
-        try:
-            return int(path.read_text()) if path.exists() else 0
-        except (OSError, ValueError) as error:
-            raise RunFolderError(
-                f"cannot count in {path}: {error}; it must hold a number above all earlier ones"
-            ) from error
-
-    def check_lineage(self, begun: int) -> None:
-        """Checks the count against a lineage that is known to have begun.
-
-        Raises: RunFolderError: the count is damaged, and would give that number again.
-        """
-        if self.lineage < begun:
-            raise RunFolderError(
-                f"{self.path / _LINEAGE} is damaged: it holds {self.lineage}, but lineage {begun} "
-                f"was begun; write {begun} into it"
-            )
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
@@ -317,24 +323,12 @@ class RunFolder:
         try:
             with self._errors_named():
                 self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-                self._lock = self._take_lock()
-                (self.path / _LOCK).write_text(f"{os.getpid()}\n")  # for the message of others
+                self._lock = take_folder(self.path)
+                self.term = RunTerm.begin(self.path)
                 yield
         except BaseException:
             self.close()
             raise
-
-    def _take_lock(self) -> HeldLock:
-        path, give_up_s = self.path / _LOCK, time.monotonic() + _LOCK_WAIT_S
-        while (lock := take_lock(path, fcntl.LOCK_EX)) is None:
-            if time.monotonic() > give_up_s:
-                pid = path.read_text(errors="replace").strip()
-                owner = f"process {pid}" if pid else "another process"
-                raise self._error(
-                    f"{owner} is running in it; wait for it, stop it, or choose another run_dir"
-                )
-            time.sleep(0.05)
-        return lock
 
     def _mark(self) -> None:
         """Makes the folder a run's."""
@@ -361,13 +355,15 @@ class RunFolder:
             ) from error
 
     def _entries(self) -> list[Path]:
-        """What lies in the folder, without lock and count, and without what a crash cut short."""
+        """What lies in the folder, without what outlives the run or its start, and without what a
+        crash cut short."""
         if not self.path.is_dir():
             return []
-        own = (_LOCK, _LINEAGE, f".{_MARKER}.", f".{_LINEAGE}.")
+        kept = (TERM, LINEAGE, _JOBS, _JOIN, _NONCE)
+        own = (LOCK, *kept, f".{_MARKER}.", *(f".{name}" for name in kept))
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
-    def _marker(self) -> dict[str, Any]:
+    def marker(self) -> dict[str, Any]:
         """What `run.json` says; nothing if it is not a run's."""
         try:
             marker = json.loads((self.path / _MARKER).read_text())
@@ -377,19 +373,18 @@ class RunFolder:
         return marker if is_marker else {}
 
     def _empty(self) -> None:
-        """Deletes all but lock and count. The marker goes last, so that a crash leaves it."""
+        """Ends the run, if it lives, and deletes all but lock and count.
+
+        The marker goes last, so that a crash leaves it.
+        """
+        end_agents(self.path, END_LIMIT_S)
         for entry in self._entries():
             if entry.name != _MARKER:
                 remove(entry)
         (self.path / _MARKER).unlink()
 
     def _set_aside(self) -> None:
-        """Moves what an earlier start left to `previous/<n>/`."""
-        previous = self.path / _PREVIOUS
-        previous.mkdir(exist_ok=True, mode=OWNER_ONLY)
-        numbers = [int(entry.name) for entry in previous.iterdir() if entry.name.isdecimal()]
-        target = previous / str(max(numbers, default=0) + 1)  # the user may have deleted some
-        target.mkdir(mode=OWNER_ONLY)
-        for entry in self._entries():
-            if entry.name not in (_MARKER, _PREVIOUS):
-                entry.rename(target / entry.name)
+        """Moves what an earlier start left to `previous/<n>/`, once none of it runs any more."""
+        end_agents(self.path, END_LIMIT_S)
+        kept = (_MARKER, _PREVIOUS, AGENTS, _KEYS)  # jobs may wait, whose agents have these keys
+        set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)

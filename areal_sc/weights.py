@@ -66,8 +66,10 @@ class WeightsReference(Struct, frozen=True, array_like=True):
     """Where the weights of one policy version are.
 
     Attributes:
+        lineage, version: name the policy; 0 where a lineage is of no interest.
         shards: each rank's sealed part; () when `folder` is set.
         folder: a Hugging Face folder that holds them; "" when they are sealed.
+        nodes: tokens of the nodes whose shared memory the shards lie in.
         broadcast: how they come to the ranks of a group; None: they are pulled.
     """
 
@@ -75,3 +77,10 @@ class WeightsReference(Struct, frozen=True, array_like=True):
     shards: tuple[ShardReference, ...] = ()
     folder: str = ""
     broadcast: WeightBroadcast | None = None
+    lineage: int = 0
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def policy(self) -> tuple[int, int]:
+        """(lineage, version), which name it."""
+        return self.lineage, self.version

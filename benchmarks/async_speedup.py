@@ -2,10 +2,11 @@
 
     python benchmarks/async_speedup.py [--quick] [--slots N] [--json FILE]
 
-The letter-sorting job with heavy-tailed lengths and the quickstart's model. Both sides have one
+The letter-sorting job with heavy-tailed lengths and the quickstart's model. All sides have one
 train worker, one rollout worker and the same decode slots. They differ in `max_staleness`, and in
 threads: asynchronous workers have one each; the synchronous side, whose workers never compute at
-the same time, takes the better of one and two for each phase, measured beforehand.
+the same time, takes the better of one and two for each phase, measured beforehand. The asynchronous
+side is as shipped, with admission just in time; `eager` is the same without.
 
 The workload is chosen such that generation and training take CPU time of the same order; elsewhere
 there is less to gain. With g and t CPU seconds a step, a synchronous step takes g + t, and an
@@ -13,24 +14,23 @@ asynchronous one at least max(g, t), and at least the CPU time of all processes 
 cores: that is `floor`.
 
 Seconds per step are the mean over a run's steps once the first batches of full staleness are
-through, with generation going on until the end. Both sides run alternately, and the medians over
-the runs count. The time to an accuracy is that from the start of the loop until the mean of four
-consecutive batches reaches it. An asynchronous batch was sampled up to `max_staleness` versions
-before, so this puts that side at a disadvantage.
+through, with generation going on until the end. The sides run alternately. Medians over the runs
+count and, in comparisons, medians over pairs of one seed. The time to an accuracy is that from the
+start of the loop until the mean of four consecutive batches reaches it. An asynchronous batch was
+sampled up to `max_staleness` versions before, so this puts that side at a disadvantage.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import report
+from async_run import measure
 from letter_sort_job import (
     LetterSortJob,
     Step,
     letter_sort_job,
-    say,
     training_steps,
 )
 from letter_sort_task import LetterSortPrompts, letter_sort_reward
@@ -40,61 +40,8 @@ from areal_sc import GRPOConfig, SingleTurnWorkflow
 MODEL = dict(hidden_size=96, num_layers=3, ffn_size=256, num_heads=8)
 LENGTHS = dict(median_letters=7.0, sigma_letters=0.8)
 MAX_STALENESS = 4
-TARGETS = {"050": 0.5, "088": 0.88}
-ACCURACY_BATCHES = 4
 CALIBRATION_S = 20.0
 """Two threads are many times slower than one where other processes want the cores."""
-
-
-def measure(job: LetterSortJob, config: GRPOConfig) -> report.Metrics:
-    """One run of `total_steps` steps.
-
-    Seconds, shares, CPU and tokens a second are those of the window of full staleness, the other
-    counts those of the whole run. An accuracy that was never reached has no `time_to`.
-    """
-    num_first = config.rollout.max_staleness + 1
-    prompts = LetterSortPrompts(config.seed, **LENGTHS)
-    workflow = SingleTurnWorkflow(letter_sort_reward)
-    steps: list[Step] = []
-    with job.workers(config) as workers:
-        for step in training_steps(workers, config.total_steps, prompts, workflow):
-            steps.append(step)
-            if len(steps) == num_first:
-                cpu_before, tokens_before = workers.cpu_s(), workers.num_generated_tokens()
-        cpu_after, tokens_after = workers.cpu_s(), workers.num_generated_tokens()
-        num_wasted_tokens = workers.num_wasted_tokens()
-    window = steps[num_first:]
-    window_s = window[-1].ended_s - steps[num_first - 1].ended_s
-    cpu_s = {name: (cpu_after[name] - cpu_before[name]) / len(window) for name in cpu_after}
-    measured = {
-        "s_per_step": window_s / len(window),
-        # an asynchronous step takes at least so long with the CPU time of this run
-        "floor_s_per_step": max(*cpu_s.values(), sum(cpu_s.values()) / (os.cpu_count() or 1)),
-    }
-    for name in ("wait", "train", "sync"):
-        measured[f"{name}_share"] = sum(getattr(step, f"{name}_s") for step in window) / window_s
-    for name, seconds in cpu_s.items():
-        measured[f"{name.removesuffix('/0')}_cpu_s_per_step"] = seconds
-    measured |= {
-        "generated_tokens_per_s": (tokens_after - tokens_before) / window_s,
-        "masked_tokens": sum(step.staleness.num_tokens_masked for step in steps),
-        "wasted_tokens": num_wasted_tokens,
-        "token_staleness_max": max(step.staleness.token_max for step in steps),
-        "accuracy": mean_accuracy(steps[-ACCURACY_BATCHES:]),
-    }
-    for name, target in TARGETS.items():
-        reached = [
-            steps[end - 1].ended_s
-            for end in range(ACCURACY_BATCHES, len(steps) + 1)
-            if mean_accuracy(steps[end - ACCURACY_BATCHES : end]) >= target
-        ]
-        if reached:
-            measured[f"time_to_{name}_s"] = reached[0]
-    return measured
-
-
-def mean_accuracy(steps: Sequence[Step]) -> float:
-    return statistics.mean(step.accuracy for step in steps)
 
 
 def better_threads(
@@ -119,7 +66,7 @@ def better_threads(
         warm = steps[1:] or steps
         train_s[count] = statistics.median(step.train_s for step in warm)
         wait_s[count] = statistics.median(step.wait_s for step in warm)
-        say(
+        report.say(
             f"sync, {count} threads: generates {wait_s[count]:.3f} s, trains {train_s[count]:.3f} s"
         )
     return min(train_s, key=train_s.__getitem__), min(wait_s, key=wait_s.__getitem__)
@@ -128,14 +75,17 @@ def better_threads(
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--slots", type=int, default=64, help="decode slots")
+    parser.add_argument("--seeds", type=int, default=5, help="how many runs of each side")
     arguments = parser.parse_args()
-    num_steps, seeds = (7, range(1)) if arguments.quick else (100, range(3))
+    num_steps, seeds = (7, range(1)) if arguments.quick else (100, range(arguments.seeds))
     batch_groups = 8 if arguments.quick else 32
     num_warm_steps, calibration_steps = (20, 1) if arguments.quick else (600, 8)
     records: dict[tuple[str, int], report.Metrics] = {}
     with letter_sort_job(num_warm_steps) as job:
 
-        def config_of(seed: int, max_staleness: int, train: int, rollout: int) -> GRPOConfig:
+        def config_of(
+            seed: int, max_staleness: int, train: int, rollout: int, **more: object
+        ) -> GRPOConfig:
             return job.config(
                 seed=seed,
                 total_steps=num_steps,
@@ -144,6 +94,7 @@ def main() -> None:
                 rollout__max_running_sequences=arguments.slots,
                 actor__num_threads=train,
                 rollout__num_threads=rollout,
+                **more,
             )
 
         for seed in seeds:
@@ -154,10 +105,11 @@ def main() -> None:
         for seed in seeds:
             for side, config in (
                 ("async", config_of(seed, MAX_STALENESS, 1, 1)),
+                ("eager", config_of(seed, MAX_STALENESS, 1, 1, rollout__admission="eager")),
                 ("sync", config_of(seed, 0, *threads)),
             ):
-                records[side, seed] = measure(job, config)
-                say(f"{side}, seed {seed}: {records[side, seed]['s_per_step']:.3f} s a step")
+                records[side, seed] = measure(job, config, LENGTHS)
+                report.say(f"{side}, seed {seed}: {records[side, seed]['s_per_step']:.3f} s a step")
     settings = {
         "parameters": "336k",
         **LENGTHS,
@@ -174,14 +126,29 @@ def main() -> None:
 def metrics_of(
     records: Mapping[tuple[str, int], report.Metrics], threads: tuple[int, int]
 ) -> report.Metrics:
-    """Medians over the runs of each side, of what all of its runs have."""
+    """Medians over the runs of each side, of what all of its runs have, and over pairs."""
     metrics: report.Metrics = {}
-    for side in ("async", "sync"):
+    for side in ("async", "eager", "sync"):
         found = [record for key, record in records.items() if key[0] == side]
         for name in found[0]:
             if all(name in record for record in found):
                 metrics[f"{side}_{name}"] = statistics.median(record[name] for record in found)
-    metrics["async_over_sync"] = metrics["sync_s_per_step"] / metrics["async_s_per_step"]
+    for other in ("sync", "eager"):
+        pairs = [
+            (record, records[other, seed])
+            for (side, seed), record in records.items()
+            if side == "async"
+        ]
+        for name in ("s_per_step", "time_to_088_s", "token_staleness_mean"):
+            ratios = [
+                theirs[name] / ours[name]
+                for ours, theirs in pairs
+                if theirs.get(name) and ours.get(name)
+            ]
+            if ratios:
+                metrics[f"{other}_over_async_{name}"] = statistics.median(ratios)
+        gains = [ours["accuracy_auc"] - theirs["accuracy_auc"] for ours, theirs in pairs]
+        metrics[f"async_minus_{other}_accuracy_auc"] = statistics.median(gains)
     metrics["sync_train_threads"], metrics["sync_rollout_threads"] = threads
     return metrics
 

@@ -3,9 +3,12 @@
     python benchmarks/chaos.py --steps 400 --json chaos.json
 
 Workers, reward processes, fork servers and agents get SIGKILL, and some workers SIGSTOP, at random
-moments; some kills strike while the run recovers from an earlier one. Afterwards the account is
-made from the books that ranks, rollout workers and rewards wrote by themselves (`chaos_run.py`):
-which rows were sealed with which tokens and rewards, and which were trained at which version.
+moments; some kills strike while the run recovers from an earlier one. The script gets SIGKILL, too,
+and the same command is given again at once: at any moment (`controller`), and once more while that
+start takes over the workers (`attaching`) or begins a segment of the journal (`segment`). Some of
+the time it is stopped for a moment (`paused`). Afterwards the account is made from the books that
+ranks, rollout workers and rewards wrote by themselves (`chaos_run.py`): which rows were sealed with
+which tokens and rewards, and which were trained at which version.
 """
 
 from __future__ import annotations
@@ -15,20 +18,17 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import report
+from chaos_books import SCRIPT_KINDS, Books, Kill, account, recovery_times
 from chaos_run import BOOKS, ROOT
-from processes import process_tree
 
 KINDS: Final = {
     "rollout": "areal:rollout/",
@@ -39,7 +39,7 @@ KINDS: Final = {
     "agent": "areal:agent",
     "stopped": "areal:rollout/",
     "server": "",
-}
+} | dict.fromkeys(SCRIPT_KINDS, "")
 """What is killed, and how its processes are called; what is stopped is a rollout worker, and a
 server's process is known by its program."""
 
@@ -47,61 +47,6 @@ SERVER_PROGRAM: Final = b"servers/launcher.py"
 
 DURING_RECOVERY_SHARE: Final = 0.35
 """Of the kills, those that follow at once on the one before."""
-
-
-@dataclass
-class Kill:
-    """A signal that was sent.
-
-    Attributes:
-        alive: process ids of the run before it.
-        is_nested: it followed at once on another one.
-    """
-
-    kind: str
-    time_s: float
-    alive: frozenset[int]
-    is_nested: bool
-    pid: int
-
-    def told(self, books: Books) -> dict[str, Any]:
-        """For a line of JSON."""
-        return {
-            "time": self.time_s,
-            "kind": self.kind,
-            "pid": self.pid,
-            "is_nested": self.is_nested,
-            "recovered_s": self.recovered_s(books),
-        }
-
-    def recovered_s(self, books: Books) -> float | None:
-        """Until a process that is new did work of that kind; None: none did."""
-        book = {"train": books.trained, "reward": books.rewards}.get(self.kind, books.begun)
-        after = (r["time"] for r in book if r["time"] > self.time_s and r["pid"] not in self.alive)
-        first = next(after, None)
-        return None if first is None else first - self.time_s
-
-
-@dataclass
-class Books:
-    """What the workers wrote down, in order of time."""
-
-    begun: list[dict[str, Any]] = field(default_factory=list)
-    sealed: list[dict[str, Any]] = field(default_factory=list)
-    trained: list[dict[str, Any]] = field(default_factory=list)
-    rewards: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, folder: Path) -> Books:
-        books = cls()
-        for name in ("begun", "sealed", "trained", "rewards"):
-            records = getattr(books, name)
-            for path in folder.glob(f"{name}-*.jsonl"):
-                # the last line of a killed process may be torn
-                records += [json.loads(x) for x in path.read_text().split("\n")[:-1]]
-            records.sort(key=lambda record: record["time"])
-        return books
-
 
 KILLS: Final = {
     "rollout": 25,
@@ -112,7 +57,85 @@ KILLS: Final = {
     "agent": 3,
     "stopped": 3,
     "server": 0,
+    "controller": 15,
+    "attaching": 5,
+    "segment": 5,
+    "paused": 3,
 }
+
+WORKER_FAILED: Final = 5
+"""Exit code of a start one of whose new workers did not come up."""
+
+MAX_FAILED: Final = 5
+
+TAKES_OVER_S: Final = 2.0
+"""Within this time from its term on a start is struck that takes workers over."""
+
+
+class Script:
+    """The user's script, and the same command again whenever it was killed.
+
+    So it is, a few times, after a start that has failed since a worker was killed.
+
+    Attributes:
+        process: its newest start.
+        num_failed: starts that have failed so.
+    """
+
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], output: Path, run_dir: Path
+    ) -> None:
+        self._command, self._environment, self._output = command, environment, output
+        self._run_dir = run_dir
+        self.num_failed = 0
+        self.process = self._started()
+
+    @property
+    def is_running(self) -> bool:
+        code = self.process.poll()
+        if code == WORKER_FAILED and self.num_failed < MAX_FAILED:
+            self.num_failed += 1
+            self.process = self._started()
+        return self.process.poll() is None
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code; that of a script which is killed in the end, if it takes too long."""
+        give_up_s = time.monotonic() + timeout_s
+        while self.is_running and time.monotonic() < give_up_s:
+            time.sleep(0.1)
+        self.process.kill()
+        return self.process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, and the same command; a script that has ended by itself stays so."""
+        self.process.kill()
+        if self.process.wait() == -signal.SIGKILL:
+            self.process = self._started()
+
+    def pause(self, seconds: float) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
+
+    def term(self) -> str:
+        """Changes when a start has taken the folder."""
+        path = self._run_dir / ".term"
+        return path.read_text() if path.exists() else ""
+
+    def segments(self) -> list[str]:
+        """Changes when the journal begins a segment."""
+        folder = self._run_dir / "ledger"
+        return sorted(os.listdir(folder)) if folder.exists() else []
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._output.open("ab") as output:
+            return subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
 
 def main() -> None:
@@ -129,6 +152,7 @@ def main() -> None:
         )
     quick = {"steps": 30, "rollout": 2, "train": 2, "reward": 1, "forks": 1}
     quick |= {"reward_forks": 0, "agent": 0, "stopped": 0}
+    quick |= {"controller": 1, "attaching": 1, "segment": 1, "paused": 1}
     arguments = report.parse(parser, **quick)
     if arguments.quick:
         arguments.overrides += ["task.warm_start.steps=20", "evaluation.num_prompts=16"]
@@ -144,42 +168,29 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
     """The run with its kills, and the account."""
     books, run_dir = folder / "books", folder / "run"
     books.mkdir()
-    job = subprocess.Popen(
-        [
-            *(sys.executable, str(ROOT / "benchmarks" / "chaos_run.py")),
-            *("--config", arguments.config, f"run_dir={run_dir}"),
-            *(f"total_steps={arguments.steps}", "rollout.num_workers=2"),
-            *(f"actor.parallel.data={arguments.ranks}", "scheduler.hung_after_s=5"),
-            *("scheduler.heartbeat_interval_s=0.5", "checkpoint.every_steps=5"),
-            *(f"actor.path={folder / 'warm_start'}", f"transport.shared_memory={memory}"),
-            *arguments.overrides,
-        ],
-        cwd=ROOT,
-        env=os.environ | {BOOKS: str(books), "PYTHONPATH": str(ROOT / "benchmarks")},
-        stdout=(folder / "output.txt").open("wb"),
-        stderr=subprocess.STDOUT,
-    )
+    command = [
+        *(sys.executable, str(ROOT / "benchmarks" / "chaos_run.py")),
+        *("--config", arguments.config, f"run_dir={run_dir}"),
+        *(f"total_steps={arguments.steps}", "rollout.num_workers=2"),
+        *(f"actor.parallel.data={arguments.ranks}", "scheduler.hung_after_s=5"),
+        *("scheduler.heartbeat_interval_s=0.5", "checkpoint.every_steps=5"),
+        *(f"actor.path={folder / 'warm_start'}", f"transport.shared_memory={memory}"),
+        *arguments.overrides,
+    ]
+    environment = os.environ | {BOOKS: str(books), "PYTHONPATH": str(ROOT / "benchmarks")}
+    script = Script(command, environment, folder / "output.txt", run_dir)
+    kills: list[Kill] = []
     try:
-        kills = list(strike(job, run_dir, arguments))
-        code = job.wait(max(600.0, 10.0 * arguments.steps))
+        for kill in strike(script, run_dir, arguments):
+            kills.append(kill)
+        code = script.wait(max(600.0, 10.0 * arguments.steps))
+        metrics = judge(folder, memory, kills, code, arguments.steps)
+        metrics["num_failed_starts"] = script.num_failed
     finally:
-        tree = process_tree(job.pid) if job.poll() is None else []
-        for pid in tree:
+        for pid in processes_of(run_dir):
             os.kill(pid, signal.SIGKILL)
-    output = (folder / "output.txt").read_text(errors="replace")
-    if code:
-        print(output[-6000:], file=sys.stderr)
-        raise SystemExit(f"the job ended with exit code {code}, after {len(kills)} kills")
-    read = Books.read(books)
-    (run_dir / "kills.jsonl").write_text(
-        "".join(json.dumps(kill.told(read)) + "\n" for kill in kills)
-    )
-    metrics = account(read, kills, run_dir, arguments.steps)
-    left = [*run_dir.rglob("*.partial"), *run_dir.glob("keys.json"), *processes_of(run_dir)]
-    left += list(memory.glob("*/*"))
-    metrics["leftovers"] = len(left)
-    if arguments.keep:
-        shutil.copytree(folder, arguments.keep)
+        if arguments.keep:
+            shutil.copytree(folder, arguments.keep)
     report.print_table(
         "Kills at random",
         {"steps": arguments.steps, "ranks": arguments.ranks, "seed": arguments.seed},
@@ -189,7 +200,33 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
     return metrics
 
 
-def strike(job: subprocess.Popen[bytes], run_dir: Path, arguments: Any) -> Iterator[Kill]:
+def judge(
+    folder: Path, memory: Path, kills: list[Kill], code: int, num_steps: int
+) -> dict[str, float]:
+    """The account of a run that has ended.
+
+    Raises: SystemExit: with an error.
+    """
+    run_dir, books = folder / "run", Books.read(folder / "books")
+    (run_dir / "kills.jsonl").write_text(
+        "".join(json.dumps(kill.told(books)) + "\n" for kill in kills)
+    )
+    if code:
+        print((folder / "output.txt").read_text(errors="replace")[-6000:], file=sys.stderr)
+        raise SystemExit(f"the job ended with exit code {code}, after {len(kills)} kills")
+    metrics: dict[str, float] = {
+        f"num_kills_{kind}": sum(kill.kind == kind for kill in kills) for kind in KINDS
+    }
+    metrics |= account(books, kills, run_dir, num_steps)
+    for kind in KINDS:
+        if kind != "server":  # its work stands in the books of its rollout worker
+            metrics |= recovery_times(kind, kills, books)
+    left = [*run_dir.rglob("*.partial"), *run_dir.glob("keys.json"), *processes_of(run_dir)]
+    left += [*run_dir.glob("agents/*"), *memory.glob("*/*")]
+    return metrics | {"leftovers": len(left)}
+
+
+def strike(script: Script, run_dir: Path, arguments: Any) -> Iterator[Kill]:
     """Kills, spread over the steps of the run, in random order."""
     rng = random.Random(arguments.seed)
     wanted = [kind for kind in KINDS for _ in range(getattr(arguments, kind))]
@@ -198,27 +235,57 @@ def strike(job: subprocess.Popen[bytes], run_dir: Path, arguments: Any) -> Itera
     at_step = sorted(rng.uniform(first, last) for _ in wanted)
     for number, (kind, step) in enumerate(zip(wanted, at_step, strict=True)):
         is_at_once = number > 0 and rng.random() < DURING_RECOVERY_SHARE
-        while not is_at_once and version_of(run_dir) < step:
-            if job.poll() is not None:
-                return
+        while script.is_running and not is_at_once and version_of(run_dir) < step:
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.8 if is_at_once else 0.3))
-        while not (pids := targets(run_dir, kind)):
-            if job.poll() is not None:
-                return
-            time.sleep(0.02)  # all of the kind are dead now
-        alive, pid = frozenset(processes_of(run_dir)), rng.choice(pids)
-        os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-        yield Kill(kind, time.time(), alive, is_at_once, pid)
+        strike_one = strike_script if kind in SCRIPT_KINDS else strike_worker
+        for kill in strike_one(kind, script, run_dir, rng):
+            kill.is_nested |= is_at_once
+            yield kill
 
 
-def targets(run_dir: Path, kind: str) -> list[int]:
-    """Processes that such a kill may hit."""
-    pids = list(processes_of(run_dir, KINDS[kind]))
+def strike_worker(kind: str, script: Script, run_dir: Path, rng: random.Random) -> Iterator[Kill]:
+    """A signal to one process of a kind, once there is one."""
+    while script.is_running:
+        alive = processes_of(run_dir)
+        if pids := targets(alive, kind):
+            kill = Kill(kind, time.time(), alive, False, rng.choice(pids))
+            os.kill(kill.pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+            yield kill
+            return
+        time.sleep(0.02)  # all of the kind are dead now
+
+
+def strike_script(kind: str, script: Script, run_dir: Path, rng: random.Random) -> Iterator[Kill]:
+    """Signals to the script; `attaching` and `segment` come after one of `controller`."""
+    if not script.is_running:
+        return
+    alive, watch = processes_of(run_dir), script.segments if kind == "segment" else script.term
+    before = watch()
+    if kind == "paused":
+        yield Kill(kind, time.time(), alive, False, script.process.pid)
+        script.pause(rng.uniform(0.5, 3.0))
+        return
+    yield Kill("controller", time.time(), alive, False, script.process.pid)
+    script.kill()
+    if kind == "controller":
+        return
+    alive = processes_of(run_dir)
+    while script.is_running and watch() == before:
+        time.sleep(0.001)
+    time.sleep(0.0 if kind == "segment" else rng.uniform(0.0, TAKES_OVER_S))
+    if script.is_running:
+        yield Kill(kind, time.time(), alive, True, script.process.pid)
+        script.kill()
+
+
+def targets(alive: Mapping[int, str], kind: str) -> list[int]:
+    """Of the living processes those that such a kill may hit."""
+    pids = [pid for pid, name in alive.items() if name.startswith(KINDS[kind])]
     if kind == "server":
         pids = [pid for pid in pids if SERVER_PROGRAM in _command_line(pid)]
     if "forks" in kind:  # of the agent, or of a rollout worker's rewards
-        agents = set(processes_of(run_dir, KINDS["agent"]))
+        agents = {pid for pid, name in alive.items() if name.startswith(KINDS["agent"])}
         pids = [pid for pid in pids if (_parent(pid) in agents) == (kind == "forks")]
     return pids
 
@@ -238,79 +305,6 @@ def _parent(pid: int) -> int | None:
     return int(status.partition("PPid:")[2].split()[0])
 
 
-def account(books: Books, kills: list[Kill], run_dir: Path, num_steps: int) -> dict[str, float]:
-    """What became of every row, by the books alone, and how long it took to go on."""
-    sealed = {_key(record): record for record in books.sealed}
-    histories: dict[int, dict[tuple[int, int, int], str]] = {}
-    for record in books.trained:  # of a repeated step the last one is what survives
-        histories.setdefault(record["version"], {})[_key(record)] = record["hash"]
-    surviving = Counter(key[0] for rows in histories.values() for key in rows)
-    versions_of_group: dict[int, set[int]] = {}
-    for version, rows in histories.items():
-        for group, _, _ in rows:
-            versions_of_group.setdefault(group, set()).add(version)
-    twice = [group for group, versions in versions_of_group.items() if len(versions) > 1]
-    unknown = [k for rows in histories.values() for k, h in rows.items() if sealed[k]["hash"] != h]
-    steps = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in steps if record["kind"] == "step"]
-    num_expected = {record["step"] - 1: record["num_rows"] for record in steps}
-    lost = sum(
-        max(0, num_expected.get(version, 1) - len(histories.get(version, {})))
-        for version in range(num_steps)
-    )
-    false_zeros = [
-        record
-        for record in books.sealed
-        if record["reward"] == 0.0 and _right_answer(record["text"])
-    ]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    metrics: dict[str, float] = {
-        f"num_kills_{kind}": sum(kill.kind == kind for kill in kills) for kind in KINDS
-    }
-    metrics |= {
-        "num_kills_in_recovery": sum(kill.is_nested for kill in kills),
-        "num_steps": len(histories),
-        "rows_trained": sum(surviving.values()),
-        "rows_lost": lost,
-        "rows_trained_twice": sum(surviving[group] for group in twice),
-        "rows_of_other_content": len(unknown),
-        "false_zero_rewards": len(false_zeros),
-        "accuracy_after": summary["accuracy_after"],
-        "num_rows_trained_by_the_run": summary["num_rows_trained"],
-    }
-    for kind in KINDS:
-        if kind != "server":  # its work stands in the books of its rollout worker
-            metrics |= _recovery_times(kind, kills, books)
-    return metrics
-
-
-def _recovery_times(kind: str, kills: list[Kill], books: Books) -> dict[str, float]:
-    """Of all kills of a kind, and of those that no other kill was close to."""
-    all_s: list[float] = []
-    alone_s: list[float] = []
-    for number, kill in enumerate(kills):
-        recovered_s = kill.recovered_s(books) if kill.kind == kind else None
-        if recovered_s is None:
-            continue
-        all_s.append(recovered_s)
-        if not (kill.is_nested or any(after.is_nested for after in kills[number + 1 : number + 2])):
-            alone_s.append(recovered_s)
-    times = {f"{kind}_recovery_worst_s": max(all_s)} if all_s else {}
-    if alone_s:
-        times[f"{kind}_recovery_alone_median_s"] = statistics.median(alone_s)
-        times[f"{kind}_recovery_alone_worst_s"] = max(alone_s)
-    return times
-
-
-def _key(record: Mapping[str, Any]) -> tuple[int, int, int]:
-    return record["group"], record["attempt"], record["episode"]
-
-
-def _right_answer(text: str) -> bool:
-    prompt, _, answer = text.partition("=")
-    return answer == "".join(sorted(prompt)) + "$"
-
-
 def version_of(run_dir: Path) -> int:
     """Training steps that the metrics file tells of."""
     try:
@@ -319,18 +313,18 @@ def version_of(run_dir: Path) -> int:
         return 0
 
 
-def processes_of(run_dir: Path, name: str = "") -> Iterator[int]:
-    """Processes of the run whose name begins so, zombies left out."""
+def processes_of(run_dir: Path) -> dict[int, str]:
+    """Processes of the run and their names, zombies left out."""
     mark = f"{BOOKS}={run_dir.parent / 'books'}".encode()
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if not (path / "comm").read_text().startswith(name):
-                continue
             environment = (path / "environ").read_bytes().split(b"\0")  # empty of a zombie
+            if mark in environment:
+                found[int(path.name)] = (path / "comm").read_text().strip()
         except OSError:
             continue
-        if mark in environment:
-            yield int(path.name)
+    return found
 
 
 if __name__ == "__main__":

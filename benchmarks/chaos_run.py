@@ -7,7 +7,8 @@ The books are lines of JSON, appended by whoever did something when it was done,
 
     begun-<pid>     a rollout worker has begun a group
     sealed-<pid>    a rollout worker has sealed a row: its group, attempt, episode, hash, and reward
-    trained-<pid>   a rank has trained a row: the same, and the policy version it began from
+    trained-<pid>   a rank has trained a row: the same, the policy version it began from, and in
+                    which update of the step; `began` is when that was asked for
     rewards-<pid>   a reward process has judged an answer
 """
 
@@ -61,15 +62,15 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     from areal_sc.workers.rollout_worker import RolloutWorker
     from areal_sc.workers.train_worker import TrainWorker
 
-    run_group, seal, ppo_update = (
-        RolloutWorker.run_group,
+    play_group, seal, ppo_update = (
+        RolloutWorker._play_group,
         RolloutWorker._seal,
         TrainWorker.ppo_update,
     )
 
-    async def booked_group(self: RolloutWorker, group: Any) -> Any:
+    async def booked_group(self: RolloutWorker, run: Any, group: Any) -> Any:
         note("begun", [{"group": group.group_id, "attempt": group.attempt}])
-        return await run_group(self, group)
+        return await play_group(self, run, group)
 
     def booked_seal(self: RolloutWorker, group: Any, episodes: Any) -> Any:
         batch = seal(self, group, episodes)
@@ -86,6 +87,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     async def booked_update(self: TrainWorker, args: Any) -> dict[str, float]:
         if args.operation in self.operations._noted:  # a repeat trains nothing
             return await ppo_update(self, args)
+        began = time.time()
         pulled = [await self.plane.puller.pull(batch) for batch in args.minibatches]
         records = []
         for batch, rows in zip(args.minibatches, pulled, strict=True):
@@ -102,6 +104,9 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
                         "hash": row_hash(ids, logprobs),
                         "version": args.operation.version,
                         "lineage": args.operation.lineage,
+                        "update": int(args.operation.name.rpartition("/")[2]),
+                        "rank": self._rank,
+                        "began": began,
                     }
                 )
         del pulled
@@ -109,7 +114,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
         note("trained", records)
         return metrics
 
-    RolloutWorker.run_group = booked_group  # type: ignore[method-assign]
+    RolloutWorker._play_group = booked_group  # type: ignore[method-assign]
     RolloutWorker._seal = booked_seal  # type: ignore[method-assign]
     TrainWorker.ppo_update = booked_update  # type: ignore[method-assign]
     return entry.run_worker(spec_dict)

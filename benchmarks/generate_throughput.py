@@ -44,13 +44,8 @@ from qwen2_models import NUM_WORDS, SHAPES, Shape
 from random_model_run import model_folder
 from transformers import DynamicCache, PreTrainedModel
 
-from areal_sc.config.schema import (
-    Device,
-    Dtype,
-    GenerationConfig,
-    RolloutConfig,
-    SGLangConfig,
-)
+from areal_sc.config.schema import Device, Dtype, GenerationConfig, RolloutConfig
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.base import GenerationEngine
 from areal_sc.engines.local.engine import LocalEngine
 

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Everything that is measured on a GPU, one after the other; each has a time limit of its own.
+# Everything that is tested and measured on a GPU, one after the other, in 20 minutes at most.
 #
 #     benchmarks/gpu.sh FOLDER [--quick]
 #
 # FOLDER gets the output and the JSON of each, and the run folder of the main job. What needs SGLang
 # is left out without SGLANG_PYTHON, the interpreter of an environment that has it. PYTHON is the
-# interpreter of areal_sc (default: .venv/bin/python). The exit code is the number of failures.
+# interpreter of areal_sc (default: .venv/bin/python). Each part has a time limit of its own, and
+# what remains of LIMIT_S (default: 1200). The exit code is the number of failures.
 set -u
 folder=${1:?usage: benchmarks/gpu.sh FOLDER [--quick]}
 quick=${2:-}
@@ -13,11 +14,21 @@ cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$folder"
 failures=0
+deadline=$(($(date +%s) + ${LIMIT_S:-1200}))
 
 # measure NAME SECONDS COMMAND...
 measure() {
     name=$1 limit_s=$2
     shift 2
+    left_s=$((deadline - $(date +%s)))
+    if [ "$left_s" -lt "$limit_s" ]; then
+        limit_s=$left_s
+    fi
+    if [ "$limit_s" -le 0 ]; then
+        echo "== $name: no time is left"
+        failures=$((failures + 1))
+        return
+    fi
     echo "== $name: at most $limit_s s"
     timeout --signal=INT --kill-after=60 "$limit_s" "$@" >"$folder/$name.txt" 2>&1
     status=$?
@@ -36,6 +47,7 @@ benchmark() {
         --json "$folder/$name.json" $quick "$@"
 }
 
+measure tests 400 "$python" -m pytest -q tests/gpu
 benchmark train_throughput 400 train_throughput
 benchmark generate_throughput 300 generate_throughput
 benchmark publication 300 weight_update --engine local

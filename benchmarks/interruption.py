@@ -36,14 +36,8 @@ import report
 import sglang_side
 from random_model_run import Controllers, GivenLengths, model_folder, started
 
-from areal_sc.config.schema import (
-    ActorConfig,
-    Device,
-    Dtype,
-    OnWeightUpdate,
-    RolloutEngine,
-    SGLangConfig,
-)
+from areal_sc.config.schema import ActorConfig, Device, Dtype, OnWeightUpdate, RolloutEngine
+from areal_sc.config.server_settings import SGLangConfig
 
 SIDES = (OnWeightUpdate.interrupt, OnWeightUpdate.finish_running)
 MAX_PROMPT_TOKENS = 32

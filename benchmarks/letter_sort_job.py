@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import report
 from letter_sort_task import (
     LetterSortDemonstrations,
     LetterSortPrompts,
@@ -165,7 +166,7 @@ class LetterSortJob:
         recipe = WarmStart(num_steps=self.num_warm_steps, sizes=sizes)
         config = self.config(seed=seed, total_steps=1)
         recipe.train(config.actor, demonstrations, self.scheduler)
-        say(f"seed {seed}: warm start is made")
+        report.say(f"seed {seed}: warm start is made")
 
     @contextmanager
     def workers(self, config: GRPOConfig) -> Iterator[Workers]:
@@ -221,8 +222,3 @@ def training_steps(
             train_s=times[2] - times[1],
             sync_s=times[4] - times[3],
         )
-
-
-def say(text: str) -> None:
-    """A line on the benchmark's progress."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

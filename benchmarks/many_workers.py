@@ -27,7 +27,8 @@ from planes_samples import LagProbe, percentiles
 from simulated_workers import WORKERS_PER_NODE
 
 from areal_sc import RolloutController, SingleTurnWorkflow, TrainController, start
-from areal_sc.config.schema import ActorConfig, ParallelConfig, RolloutConfig, SchedulerConfig
+from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.schema import ActorConfig, RolloutConfig, SchedulerConfig
 from areal_sc.controller.worker_choice import WorkerLoads
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.transport.security.keys import RunKeys
@@ -130,7 +131,13 @@ def measure_choice(num_workers: int) -> report.Metrics:
     nodes = [f"node-{number // WORKERS_PER_NODE}" for number in range(num_workers)]
     loads = WorkerLoads(nodes, 8, dict.fromkeys(nodes, 8 * WORKERS_PER_NODE))
     for number in range(num_workers):
-        loads.note(number, version=rng.randint(0, 1), num_running=rng.randint(1, 4), num_held=0)
+        loads.note(
+            number,
+            version=rng.randint(0, 1),
+            gets_newest=True,
+            num_running=rng.randint(1, 4),
+            num_held=0,
+        )
     began_s = time.perf_counter()
     for _ in range(NUM_LOOKS):
         worker = loads.least_loaded(1)

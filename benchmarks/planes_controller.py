@@ -38,7 +38,7 @@ class Controller:
     """Connections to all workers, and what a controller does with them."""
 
     def __init__(self, folder: Path) -> None:
-        self._transport = ours.ZmqTransport(authenticator=ours.authenticator(folder))
+        self._transport = ours.ZmqTransport(client=ours.controller(folder))
         self._workers: list[dict[str, str]] = []
         self._connections: list[ours.Connection] = []
 

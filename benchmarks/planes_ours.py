@@ -16,16 +16,21 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.node_workers import Member, NodeWorkers, OnLost
+from areal_sc.controller.found_workers import FoundWorkers
+from areal_sc.controller.member import Member, OnLost
+from areal_sc.controller.node_workers import NodeWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers.base import Node
+from areal_sc.status_board import StatusBoard
 from areal_sc.transport.rpc.method import Method, Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Caller, Passes, WorkerKeys
 from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
 from areal_sc.workers.spec import (
     LAUNCH,
@@ -66,8 +71,13 @@ def run() -> Iterator[Path]:
             arenas.remove()
 
 
-def authenticator(folder: Path) -> CurveAuthenticator:
-    return CurveAuthenticator(RunKeys.read(folder / "keys.json"), "benchmark")
+def controller(folder: Path) -> CurveClient:
+    return CurveClient.of_controller(RunKeys.read(folder / "keys.json"))
+
+
+def keys_of(name: str, folder: Path) -> WorkerKeys:
+    """Those of a worker."""
+    return Passes(RunKeys.read(folder / "keys.json")).issue(name, Caller.rollout)
 
 
 def _arenas(folder: Path) -> ArenaFolder:
@@ -75,7 +85,7 @@ def _arenas(folder: Path) -> ArenaFolder:
 
 
 def _arena_root(folder: Path) -> Path:
-    return memory_root("auto", folder, needed_bytes=2 * STORE_BYTES)
+    return memory_root("auto", folder, node_folder=folder, needed_bytes=2 * STORE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,8 @@ async def worker(
     gc.freeze()  # as the fork server does it after its imports
     incarnation = random_id()
     async with AsyncExitStack() as stack:
-        transport = ZmqTransport(authenticator=authenticator(folder))
+        keys = keys_of(node_id, folder)
+        transport = ZmqTransport(client=CurveClient.of_worker(keys))
         stack.push_async_callback(transport.close)
         arenas = None
         if shares_memory:
@@ -147,7 +158,7 @@ def rpc_server(
         [NOOP.served_by(_noop), *methods],
         node_id=node_id,
         incarnation=incarnation,
-        authenticator=authenticator(folder),
+        security=CurveServer.of_worker(keys_of(node_id, folder), node_id),
     )
 
 
@@ -177,7 +188,8 @@ def agent_server(
         """They end with their host."""
 
     methods = [LAUNCH.served_by(launch), WATCH.served_by(watch), STOP.served_by(stop)]
-    return RpcServer(methods, node_id=node, incarnation=node, authenticator=authenticator(folder))
+    security = CurveServer.of_worker(keys_of(node, folder), node)
+    return RpcServer(methods, node_id=node, incarnation=node, security=security)
 
 
 class Nodes:
@@ -190,6 +202,9 @@ class Nodes:
     def __init__(self, config: SchedulerConfig, keys: RunKeys, agents: Mapping[str, str]) -> None:
         self.config = config
         self.keys = keys
+        self.passes = Passes(keys)
+        self.status = StatusBoard()
+        self.term: RunTerm | None = None
         self._nodes = [
             Node(NodeFacts(name, name, 0, "", address, name), Path("agent.log"))
             for name, address in agents.items()
@@ -227,7 +242,9 @@ async def heartbeats(
     watches = {}
     for node in await scheduler.nodes():
         orders = [WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)]
-        watches[node.name] = NodeWorkers(node, orders, scheduler, Runtime(transport), on_lost)
+        watches[node.name] = NodeWorkers(
+            *(node, "rollout", orders, FoundWorkers(), scheduler, Runtime(transport), on_lost)
+        )
     for worker in workers:
         watch = watches[worker["node"]]
         order = WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)

@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -88,6 +89,11 @@ def write(metrics: Mapping[str, float], path: Path | None) -> None:
     if path is not None:
         content = {name: {"value": value, "unit": unit_of(name)} for name, value in metrics.items()}
         path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def say(text: str) -> None:
+    """A line on the benchmark's progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def machine() -> str:

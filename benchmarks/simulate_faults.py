@@ -1,4 +1,4 @@
-"""Training runs in virtual time whose workers, agents, connections and files fail.
+"""Training runs in virtual time whose workers, agents, connections, files and scripts fail.
 
     python benchmarks/simulate_faults.py --seeds 10000
 
@@ -39,13 +39,15 @@ class Outcome:
 
     Attributes:
         struck: (kind of fault, what the controllers were at) -> number of faults.
-        ends: how a run ended -> number of runs.
+        num_retreats: times that a script went back in place, to an earlier snapshot.
+        ends: how a start of the script ended -> number of them.
         failures: seed -> what went wrong.
     """
 
     num_runs: int = 0
     num_steps: int = 0
     num_repeated_steps: int = 0
+    num_retreats: int = 0
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Outcome:
         self.num_runs += other.num_runs
         self.num_steps += other.num_steps
         self.num_repeated_steps += other.num_repeated_steps
+        self.num_retreats += other.num_retreats
         self.struck += other.struck
         self.ends += other.ends
         self.failures |= other.failures
@@ -77,8 +80,10 @@ def play_all(seeds: Sequence[int], plant: str | None, stops: bool) -> Outcome:
                 continue
             outcome.num_steps += run.settings.num_steps
             outcome.num_repeated_steps += run.num_repeated_steps
+            outcome.num_retreats += run.num_retreats
             outcome.struck += run.faults.struck
-            outcome.ends[run.end] += 1
+            outcome.ends["completed"] += 1
+            outcome.ends += run.ends
     return outcome
 
 
@@ -122,6 +127,7 @@ def report(total: Outcome, took_s: float) -> dict[str, Any]:
         "num_runs": total.num_runs,
         "num_steps": total.num_steps,
         "num_repeated_steps": total.num_repeated_steps,
+        "num_retreats": total.num_retreats,
         "num_ends": dict(total.ends),
         "took_s": round(took_s, 1),
         "struck": [[kind, state, number] for (kind, state), number in sorted(total.struck.items())],
@@ -135,7 +141,8 @@ def show(total: Outcome, took_s: float) -> None:
     ends = ", ".join(f"{number} {end}" for end, number in sorted(total.ends.items()))
     print(
         f"{total.num_runs} runs ({ends}), {total.num_steps} steps and {total.num_repeated_steps} "
-        f"repeated ones, {total.struck.total()} faults, {took_s:.0f} s"
+        f"repeated ones, {total.num_retreats} times back to a snapshot, {total.struck.total()} "
+        f"faults, {took_s:.0f} s"
     )
     for seed, failure in sorted(total.failures.items()):
         print(f"\nseed {seed}: {failure}", file=sys.stderr)

@@ -64,9 +64,11 @@ class SimulatedWorker:
             calls.PING.served_by(_nothing),
             calls.SHUTDOWN.served_by(_nothing),
             calls.SWEEP.served_by(self.sweep),
+            calls.ADOPTED_SHARDS.served_by(_no_shards),
             calls.INITIALIZE_ENGINE.served_by(_nothing),
             calls.RUN_GROUP.served_by(self.run_group),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             calls.INITIALIZE_RANK.served_by(self.initialize),
             calls.COMPUTE_LOGPROBS.served_by(self.seal),
@@ -110,6 +112,10 @@ class SimulatedWorker:
     async def update_weights(self, _: WeightsReference) -> None:
         await asyncio.sleep(random.uniform(*UPDATE_S))
 
+    async def copy_weights(self, _: calls.CopyWeights) -> ShardReference:
+        await asyncio.sleep(random.uniform(*UPDATE_S))
+        return (await self.seal(None)).shard
+
     async def seal(self, _: Any) -> calls.SealedShard:
         self.last_sequence += 1
         shard_id = make_shard_id(self.incarnation, self.last_sequence)
@@ -118,6 +124,10 @@ class SimulatedWorker:
 
     async def sweep(self, _: calls.Sweep) -> int:
         return self.last_sequence
+
+
+async def _no_shards(_: None) -> tuple[str, ...]:
+    return ()
 
 
 async def _nothing(_: Any) -> None: ...

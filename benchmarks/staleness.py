@@ -29,7 +29,6 @@ from letter_sort_job import (
     LetterSortJob,
     PacedWorkflow,
     letter_sort_job,
-    say,
     training_steps,
 )
 from letter_sort_task import LetterSortPrompts, letter_sort_reward
@@ -105,10 +104,20 @@ def worst_case_runs(job: LetterSortJob, scale: Scale) -> Runs:
     runs: dict[tuple[str, int], list[Run]] = {}
     workflow = SingleTurnWorkflow(letter_sort_reward)
     for seed, eta, objective in product(scale.seeds, scale.worst_case_etas, OBJECTIVES):
-        config = config_of(job, scale, seed, eta, scale.worst_case_steps, **OBJECTIVES[objective])
+        config = config_of(
+            job,
+            scale,
+            seed,
+            eta,
+            scale.worst_case_steps,
+            rollout__admission="eager",
+            **OBJECTIVES[objective],
+        )
         run = measure(job, config, LENGTHS, workflow, scale.evaluations, is_held=True)
         runs.setdefault((objective, eta), []).append(run)
-        say(f"seed {seed}, eta {eta}, {objective}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
+        report.say(
+            f"seed {seed}, eta {eta}, {objective}: auc {run.auc:.3f}, {run.duration_s:.1f} s"
+        )
     return runs
 
 
@@ -135,7 +144,7 @@ def over_bound_runs(job: LetterSortJob, scale: Scale) -> tuple[Runs, float]:
         workflow = PacedWorkflow(token_s, TOKENS_PER_PIECE, config.generation.max_new_tokens)
         run = measure(job, config, HEAVY_TAIL, workflow, scale.evaluations, is_held=False)
         runs.setdefault((choice, eta), []).append(run)
-        say(f"seed {seed}, eta {eta}, {choice}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
+        report.say(f"seed {seed}, eta {eta}, {choice}: auc {run.auc:.3f}, {run.duration_s:.1f} s")
     return runs, token_s
 
 

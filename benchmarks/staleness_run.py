@@ -98,7 +98,7 @@ def measure(
     steps: list[Step] = []
     with job.workers(config) as workers:
         rollout = workers.rollout
-        rollout.groups.total_steps = config.total_steps
+        rollout.groups.admission.total_steps = config.total_steps
         evaluator = _Evaluator(rollout, lengths, config.seed)
 
         def before_step(version: int) -> None:

@@ -40,14 +40,14 @@ def attention_of_rows(
 
 
 class HandwrittenLoop:
-    """A model, its optimizer and the rows; `step` trains on all of them."""
+    """A model, its optimizer and the rows; `step` trains on all of them.
+
+    Attributes:
+        grad_norm: of the newest update.
+    """
 
     def __init__(self, workload: Workload, folder: Path, device: str, dtype: torch.dtype) -> None:
-        AttentionInterface.register("benchmark_rows", attention_of_rows)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="benchmark_rows"
-        )
-        self.model.to(device).eval()
+        self.model: Any = self.load(folder, dtype).to(device)
         self.parameters = list(self.model.parameters())
         self.masters = self.parameters
         if dtype != torch.float32:
@@ -59,10 +59,30 @@ class HandwrittenLoop:
         )
         self.rows = make_rows(workload)
         self.max_tokens = workload.max_tokens
+        self.grad_norm = torch.zeros(())
         self.device = device
 
-    def step(self) -> None:
-        """Log-probabilities of all trained tokens, then an update a minibatch."""
+    def load(self, folder: Path, dtype: torch.dtype) -> Any:
+        AttentionInterface.register("benchmark_rows", attention_of_rows)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="benchmark_rows"
+        ).eval()
+
+    def of_tokens(
+        self, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[A] float32 each, log-probabilities of the tokens and entropies, of [A, H] hidden."""
+        distribution = self.model.lm_head(hidden).float().log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(distribution.exp() * distribution).sum(-1)
+        return distribution.gather(1, tokens[:, None])[:, 0], entropy
+
+    def clip(self) -> torch.Tensor:
+        """Returns: the norm of the gradients before."""
+        return torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+
+    def step(self) -> torch.Tensor:
+        """Log-probabilities of all trained tokens, which are returned; an update a minibatch."""
         proximal = torch.zeros(self.rows.num_tokens)
         starts = torch.tensor(self.rows.starts)
         with torch.no_grad():
@@ -76,6 +96,7 @@ class HandwrittenLoop:
         known = replace(self.rows, fields={**self.rows.fields, "proximal_logprobs": proximal})
         for minibatch in minibatches_of(self.rows):
             self._update(known.take(minibatch))
+        return proximal
 
     def _update(self, rows: PackedRows) -> None:
         num_tokens = int(rows.fields["loss_mask"].sum())
@@ -97,7 +118,7 @@ class HandwrittenLoop:
                 for master, parameter in zip(self.masters, self.parameters, strict=True):
                     master.grad += parameter.grad
                     parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.grad_norm = self.clip()
         self.optimizer.step()
         if self.masters is self.parameters:
             self.optimizer.zero_grad()
@@ -119,7 +140,4 @@ class HandwrittenLoop:
             use_cache=False,
             row_lengths=part.lengths,
         ).last_hidden_state[0]
-        distribution = self.model.lm_head(hidden[asked - 1]).float().log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return distribution.gather(1, tokens[asked, None])[:, 0], entropy
+        return self.of_tokens(hidden[asked - 1], tokens[asked])

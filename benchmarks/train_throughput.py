@@ -59,7 +59,7 @@ from areal_sc.config.schema import ActorConfig, Device, Dtype, NormScope, Optimi
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.transport.packed_rows import PackedRows
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def actor_config(workload: Workload, model: Path, device: str) -> ActorConfig:

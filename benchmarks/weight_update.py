@@ -1,7 +1,7 @@
-"""Weight updates of LocalEngine or of real SGLang servers, each way, against a plain copy.
+"""Weight updates of LocalEngine or of real SGLang or vLLM servers, each way, against a plain copy.
 
     python benchmarks/weight_update.py [--quick] [--json FILE] [--device cuda]
-        [--engine local|sglang] [--sizes 1m 10m 50m] [--servers 1 2]
+        [--engine local|sglang|vllm] [--sizes 1m 10m 50m] [--servers 1 2]
 
 Real controllers, a train worker and a rollout worker; one update is what a training step ends with.
 Meanwhile each server, or the engine, generates some answers. Values are medians of the rounds.
@@ -43,11 +43,12 @@ from areal_sc.config.schema import (
     Device,
     Dtype,
     RolloutEngine,
-    SGLangConfig,
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
+from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
 
+VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 ANSWER_TOKENS = 200
 """Few: on a CPU it takes seconds to compute the KV of long answers again after each update."""
 COPIES = 3
@@ -120,6 +121,7 @@ def measure(
         max_staleness=1_000_000,
         max_concurrent_groups=max(1, num_streams),
         sglang=SGLangConfig(python=str(arguments.sglang_python), num_servers=num_servers),
+        vllm=VLLMConfig(python=str(arguments.vllm_python), num_servers=num_servers),
     ) as run:
         if num_streams:  # from the first batch on, answers are generated without end
             prompts = [
@@ -155,6 +157,7 @@ def measure(
 def main() -> None:
     parser = report.make_parser(__doc__, device=True)
     sglang_side.add_arguments(parser)
+    parser.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON, metavar="FILE")
     parser.add_argument("--engine", choices=list(RolloutEngine), default=RolloutEngine.sglang)
     parser.add_argument("--sizes", nargs="+", choices=tuple(qwen2_models.SHAPES))
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2], help=SERVERS_HELP)
@@ -165,12 +168,15 @@ def main() -> None:
     engine = RolloutEngine(arguments.engine)
     if engine == RolloutEngine.sglang:
         sglang_side.check_python(parser, arguments.sglang_python)
+    if engine == RolloutEngine.vllm and not arguments.vllm_python.is_file():
+        python = arguments.vllm_python
+        parser.error(f"no vLLM at {python}: tests/vllm_server/install.sh installs it")
     torch.set_num_threads(1)
     is_cpu = arguments.device == "cpu"
     dtype = Dtype.float32 if is_cpu else Dtype.bfloat16
     usual_sizes = ["1m", "10m", "50m"] if is_cpu else ["0.5b"]
     sizes = arguments.sizes or usual_sizes[: 1 if arguments.quick else None]
-    servers = arguments.servers if engine == RolloutEngine.sglang else [1]
+    servers = [1] if engine == RolloutEngine.local else arguments.servers
     records: dict[tuple[str, str, str], report.Metrics] = {}
     for size in sizes:
         with model_folder(qwen2_models.SHAPES[size], dtype) as model:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from letter_sort_task import LetterSortDemonstrations, write_untrained_folder
 
-from areal_sc import FSDPSFTActor, TrainController, start
+from areal_sc import TrainController, make_actor, start
 from areal_sc.config.schema import ActorConfig, LrSchedule, OptimizerConfig
 from areal_sc.schedulers.base import Scheduler
 
@@ -53,7 +53,7 @@ class WarmStart:
         imitation = replace(
             actor_config, path=str(untrained), random_init=True, optimizer=optimizer
         )
-        actor = TrainController(FSDPSFTActor(imitation), scheduler)
+        actor = TrainController(make_actor(imitation), scheduler)
         with start(actor):
             for step in range(self.num_steps):
                 first = step * self.batch_size

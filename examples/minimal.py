@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 from areal_sc import (
-    FSDPPPOActor,
     GRPOConfig,
     RolloutController,
     SingleTurnWorkflow,
     TrainController,
     load_config,
+    make_actor,
     make_generator,
     make_scheduler,
     run_script,
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
         make_model(MODEL)
     config = load_config(argv, GRPOConfig)  # --config x.yaml key=value ...
     scheduler = make_scheduler(config.scheduler)
-    actor = TrainController(FSDPPPOActor(config.actor), scheduler)
+    actor = TrainController(make_actor(config.actor), scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
     workflow = SingleTurnWorkflow(reward)
     with start(actor, rollout):  # worker processes come up, and go at the end

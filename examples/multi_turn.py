@@ -16,13 +16,13 @@ from typing import Any
 from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import (
-    FSDPPPOActor,
     GRPOConfig,
     RolloutController,
     TrainController,
     Trajectory,
     Workflow,
     load_config,
+    make_actor,
     make_generator,
     make_scheduler,
     run_script,
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = load_config(argv, GRPOConfig)
     scheduler = make_scheduler(config.scheduler)
-    actor = TrainController(engine=FSDPPPOActor(config=config.actor), scheduler=scheduler)
+    actor = TrainController(engine=make_actor(config.actor), scheduler=scheduler)
     rollout = RolloutController(engine=make_generator(config.rollout), scheduler=scheduler)
     prompts = LetterSortPrompts(config.seed)
     workflow = RetryWorkflow(letter_sort_reward)

@@ -16,16 +16,17 @@ from letter_sort_task import LetterSortPrompts, letter_sort_reward
 from areal_sc import (
     Checkpoints,
     Evaluations,
-    FSDPPPOActor,
     GRPOConfig,
     RolloutController,
     Run,
     SingleTurnWorkflow,
     TrainController,
     load_config,
+    make_actor,
     make_generator,
     run_script,
 )
+from areal_sc.errors import StepLost
 
 
 def main(argv: list[str]) -> None:
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
     prompts, held_out = LetterSortPrompts(config.seed), LetterSortPrompts(config.seed + 1_000_003)
     workflow = SingleTurnWorkflow(letter_sort_reward)
     with Run(config) as run:  # the run folder, with metrics.jsonl; the display; the scheduler
-        actor = TrainController(FSDPPPOActor(config.actor), run.scheduler)
+        actor = TrainController(make_actor(config.actor), run.scheduler)
         rollout = RolloutController(make_generator(config.rollout), run.scheduler)
         evaluations = Evaluations(run, rollout, held_out, workflow)
         checkpoints = Checkpoints(run, actor, rollout)
@@ -41,14 +42,18 @@ def main(argv: list[str]) -> None:
             if actor.version == 0:
                 evaluations.begin("before")
             for step in steps:
-                with step.timed("wait"):
-                    batch = rollout.prepare_batch(prompts, workflow)
-                with step.timed("train"):
-                    batch = actor.compute_advantages(batch)
-                    batch = actor.compute_proximal_logprobs(batch)
-                    stats = actor.ppo_update(batch)
-                with step.timed("sync"):
-                    actor.publish_weights(rollout)  # version += 1; generation goes on
+                try:
+                    with step.timed("wait"):
+                        batch = rollout.prepare_batch(prompts, workflow)
+                    with step.timed("train"):
+                        batch = actor.compute_advantages(batch)
+                        batch = actor.compute_proximal_logprobs(batch)
+                        stats = actor.ppo_update(batch)
+                    with step.timed("sync"):
+                        actor.publish_weights(rollout)  # version += 1; generation goes on
+                except StepLost as error:  # a node went with rows that the step needs
+                    step.lose(error)
+                    continue
                 step.record(batch, stats)
                 evaluations.after_step()
                 checkpoints.after_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import string
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import settings
 settings.register_profile("areal_sc", deadline=None)
 settings.load_profile("areal_sc")
 
-SGLANG_TESTS = "tests/integration/sglang/"
+SERVER_TESTS = ("tests/integration/sglang/", "tests/integration/vllm/")
 
 
 def pytest_configure() -> None:
@@ -27,18 +28,27 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Failures are told when they happen: the machine may end the tests before pytest sums up."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        lines = report.longreprtext.splitlines()
+        cause = [line[:200] for line in lines if line.startswith("E ")][:3] + lines[-1:]
+        print(f"\n{report.nodeid}: failed in its {report.when}", *cause, sep="\n", flush=True)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes (`-n 2`) a file's tests stay together: fixtures are made once a file.
 
-    Those of SGLang share two servers, so their whole folder stays together.
+    Those of a kind of server share two servers, so their whole folder stays together.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return SGLANG_TESTS if path.startswith(SGLANG_TESTS) else path
+            together = (folder for folder in SERVER_TESTS if path.startswith(folder))
+            return next(together, path)
 
     return ByFile(config, log)
 

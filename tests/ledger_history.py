@@ -19,15 +19,19 @@ class History:
         self.begin(LedgerState(), 1)
 
     def begin(self, state: LedgerState, lineage: int) -> None:
-        self.ledger = Ledger.restore(state)
-        self.ledger.requeue_all("restart")
-        self.ledger.begin_lineage(lineage)
+        """A new start, which goes back to that state."""
+        if not hasattr(self, "ledger"):
+            self.ledger = Ledger()
+            self.ledger.go_back(lineage, state)
         self.journal.begin(self.ledger.snapshot)
         self.ledger.journal = self.journal.append
+        self.ledger.go_back(lineage, state)
 
     def admit(self) -> int:
         prompt = PromptReference(0, 10 * self.ledger.num_prompts_taken, 7)
-        return self.ledger.admit(prompt, self.ledger.version).group_id
+        return self.ledger.admit(
+            self.ledger.returned_prompt or prompt, self.ledger.version
+        ).group_id
 
     def run(self, group_id: int, worker: str = "rollout/0", *, num_rows: int = 2) -> None:
         group = self.ledger.get(group_id)

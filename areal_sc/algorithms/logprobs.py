@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens whose logits this rank computes; the other ranks of its group compute the rest.
+
+    Attributes:
+        start: the first of them.
+        group: all ranks of it must make the same calls, with the same hidden states.
+    """
+
+    start: int
+    group: dist.ProcessGroup | None
+
+    def locate(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N] targets as counted here, 0 where another rank has them, and [N] whether it does."""
+        local = targets - self.start
+        is_foreign = (local < 0) | (local >= size)
+        return local.masked_fill(is_foreign, 0), is_foreign
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the ranks, in place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """As `sum`."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
 
 
 def chunked_logprobs(
@@ -15,6 +46,7 @@ def chunked_logprobs(
     bias: torch.Tensor | None = None,
     temperatures: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
+    vocabulary: VocabularyPart | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperatures) at the targets, and the entropy.
 
@@ -28,6 +60,7 @@ def chunked_logprobs(
         bias: [V] of the output layer, if it has one.
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
+        vocabulary: of which `weight` and `bias` are a part; None: all of it.
     Returns: logprobs [N] in nats, differentiable in `hidden`, `weight` and `bias`; entropy [N] in
         nats, without gradient.
     Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
@@ -47,7 +80,7 @@ def chunked_logprobs(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, chunk_tokens
+        hidden, weight, bias, targets, temperatures, chunk_tokens, vocabulary
     )
     return logprobs, entropy
 
@@ -69,20 +102,28 @@ def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
+def output_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """[N, V] of an output layer, at least float32, summed in float32 whatever the inputs are.
+
+    Args: as `chunked_logprobs`.
+    """
+    if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
+        # tensor cores, without rounding the result to bfloat16
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = _at_least_float32(hidden) @ _at_least_float32(weight).t()
+    return logits if bias is None else logits.add_(bias)
+
+
 def _logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     temperatures: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[n, V] at least float32, accumulated in float32 whatever the inputs are."""
-    if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
-        # tensor cores, without rounding the result to bfloat16
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = _at_least_float32(hidden) @ _at_least_float32(weight).t()
-    if bias is not None:
-        logits.add_(bias)
+    logits = output_logits(hidden, weight, bias)
     return logits if temperatures is None else logits.div_(temperatures[:, None])
 
 
@@ -98,7 +139,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         chunk_tokens: int,
+        vocabulary: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_foreign = None
+        if vocabulary is not None:
+            targets, is_foreign = vocabulary.locate(targets, len(weight))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         num_tokens = len(targets)
         logprobs = hidden.new_empty(num_tokens, dtype=dtype)
@@ -110,19 +155,30 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
+            if vocabulary is not None:
+                peak = vocabulary.max(peak)
             # a sum that contains the peak is rounded to the peak's spacing; differences are not
             gaps = logits.sub_(peak)
             exponentials = gaps.exp()
             total = exponentials.sum(-1)
+            of_targets = gaps.gather(-1, targets[part, None])[:, 0]
+            # einsum keeps the product of the two from being stored
+            weighed = torch.einsum("nv,nv->n", exponentials, gaps)
+            if vocabulary is not None and is_foreign is not None:
+                of_targets = of_targets.masked_fill(is_foreign[part], 0)
+                sums = vocabulary.sum(torch.stack([total, of_targets, weighed]))
+                total, of_targets, weighed = sums
             normalizer[part] = peak[:, 0] + total.log()
-            logprobs[part] = gaps.gather(-1, targets[part, None])[:, 0] - total.log()
-            # H = log sum exp(gap) - E[gap]; einsum keeps the product of the two from being stored
-            entropy[part] = total.log() - torch.einsum("nv,nv->n", exponentials, gaps) / total
+            logprobs[part] = of_targets - total.log()
+            entropy[part] = total.log() - weighed / total  # H = log sum exp(gap) - E[gap]
         keep = None
         if exponentials is not None and num_tokens <= chunk_tokens:
             keep = exponentials.div_(total[:, None])
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalizer, keep)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, keep
+        )
         ctx.chunk_tokens = chunk_tokens
+        ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -130,7 +186,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, _grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, normalizer, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, kept = (
+            ctx.saved_tensors
+        )
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normalizer.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -148,6 +206,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if temperatures is not None:
                 scale = scale / temperatures[part, None]
             grad_logits = probabilities.mul_(-scale) if kept is None else probabilities * -scale
+            if is_foreign is not None:
+                scale = scale.masked_fill(is_foreign[part, None], 0)
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
             if grad_hidden is not None:
                 grad_hidden[part] = _product(grad_logits, weight)
@@ -155,11 +215,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight += _product(grad_logits.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
+        if grad_hidden is not None and ctx.vocabulary is not None:
+            ctx.vocabulary.sum(grad_hidden)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _part(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:

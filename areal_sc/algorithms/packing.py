@@ -1,4 +1,4 @@
-"""Dynamic micro-batches: which rows share one padding-free forward. No torch."""
+"""Dynamic micro-batches: which rows share one forward. No torch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,44 @@ def pack_micro_batches(
     Returns: row indices of each micro-batch, ascending; every row exactly once.
     Raises: ValueError: a row is longer than `max_tokens`, or a length or a limit is impossible.
     """
-    if max_tokens < 1 or min_micro_batches < 1:
-        raise ValueError(
-            f"max_tokens={max_tokens} and min_micro_batches={min_micro_batches} must be >= 1"
-        )
+    if min_micro_batches < 1:
+        raise ValueError(f"min_micro_batches={min_micro_batches} must be >= 1")
+    _check(lengths, max_tokens)
+    if not lengths:
+        return []
+    longest_first = _longest_first(lengths)
+    packed = _pack_into_fewest(lengths, longest_first, max_tokens)
+    asked = min(min_micro_batches, len(lengths))
+    if len(packed) < asked:
+        even = _spread_evenly(lengths, longest_first, asked)
+        packed = even if _fits(even, lengths, max_tokens) else _split_to(packed, lengths, asked)
+    return [sorted(rows) for rows in packed]
+
+
+def pack_padded_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Packs rows that are padded to the longest one of their micro-batch.
+
+    What is limited is the padded size, so rows of similar length come together: longest first, as
+    many as fit.
+
+    Args: as `pack_micro_batches`.
+    Returns: row indices of each micro-batch, ascending; every row exactly once.
+    Raises: ValueError: as `pack_micro_batches`.
+    """
+    _check(lengths, max_tokens)
+    packed: list[list[int]] = []
+    for row in _longest_first(lengths):
+        if packed and (len(packed[-1]) + 1) * lengths[packed[-1][0]] <= max_tokens:
+            packed[-1].append(row)
+        else:
+            packed.append([row])
+    return [sorted(rows) for rows in packed]
+
+
+def _check(lengths: Sequence[int], max_tokens: int) -> None:
+    """Raises: ValueError: a row is longer than `max_tokens`, or a number is impossible."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be >= 1")
     for row, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"row {row} has a negative length, {length}")
@@ -40,15 +74,10 @@ def pack_micro_batches(
                 f"row {row} has {length} tokens, but a micro-batch holds at most {max_tokens}; "
                 "raise max_tokens_per_micro_batch or shorten the rows"
             )
-    if not lengths:
-        return []
-    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    packed = _pack_into_fewest(lengths, longest_first, max_tokens)
-    asked = min(min_micro_batches, len(lengths))
-    if len(packed) < asked:
-        even = _spread_evenly(lengths, longest_first, asked)
-        packed = even if _fits(even, lengths, max_tokens) else _split_to(packed, lengths, asked)
-    return [sorted(rows) for rows in packed]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
 
 def _pack_into_fewest(

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_sc.commands.run_dir import check_is_folder
 from areal_sc.controller.ledger_account import GroupAccount, RunAccount, read_account
-from areal_sc.errors import CommandError
 from areal_sc.json_lines import to_json
 from areal_sc.run_folder import RunFolder
 
@@ -40,8 +40,7 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is no such folder. RunFolderError: its journal is damaged."""
     folder = arguments.run_dir
-    if not folder.is_dir():
-        raise CommandError(f"there is no folder {folder}; expected that of a run (`run_dir`)")
+    check_is_folder(folder)
     show: Callable[[GroupAccount | RunAccount], str] = _as_json if arguments.json else _as_text
 
     def note(group: GroupAccount) -> None:
@@ -100,10 +99,13 @@ def _of_run(account: RunAccount) -> str:
     ]
     for group, step in account.trained_again:
         lines.append(f"rows of group {group} were trained again by step {step}")
-    for lineage, version in account.lineages[1:]:
-        lines.append(f"lineage {lineage} began from version {version}")
+    for it in account.lineages if len(account.lineages) > 1 else ():
+        line = f"lineage {it.lineage}: from version {it.begun_at} to version {it.version}"
+        if it.counts_to < it.version:
+            line += f", of which those after version {it.counts_to} were undone"
+        lines.append(line)
     if account.num_undone:
-        lines.append(f"{account.num_undone} groups were consumed or rejected and then undone")
+        lines.append(f"{account.num_undone} groups were consumed, and then undone")
     if account.num_cut_bytes:
         lines.append(
             f"the last {account.num_cut_bytes} bytes are left out: a record is being written, or "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from areal_sc.commands.run_dir import check_is_folder
 from areal_sc.errors import CommandError
 from areal_sc.run_folder import RunFolder
 from areal_sc.samples import Place, Sample, read_samples
@@ -76,9 +77,8 @@ def chosen(samples: Sequence[Sample], arguments: argparse.Namespace) -> Sequence
 
 
 def _samples_of(run_dir: Path) -> Sequence[Sample]:
+    check_is_folder(run_dir)
     path = RunFolder(run_dir).samples_path
-    if not path.parent.is_dir():
-        raise CommandError(f"there is no folder {run_dir}; expected that of a run (`run_dir`)")
     samples = read_samples(path) if path.exists() else []
     if not samples:
         raise CommandError(

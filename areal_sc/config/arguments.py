@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from areal_sc.config.settings_help import settings_help
-from areal_sc.errors import ConfigError
+from areal_sc.errors import EXIT_CODES, ConfigError
 
 _EXAMPLES = """
 examples:
@@ -44,7 +44,11 @@ class _Parser(argparse.ArgumentParser):
         rules = textwrap.fill(_RULES, width)
         settings = settings_help(self.schema, width)
         examples = _EXAMPLES.format(prog=self.prog)
-        return f"{super().format_help()}{examples}\n{rules}\n\nsettings:\n{settings}"
+        codes = "\n".join(f"  {code:<4} {text}" for code, text in EXIT_CODES.items())
+        return (
+            f"{super().format_help()}{examples}\n{rules}\n\nexit codes:\n{codes}\n\n"
+            f"settings:\n{settings}"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}; {self.prog} --help shows what is possible")

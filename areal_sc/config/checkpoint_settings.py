@@ -20,6 +20,9 @@ class CheckpointConfig:
     keep_rows_steps: int = setting(
         10, "most steps whose rows stay, room permitting, until a snapshot is on the disk", ge=0
     )
+    stop_within_s: float = setting(
+        120.0, "limit of the step and the snapshot that Ctrl-C or SIGTERM still ends; 0: none", ge=0
+    )
     export_every_steps: int = setting(
         0, "training steps between exported models, all kept; 0: only the final one", ge=0
     )

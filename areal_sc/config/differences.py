@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
 
 from areal_sc.config.fields import is_section, known_keys
-from areal_sc.config.schema import GRPOConfig, ServersConfig
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.errors import RunFolderError
 
 FIXED = {
@@ -48,6 +49,19 @@ FREE = (
 )
 """Settings and sections that may change without a word: they do not touch what is learned."""
 
+OF_SCRIPT = frozenset(
+    ["resume", "overwrite", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
+)
+"""Settings of `scheduler` that no agent, and no worker, goes by."""
+
+STARTED_AGAIN = {
+    "actor": "train workers that live are started again, from the newest snapshot",
+    "rollout": "rollout workers that live are started again, and so are their groups",
+    "scheduler": "all workers that live are started again, from the newest snapshot",
+}
+"""Section -> what a change of it means for workers that a killed script has left: they were started
+with the settings of that time. Shared settings are in each section that reads them."""
+
 ABSENT = "(not set)"
 """Stands for the value on a side that does not have the setting."""
 
@@ -64,10 +78,12 @@ def config_differences(old_text: str, new_text: str) -> dict[str, str]:
     }
 
 
-def check_resumable(old_text: str, new_text: str) -> list[str]:
+def check_resumable(old_text: str, new_text: str, *, lives: bool = False) -> list[str]:
     """Checks that a run begun with one configuration can go on with another.
 
-    Returns: the changed settings that deserve a warning.
+    Args:
+        lives: workers of the run live.
+    Returns: the changed settings that deserve a warning, and what becomes of workers that live.
     Raises: RunFolderError: settings changed that cannot; lists them and the reasons.
     """
     differences = config_differences(old_text, new_text)
@@ -79,11 +95,21 @@ def check_resumable(old_text: str, new_text: str) -> list[str]:
             f"the run cannot be resumed, because settings changed that cannot:{''.join(refused)}\n"
             "set them back, or start another run (another run_dir, or --overwrite)"
         )
-    return [
+    warnings = [
         f"{key}: {change}"
         for key, change in differences.items()
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     ]
+    return warnings + (_started_again(differences) if lives else [])
+
+
+def _started_again(differences: Iterable[str]) -> list[str]:
+    changed: dict[str, list[str]] = {}
+    for key in differences:
+        section, _, name = key.partition(".")
+        if section in STARTED_AGAIN and not (section == "scheduler" and name in OF_SCRIPT):
+            changed.setdefault(section, []).append(key)
+    return [f"{STARTED_AGAIN[section]}: {', '.join(keys)}" for section, keys in changed.items()]
 
 
 def _parse(text: str) -> dict[str, Any]:

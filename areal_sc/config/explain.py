@@ -26,6 +26,8 @@ from areal_sc.errors import ConfigError
 
 MIN_SIMILARITY = 0.6
 """Least `difflib` ratio of a key that is suggested; below it suggestions read as random."""
+PART_SIMILARITY = 0.9
+"""Of a setting beside the wrong key of which one has the words of the other."""
 
 MAX_SUGGESTIONS = 3
 
@@ -36,7 +38,10 @@ _TYPE_NAMES = {
     str: "a string",
 }
 
-_RENAMED = {"actor.num_workers": "actor.parallel.data"}
+_RENAMED = {
+    "actor.num_workers": "actor.parallel.data",
+    "scheduler.slurm.train.role_workers": "scheduler.slurm.train.role_ranks",
+}
 
 
 def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
@@ -119,18 +124,26 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     """The known keys that `key` may have meant, best first; [] when nothing is close.
 
     Names are compared without their section, so a setting in the wrong section is found; the
-    section decides the order of settings that share a name.
+    section decides the order of settings that share a name. Within the section of `key` a setting
+    is found, too, if one has the words of the other: `rollout.autoscale.max_workers` is `...max`.
     """
 
     def similarity(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a, b).ratio()
 
-    name = key.rpartition(".")[2]
-    scores = {path: similarity(name, path.rpartition(".")[2]) for path in keys if path != key}
+    section, _, name = key.rpartition(".")
+
+    def score(path: str) -> float:
+        its_section, _, its_name = path.rpartition(".")
+        words, its_words = set(name.split("_")), set(its_name.split("_"))
+        is_part = its_section == section and (words <= its_words or its_words <= words)
+        return max(PART_SIMILARITY if is_part else 0.0, similarity(name, its_name))
+
+    scores = {path: score(path) for path in keys if path != key}
     best = max(scores.values(), default=0.0)
     if best < MIN_SIMILARITY:
         return []
-    closest = [path for path, score in scores.items() if score == best]
+    closest = [path for path, its_score in scores.items() if its_score == best]
     return sorted(closest, key=lambda path: -similarity(key, path))[:MAX_SUGGESTIONS]
 
 

@@ -1,4 +1,4 @@
-"""The settings of what follows a run: its samples (see `areal_sc.samples`), and trackers."""
+"""The settings of what follows a run: evaluations, samples (see `areal_sc.samples`), trackers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
     tensorboard = "tensorboard"
     trackio = "trackio"
+
+
+@dataclass
+class EvaluationConfig:
+    """When the policy is evaluated, and on how much."""
+
+    every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
+    num_prompts: int = setting(256, "held-out prompts of one evaluation", ge=1)
+    greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
 
 
 @dataclass

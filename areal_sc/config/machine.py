@@ -1,10 +1,9 @@
-"""What this machine offers to workers: CUDA devices, memory, interfaces; found without torch."""
+"""What this machine offers to workers: CUDA devices and memory; found without torch."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,9 +15,6 @@ from areal_sc.errors import ConfigError
 
 PROBE_TIMEOUT_S = 20.0
 """`nvidia-smi` takes seconds where the driver has to be loaded first."""
-
-EVERYWHERE = ("0.0.0.0", "*")
-"""`transport.bind` that means all interfaces."""
 
 CommandOutput = Callable[[list[str]], str | None]
 """Runs a command; its standard output, or None when it is not there or fails."""
@@ -69,23 +65,6 @@ def resolved_device(device: Device, num_cuda_devices: int, setting: str = "") ->
     if device != Device.auto:
         return device
     return Device.cuda if num_cuda_devices else Device.cpu
-
-
-def interface_names() -> list[str]:
-    """Names of the network interfaces of this machine."""
-    return [name for _, name in socket.if_nameindex()]
-
-
-def why_not_listen(bind: str) -> str | None:
-    """Why sockets cannot listen on what `transport.bind` names; None: they can."""
-    if bind in EVERYWHERE or bind in interface_names():
-        return None
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((bind, 0))
-    except (OSError, UnicodeError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return None
 
 
 def visible_cuda_memory(

@@ -12,7 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from areal_sc.errors import CheckpointError, ModelError
 
+_OTHER_THAN_TEXT = ("vision", "visual", "image", "video", "audio", "speech")
+"""How sections of `config.json` begin that set up encoders of something else."""
+
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+_HEADS = ("num_attention_heads", "n_head")
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,18 @@ class ModelShape:
 
     Attributes:
         num_parameters: of the whole model.
+        num_expert_parameters: those among them that belong to one of several experts.
         max_context_tokens: longest sequence that its positions cover.
         kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
+        heads, kv_heads: of attention, in each layer.
     """
 
     num_parameters: int | None = None
+    num_expert_parameters: int | None = None
     max_context_tokens: int | None = None
     kv_values_per_token: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -39,20 +49,28 @@ def check_model_folder(path: str | Path) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
-        lack a file; names what is missing.
+        lack a file; names what is missing. Or a model of more than text.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model folder {path}: there is no such folder")
-    if read_model_config(folder) is None:
+    config = _read_whole_config(folder)
+    if config is None:
         raise ModelError(f"model folder {path}: it has no config.json")
+    for name, value in config.items():
+        if isinstance(value, dict) and name.startswith(_OTHER_THAN_TEXT):
+            raise ModelError(
+                f"model folder {path}: the model is multimodal (its config.json has {name}), and "
+                "text alone is trained and generated: save its language model in a folder of its "
+                "own, as docs/models.md shows"
+            )
     if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
         raise ModelError(
             f"model folder {path}: it has no weights; "
             f"expected files named {' or '.join(WEIGHT_PATTERNS)}"
         )
     _check_index(folder)
-    _count_parameters(folder)
+    read_stored_shapes(folder)
 
 
 def check_replaceable(path: str | Path) -> Path:
@@ -95,6 +113,13 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
 
     Raises: ModelError: the file is not a JSON object.
     """
+    content = _read_whole_config(folder)
+    # multimodal models keep the decoder's settings in a section of their own
+    decoder = None if content is None else content.get("text_config", content)
+    return decoder if isinstance(decoder, dict) else content
+
+
+def _read_whole_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -104,9 +129,7 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object, got a {type(content).__name__}")
-    # multimodal models keep the decoder's settings in a section of their own
-    decoder = content.get("text_config", content)
-    return decoder if isinstance(decoder, dict) else content
+    return content
 
 
 def read_model_shape(path: str | Path) -> ModelShape | None:
@@ -118,16 +141,16 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
     config = read_model_config(folder)
     if config is None:
         return None
+    sizes = {name: prod(shape) for name, shape in read_stored_shapes(folder).items()}
+    num_expert_parameters = sum(size for name, size in sizes.items() if _EXPERTS in name)
     return ModelShape(
-        num_parameters=_count_parameters(folder),
+        num_parameters=sum(sizes.values()) if sizes else None,
+        num_expert_parameters=num_expert_parameters if sizes else None,
         max_context_tokens=_first_int(config, "max_position_embeddings", "n_positions"),
         kv_values_per_token=_kv_values_per_token(config),
+        heads=_first_int(config, *_HEADS),
+        kv_heads=_first_int(config, "num_key_value_heads", *_HEADS),
     )
-
-
-def _count_parameters(folder: Path) -> int | None:
-    shapes = read_stored_shapes(folder)
-    return sum(map(prod, shapes.values())) if shapes else None
 
 
 def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -151,7 +174,7 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:
     layers = _first_int(config, "num_hidden_layers", "n_layer")
-    heads = _first_int(config, "num_attention_heads", "n_head")
+    heads = _first_int(config, *_HEADS)
     hidden = _first_int(config, "hidden_size", "n_embd")
     if layers is None or heads is None or hidden is None:
         return None

@@ -1,18 +1,35 @@
-"""Which CUDA devices of a machine each worker gets."""
+"""What a node is for, and which CUDA devices of a machine each worker gets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import StrEnum
+
 from areal_sc.errors import ConfigError
+
+
+class Purpose(StrEnum):
+    """What a node is for: workers of all roles; all but those that generate; these alone."""
+
+    any = "any"
+    train = "train"
+    rollout = "rollout"
+
+    def takes(self, role: str) -> bool:
+        """Whether workers of the role may run there."""
+        return self is Purpose.any or (self is Purpose.rollout) == (role == Purpose.rollout)
 
 
 class DevicePlacement:
     """Which workers use which CUDA devices: free devices first, then shared ones.
 
     Args:
-        num_devices: of this machine, numbered as this process sees them.
+        num_devices: of the machine, numbered as its agent sees them.
+        machine: its name, for messages.
     """
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_devices: int, machine: str) -> None:
+        self._machine = machine
         self._users: list[list[str]] = [[] for _ in range(num_devices)]
 
     def place(self, role: str, index: int, count: int) -> list[int]:
@@ -23,7 +40,7 @@ class DevicePlacement:
         """
         if count > len(self._users):
             raise ConfigError(
-                f"{role}/{index} needs {count} CUDA devices, and this machine has "
+                f"{role}/{index} needs {count} CUDA devices, and {self._machine} has "
                 f"{len(self._users)}; a worker with servers takes num_servers * tp_size of them, "
                 "or as many as the highest of the servers' devices asks for"
             )
@@ -37,6 +54,12 @@ class DevicePlacement:
         for device in chosen:
             self._users[device].append(f"{role}/{index}")
         return chosen
+
+    def take(self, name: str, devices: Sequence[int]) -> None:
+        """The worker `role/index` has these devices, whoever has chosen them."""
+        self.release(name)
+        for device in devices:
+            self._users[device].append(name)
 
     def release(self, name: str) -> None:
         """The worker `role/index` is gone; no error if it had none."""

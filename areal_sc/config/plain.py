@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from omegaconf import MISSING, OmegaConf
+import msgspec
+from omegaconf import MISSING
 
 from areal_sc.errors import ConfigError
 
@@ -27,6 +28,4 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 def from_plain(section: type[T], plain: Mapping[str, Any]) -> T:
     """Inverse of `to_plain`: an instance of the dataclass `section`, enums restored."""
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), dict(plain)))
-    assert isinstance(config, section)
-    return config
+    return msgspec.convert(plain, section)

@@ -15,8 +15,13 @@ from omegaconf import MISSING
 
 from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import setting, shared
-from areal_sc.config.follow_settings import SamplesConfig, TrackerKind
+from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
+from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
+from areal_sc.config.run_only import KnowsRunOnly
+from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
 from areal_sc.config.sharing import Section, join_sections
+from areal_sc.config.slurm_settings import SchedulerType, SlurmConfig
 
 
 class Dtype(StrEnum):
@@ -47,6 +52,18 @@ class Resume(StrEnum):
     must = "must"
 
 
+class AdmissionMode(StrEnum):
+    """When a group begins that `max_staleness` allows.
+
+    just_in_time: when it is needed, so that batches are complete a little before they are asked
+        for, and as fresh as that allows.
+    eager: at once.
+    """
+
+    just_in_time = "just_in_time"
+    eager = "eager"
+
+
 class OverBound(StrEnum):
     """What happens to a group or token that is staler than `max_staleness`.
 
@@ -67,10 +84,12 @@ class RolloutEngine(StrEnum):
 
     local: an engine embedded in the worker.
     sglang: SGLang's own servers.
+    vllm: vLLM's own servers.
     """
 
     local = "local"
     sglang = "sglang"
+    vllm = "vllm"
 
 
 class OnWeightUpdate(StrEnum):
@@ -95,15 +114,6 @@ class WeightUpdateMethod(StrEnum):
     pull = "pull"
     collective = "collective"
     disk = "disk"
-
-
-class SchedulerType(StrEnum):
-    """Where workers run.
-
-    local: on this machine.
-    """
-
-    local = "local"
 
 
 class NormScope(StrEnum):
@@ -196,48 +206,6 @@ class WeightUpdateConfig(Section):
 
 
 @dataclass
-class ServersConfig:
-    """The inference servers of one rollout worker: started and owned by it, or running already."""
-
-    python: str = setting("", "interpreter of their program's environment; empty: this one")
-    num_servers: int = setting(1, "servers a worker", ge=1)
-    tp_size: int = setting(1, "tensor parallel: GPUs a server", ge=1)
-    host: str = setting("127.0.0.1", "interface that the servers listen on")
-    ports: list[int] = setting(list, "ports of the servers, one each; empty: free ones")
-    devices: list[int] = setting(list, "GPU indices, tp_size a server; empty: 0, 1, …")
-    args: dict[str, Any] = setting(dict, "arguments of the program: {mem_fraction_static: 0.6}")
-    environment: dict[str, str] = setting(dict, "further environment variables of the servers")
-    urls: list[str] = setting(list, "servers that run already; then none is started")
-    api_key_env: str = setting("", "environment variable with the key of the servers in urls")
-    start_timeout_s: float = setting(900.0, "limit until a server is ready", gt=0)
-    control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
-    stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)
-    probe_interval_s: float = setting(1.0, "between two looks at a server", gt=0)
-    hung_after_s: float = setting(7.0, "restart an idle server that is silent for so long", gt=0)
-    busy_limit_s: float = setting(
-        120.0, "restart a server that is silent for so long, busy or not", gt=0
-    )
-    max_restarts: int = setting(3, "failed starts in a row until a server is given up", ge=1)
-
-
-@dataclass
-class SGLangConfig(ServersConfig):
-    """The SGLang servers of one rollout worker."""
-
-
-@dataclass
-class ParallelConfig:
-    """How the model and its rows are spread over ranks, one process each."""
-
-    data: int = setting(1, "shares of each minibatch that are computed at one time", ge=1)
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that train one model."""
-        return self.data
-
-
-@dataclass
 class ActorConfig(Section):
     """The trained policy: model, parallelism, memory, optimizer."""
 
@@ -246,6 +214,7 @@ class ActorConfig(Section):
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
+    engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = setting(
@@ -277,8 +246,12 @@ class RolloutConfig(Section):
     revision: str = shared("${actor.revision}", "", "branch, tag or commit on the hub")
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
+    autoscale: AutoscaleConfig = setting(AutoscaleConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
+    float32_output_layer: bool = setting(
+        False, "with a 16-bit dtype: logits are not rounded to it, as trainers do not either"
+    )
     max_running_sequences: int = setting(64, "decode slots a worker", ge=1)
     max_context_tokens: int = setting(
         0, "tokens of prompt and completion; 0: what the model and a micro-batch take", ge=0
@@ -292,10 +265,12 @@ class RolloutConfig(Section):
     group_size: int = setting(8, "episodes a prompt", ge=1)
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
+    admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one worker's tensor store", ge=1)
     node_store_bytes: int = setting(0, "limit of a node's stores; 0: its shared memory", ge=0)
     group_timeout_s: float = setting(3600.0, "limit of a group, from its start to its end", gt=0)
+    step_timeout_s: float = setting(300.0, "limit of one step of the local engine", gt=0)
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
     on_weight_update: OnWeightUpdate = setting(OnWeightUpdate.interrupt)
@@ -306,8 +281,20 @@ class RolloutConfig(Section):
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
     max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
+    vllm: VLLMConfig = shared("${vllm}", VLLMConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
     samples: SamplesConfig = shared("${samples}", SamplesConfig)
+
+    @property
+    def most_workers(self) -> int:
+        """That there may be at one time."""
+        return max(self.num_workers, self.autoscale.max)
+
+    @property
+    def fewest_workers(self) -> int:
+        """That there may be while the run goes on."""
+        autoscale = self.autoscale
+        return min(self.num_workers, autoscale.min) if autoscale.max else self.num_workers
 
     @property
     def episode_tokens(self) -> int:
@@ -319,7 +306,7 @@ class RolloutConfig(Section):
 class TransportConfig:
     """The wire between processes."""
 
-    bind: str = setting("127.0.0.1", "IPv4 address or interface to listen on; 0.0.0.0: all")
+    bind: str = setting("auto", "IP address, interface, network (10.1.0.0/16), or 0.0.0.0: all")
     encrypt: bool = setting(
         False, "payload too; everything is authenticated and headers of RPC encrypted"
     )
@@ -331,6 +318,7 @@ class TransportConfig:
         4, "chunks requested from one owner and not yet received", ge=1
     )
     call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
+    write_timeout_s: float = setting(3600.0, "deadline of what waits for the run's disk", gt=0)
     pull_timeout_s: float = setting(300.0, "deadline of a pull", gt=0)
     stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)
 
@@ -340,37 +328,33 @@ class TransportConfig:
 
 
 @dataclass
-class SchedulerConfig(Section):
+class SchedulerConfig(KnowsRunOnly):
     """Where and how worker processes run."""
 
-    type: SchedulerType = setting(SchedulerType.local)
+    type: str = setting(SchedulerType.local.value, "local, slurm, or package.module:Class")
+    settings: dict[str, Any] = setting(dict, "settings of a scheduler of your own")
+    slurm: SlurmConfig = setting(SlurmConfig)
     run_dir: str = shared("${run_dir}", MISSING, "folder of the run")
     resume: Resume = shared("${resume}", Resume.auto, "of a loop without a `Run`")
     overwrite: bool = shared("${overwrite}", False, "of a loop without a `Run`")
     transport: TransportConfig = shared("${transport}", TransportConfig)
     startup_timeout_s: float = setting(180.0, "limit until a worker is ready", gt=0)
     heartbeat_interval_s: float = setting(2.0, "between two signs of life", gt=0)
-    hung_after_s: float = setting(
-        60.0, "a worker whose loop stands still for so long is lost", gt=0
-    )
+    hung_after_s: float = setting(60.0, "a worker whose loop stands still so long is lost", gt=0)
     max_deaths: int = setting(
-        5,
-        "deaths of one worker without a row or a step in between; the next one ends the run",
-        ge=0,
+        5, "deaths of a worker, no row or step in between; the next one ends the run", ge=0
     )
     orphan_timeout_s: float = setting(
-        20.0, "a worker that hears no controller for so long exits", gt=0
+        300.0, "workers that no script asks for end after so long; until then it goes on", gt=0
     )
+    node_folder: str = setting(
+        "/var/tmp", "for the script's files, on nodes that share no folder with it"
+    )
+    shipping_timeout_s: float = setting(
+        3600.0, "limit until model and code are on a node that shares no folder", gt=0
+    )
+    max_log_bytes: int = setting(50 << 20, "of each log, and of its earlier part", ge=1 << 10)
     shutdown_timeout_s: float = setting(10.0, "between asking a worker to end and killing it", gt=0)
-
-
-@dataclass
-class EvaluationConfig:
-    """When the policy is evaluated, and on how much."""
-
-    every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
-    num_prompts: int = setting(256, "held-out prompts of one evaluation", ge=1)
-    greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
 
 
 @dataclass
@@ -386,6 +370,7 @@ class GRPOConfig:
     actor: ActorConfig = setting(ActorConfig)
     rollout: RolloutConfig = setting(RolloutConfig)
     sglang: SGLangConfig = setting(SGLangConfig)
+    vllm: VLLMConfig = setting(VLLMConfig)
     weight_update: WeightUpdateConfig = setting(WeightUpdateConfig)
     scheduler: SchedulerConfig = setting(SchedulerConfig)
     transport: TransportConfig = setting(TransportConfig)

@@ -38,7 +38,9 @@ def settings_help(schema: type[Any], width: int) -> str:
 def _setting(
     path: str, found: Field[Any], annotation: Any, meaning: str, width: int
 ) -> Iterator[str]:
-    yield f"  {path}={_default(found)}"
+    default = _default(found)
+    is_short = len(path) + len(default) + 3 <= width
+    yield from [f"  {path}={default}"] if is_short else [f"  {path}=", " " * _INDENT + default]
     first, *choices = meaning.splitlines() or [""]
     unit = next((unit for end, unit in _UNITS.items() if path.endswith(end)), None)
     parts = [expected(annotation), unit and f"in {unit}", found.metadata.get(RANGE)]

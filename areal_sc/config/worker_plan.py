@@ -28,6 +28,8 @@ class WorkerPlan:
         kv_bytes: KV cache when every slot is filled to the longest context; of a server
             all that it takes for it beforehand.
         store_bytes: most that the worker's tensor store holds; always in host memory.
+        copy_bytes: of a snapshot or export while it is written, in host memory.
+        snapshot_bytes: of its snapshots in the node's shared memory, where its store is, too.
     """
 
     role: str
@@ -37,12 +39,15 @@ class WorkerPlan:
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     store_bytes: int = 0
+    copy_bytes: int = 0
+    snapshot_bytes: int = 0
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes needed by place: `host`, or the name of a CUDA device."""
         place = HOST if self.device == "cpu" else self.device
-        needed = Counter({HOST: self.store_bytes + PROCESS_BYTES})
+        kept_bytes = self.store_bytes + self.copy_bytes + self.snapshot_bytes
+        needed = Counter({HOST: kept_bytes + PROCESS_BYTES})
         needed[place] += self.parameter_bytes + self.optimizer_bytes + self.kv_bytes
         return dict(needed)
 
@@ -83,12 +88,15 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan as text, one line a worker and one a place."""
         lines = [
-            f"{'worker':<12}{'device':<8}{'parameters':>13}{'optimizer':>13}{'KV cache':>13}"
-            f"{'store up to':>13}"
+            f"{'worker':<12}{'device':<8}{'parameters':>12}{'optimizer':>12}{'KV cache':>12}"
+            f"{'store up to':>12}{'snapshots':>12}"
         ]
         for worker in self.workers:
-            sizes = (worker.parameter_bytes, worker.optimizer_bytes, worker.kv_bytes)
-            cells = (f"{format_bytes(size):>13}" for size in (*sizes, worker.store_bytes))
+            sizes = (
+                *(worker.parameter_bytes, worker.optimizer_bytes, worker.kv_bytes),
+                *(worker.store_bytes, worker.copy_bytes + worker.snapshot_bytes),
+            )
+            cells = (f"{format_bytes(size):>12}" for size in sizes)
             lines.append(f"{f'{worker.role}/{worker.index}':<12}{worker.device:<8}{''.join(cells)}")
         for place, needed in sorted(self.needed_bytes.items()):
             available = self.available_bytes.get(place)

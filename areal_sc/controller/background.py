@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from areal_sc.errors import ArealError, WaitTimeout
+from areal_sc.run_status import SCRIPT, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +28,16 @@ class Background:
     Args:
         limit_s: without any change for so long a wait ends with WaitTimeout.
         describe: state of the controller, for that error's message.
+
+    Attributes:
+        is_closing: `close` ends the tasks, and with them the controller.
     """
 
     def __init__(self, limit_s: float, describe: Callable[[], str]) -> None:
+        self.is_closing = False
         self._limit_s = limit_s
         self._describe = describe
+        self._waits: dict[asyncio.Task[Any] | None, tuple[str, float]] = {}
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -58,6 +66,8 @@ class Background:
 
         Raises: WaitTimeout: there was none; names `what`.
         """
+        waiter = asyncio.current_task()
+        self._waits[waiter] = what, time.time()
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._changed.wait()
@@ -65,6 +75,20 @@ class Background:
             raise WaitTimeout(
                 f"waited {self._limit_s:g} s without any change for {what}; {self._describe()}"
             ) from None
+        finally:
+            del self._waits[waiter]
+
+    def waits(self) -> list[Wait]:
+        """What is waited for now: by the script's call, then by this work, equal ones together."""
+        counts, since = Counter[tuple[bool, str]](), dict[tuple[bool, str], float]()
+        for waiter, (what, began) in self._waits.items():
+            key = waiter in self._tasks, what
+            counts[key] += 1
+            since[key] = min(began, since.get(key, began))
+        return [
+            Wait(f"{counts[key]} in the background" if key[0] else SCRIPT, key[1], since[key])
+            for key in sorted(since)
+        ]
 
     async def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
         """Waits until the condition holds; a failure of background work ends the wait."""
@@ -100,11 +124,15 @@ class Background:
 
     async def close(self) -> None:
         """Ends all tasks, those included that others begin while they end."""
-        while self._tasks:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self.is_closing = True
+        try:
+            while self._tasks:
+                tasks = list(self._tasks)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self.is_closing = False
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -7,21 +7,25 @@ Controllers are asyncio inside; their blocking methods run the awaitable ones on
 from __future__ import annotations
 
 import functools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.recovery import OnOutage, Recovery
+from areal_sc.controller.role_status import role_status
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
-from areal_sc.errors import RunFolderError, WorkerError, WorkerLost
+from areal_sc.errors import RunFolderError, StaleTerm, WorkerError, WorkerLost
+from areal_sc.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
 from areal_sc.workers.spec import WorkerOrder
@@ -65,14 +69,13 @@ class Controller(ABC):
             has failed.
         on_outage: told when workers are lost, and when they do their work again; called on the
             thread of the event loop.
-        measures_free_memory: whether its engines take a share of the GPU memory that is free when
-            they start.
+        on_warning: told what is worse than it should be, beside the log; on the same thread.
     """
 
     worker_lost: WorkerError | RunFolderError | None = None
-    measures_free_memory: bool = False
     _control_loop: ControlLoop | None = None
     _recovery: Recovery | None = None  # from when the workers do their work
+    _call: Wait | None = None  # of the script, that goes on
 
     def __init__(
         self,
@@ -85,45 +88,79 @@ class Controller(ABC):
         self.scheduler = scheduler
         self.role = role
         self._owns_transport = runtime is None
-        self._runtime = runtime or Runtime.create(scheduler.keys)
+        self._runtime = runtime or Runtime.create(scheduler.keys, scheduler.term)
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self.on_outage: OnOutage = lambda unit, cause: None
+        self._tell_more: Callable[[RoleStatus], None] = lambda status: None
+        self.on_warning: Callable[[str], None] = lambda text: None
         self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
+
+    @property
+    @abstractmethod
+    def version(self) -> int: ...
 
     @abstractmethod
     async def start_async(self) -> None: ...
 
-    async def _launch(
-        self, role: str, configs: Sequence[ActorConfig | RolloutConfig], search_path: str = ""
-    ) -> None:
-        """Starts one worker for each of these configurations of the engine.
+    async def measures_free_memory(self) -> bool:
+        """Whether its engines take a share of the GPU memory that is free when they start.
 
-        Args: search_path: see `WorkerOrder`.
+        Raises: as `Scheduler.nodes`: nodes tell whether they have GPUs.
+        """
+        return False
+
+    def _order(
+        self, index: int, config: ActorConfig | RolloutConfig, search_path: str = ""
+    ) -> WorkerOrder:
+        """A worker with this configuration of the engine.
+
+        Args: index, search_path: see `WorkerOrder`.
         """
         device, num_devices = self.engine.devices
-        await self.fleet.launch(
-            [
-                WorkerOrder(
-                    role=role,
-                    index=index,
-                    engine=type(self.engine).__name__,
-                    engine_config=to_plain(config),
-                    device=device,
-                    store_bytes=config.store_bytes,
-                    num_devices=num_devices,
-                    search_path=search_path,
-                )
-                for index, config in enumerate(configs)
-            ]
+        return WorkerOrder(
+            role=self.role,
+            index=index,
+            engine=type(self.engine).__name__,
+            engine_config=to_plain(_with_absolute_path(config)),
+            device=device,
+            store_bytes=config.store_bytes,
+            num_devices=num_devices,
+            search_path=search_path,
         )
+
+    @property
+    def _adopts(self) -> bool:
+        """Whether workers that an earlier start has left are taken over: in a `start` block with
+        one model."""
+        return self._control_loop is not None and self._control_loop.takes_over
+
+    async def _launch(
+        self, orders: Sequence[WorkerOrder], spares: Sequence[WorkerOrder] = ()
+    ) -> None:
+        """Starts these workers, or takes them over, as `Fleet.launch`."""
+        self.scheduler.status.follow(self.role, self._status)
+        self._name_files(orders)
+        await self.fleet.launch(orders, adopts=self._adopts, spares=spares)
+
+    def _name_files(self, orders: Sequence[WorkerOrder]) -> None:
+        """What workers begin with may be brought to nodes that do not see it."""
+        for path in {str(order.engine_config["path"]) for order in orders}:
+            if _is_folder(path):
+                self._sources.name_model(path)
+        for code in {order.search_path for order in orders} - {""}:
+            self._sources.name_code(code)
 
     async def close_async(self) -> None:
         """Ends the workers."""
+        self.scheduler.status.leave(self.role)
         if self._recovery is not None:
             await self._recovery.close()
             self._recovery = None
-        await self.fleet.close()
+        try:
+            await self.fleet.close()
+        finally:
+            self._sources.close()
         if self._owns_transport:
             await self._runtime.transport.close()
 
@@ -139,12 +176,16 @@ class Controller(ABC):
 
     async def worker_stats_async(self) -> list[dict[str, float]]:
         """Counters of each worker's engine, store and data plane, over all its lives."""
-        stats = await self.fleet.call_living(STATS, None, self.fleet.members)
+        alive = await self._count(self.fleet.members)
+        return [c.total(is_alive=name in alive) for name, c in self._counters.items()]
+
+    async def _count(self, members: Sequence[Member]) -> set[str]:
+        """Asks workers for their counters; returns the names of those that have answered."""
+        stats = await self.fleet.call_living(STATS, None, members)
         for member, its in stats.items():
             counters = self._counters.setdefault(member.name, WorkerCounters())
             counters.add(member.worker.incarnation, its.as_metrics())
-        alive = {member.name for member in stats}
-        return [c.total(is_alive=name in alive) for name, c in self._counters.items()]
+        return {member.name for member in stats}
 
     def begin_worker_stats(self) -> Future[list[dict[str, float]]]:
         """`worker_stats` beside what comes next."""
@@ -157,20 +198,50 @@ class Controller(ABC):
             self.worker_lost = None  # that of an earlier start
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        if self._recovery is None:
+        if isinstance(loss.__cause__, StaleTerm):
             self._give_up(loss)
-        else:
+        elif self._recovery is not None:
             self._recovery.note_loss(member, loss)
+        elif not member.is_adopted:  # of those `_recover_by` takes care
+            self._give_up(loss)
+
+    def _recover_by(self, recovery: Recovery) -> None:
+        """Lost workers are started again from now on, those of an earlier start, too, that died."""
+        self._recovery = recovery
+        recovery.on_outage = self.on_outage
+        for member in self.fleet.members:
+            if member.failure is not None and member.has_lived:
+                self._note_loss(member, member.failure)
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         """The run cannot go on: every call that waits ends with the cause."""
+        if isinstance(cause.__cause__, StaleTerm):
+            term = self.scheduler.term
+            cause = cause.__cause__ if term is None else term.stale()
         self.worker_lost = self.worker_lost or cause
 
     def _copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:
         self._sources.register_prompts(prompts)
 
+    def note_end(self, error: BaseException) -> None:
+        """An error ends the `start` block."""
+        self.scheduler.status.note_end(error)
+
+    def _status(self) -> RoleStatus:
+        """For people who look from outside."""
+        calls = [] if self._call is None else [self._call]
+        status = role_status(self.fleet, self._recovery, self.version, calls)
+        self._tell_more(status)
+        return status
+
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._started(coroutine).run(coroutine, needs_all_workers=True)
+        control_loop = self._started(coroutine)
+        method = getattr(coroutine, "__name__", "call").removesuffix("_async")
+        self._call = Wait(SCRIPT, f"{self.role}.{method}", time.time())
+        try:
+            return control_loop.run(coroutine, needs_all_workers=True)
+        finally:
+            self._call = None
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return self._started(coroutine).submit(coroutine)
@@ -194,3 +265,15 @@ class Controller(ABC):
             )
 
     worker_stats = blocking(worker_stats_async)
+
+
+def _is_folder(path: str) -> bool:
+    """Else it is a name of the hub, or the engine has no model."""
+    return bool(path) and Path(path).is_dir()
+
+
+def _with_absolute_path(config: ActorConfig | RolloutConfig) -> ActorConfig | RolloutConfig:
+    """Nodes have other working directories."""
+    if not _is_folder(config.path):
+        return config
+    return replace(config, path=str(Path(config.path).absolute()))

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from areal_sc.config.follow_settings import SamplesConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.json_lines import JsonLines
 from areal_sc.metadata import BatchMetadata
@@ -33,7 +33,7 @@ class BatchSamples:
     """Writes `samples.jsonl`.
 
     Args:
-        fleet: the rollout workers.
+        workers: hold the rows.
         path: the file; it is made with the first batch.
         clock: Unix time in seconds.
 
@@ -44,14 +44,14 @@ class BatchSamples:
     def __init__(
         self,
         config: SamplesConfig,
-        fleet: Fleet,
+        workers: RolloutWorkers,
         background: Background,
         path: Path,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.newest: tuple[Sample, ...] = ()
         self._config = config
-        self._fleet = fleet
+        self._workers = workers
         self._background = background
         self._path = path
         self._clock = clock
@@ -113,8 +113,8 @@ class BatchSamples:
     async def _texts(self, part: BatchMetadata) -> tuple[RowText, ...]:
         """Raises: ArealError: the worker that sealed the rows is lost, late, or has swept them."""
         owner = part.shards[0].node_id  # one worker ran the whole group
-        member = next(member for member in self._fleet.members if member.name == owner)
-        return await self._fleet.call(member, READ_TEXTS, ReadTexts(part, self._config.max_chars))
+        wanted = ReadTexts(part, self._config.max_chars)
+        return await self._workers.call_named(owner, READ_TEXTS, wanted)
 
 
 def chosen_groups(batch: BatchMetadata, num_groups: int) -> list[tuple[int, ...]]:

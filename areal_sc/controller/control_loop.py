@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from itertools import combinations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from areal_sc import interrupts
 from areal_sc.controller.base import Controller
 from areal_sc.controller.pausable_loop import PausableLoop
+from areal_sc.controller.takeover import TakenOver, can_take_over, take_over
 from areal_sc.errors import (
     ConfigError,
     RunFolderError,
@@ -43,10 +45,14 @@ class ControlLoop:
 
     Args:
         controllers: those whose given up workers end a call of any of them.
+
+    Attributes:
+        takes_over: workers of an earlier start go on.
     """
 
     def __init__(self, controllers: Sequence[Controller] = ()) -> None:
         self._controllers = controllers
+        self.takes_over = can_take_over(controllers)
         self._loop = PausableLoop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="areal-controllers", daemon=True
@@ -127,11 +133,15 @@ def _copy_outcome(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) 
 
 
 @contextlib.contextmanager
-def start(*controllers: Controller) -> Iterator[None]:
+def start(*controllers: Controller) -> Iterator[TakenOver | None]:
     """Starts the workers of all controllers, concurrently, and stops them at the end.
 
     Controllers whose engines measure the free memory of a GPU start when the others have started:
     these hold their memory by then, so what is measured does not depend on who was faster.
+
+    Workers that an earlier start of the script has left, because it was killed, go on with what
+    they do: the block gets what was found, or None. See `takeover`. With more than one
+    `TrainController` they end, and new ones start.
 
     However the block ends (return, exception, any number of Ctrl-C), every worker is gone
     afterwards.
@@ -151,17 +161,19 @@ def start(*controllers: Controller) -> Iterator[None]:
     try:
         for controller in controllers:
             controller.attach(control_loop)
-        last = [c for c in controllers if c.measures_free_memory]
-        for wave in ([c for c in controllers if c not in last], last):
-            control_loop.run(_start_all(wave))
+        control_loop.run(_start_all(controllers))
+        taken = control_loop.run(take_over(controllers)) if control_loop.takes_over else None
         with _small_collections():
-            yield
+            yield taken
     except TransportError as error:
         loss = control_loop.run(_notice_loss(control_loop))
         if loss is None:
             raise
         raise loss from error
     finally:
+        if (ended_by := sys.exception()) is not None:
+            for controller in controllers:
+                controller.note_end(ended_by)
         with interrupts.deferred(), contextlib.ExitStack() as stack:
             stack.callback(control_loop.close)
             for controller in controllers:
@@ -184,6 +196,13 @@ def _small_collections() -> Iterator[None]:
 
 
 async def _start_all(controllers: Sequence[Controller]) -> None:
+    """Those last that measure the memory which the others leave."""
+    last = [c for c in controllers if await c.measures_free_memory()]
+    for wave in ([c for c in controllers if c not in last], last):
+        await _start_together(wave)
+
+
+async def _start_together(controllers: Sequence[Controller]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for controller in controllers:

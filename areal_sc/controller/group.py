@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.workflows.prompts import prompt_at
 
 MakeReadable = Callable[[int, int], Awaitable[None]]
 """Called with a dataset and the number of a row; returns when workers can read it."""
@@ -59,6 +60,16 @@ class RolloutSource:
 
     def prompt(self, index: int, seed: int) -> PromptReference:
         return PromptReference(self.dataset, index, seed)
+
+    def next_prompt(self, num_taken: int, seed: int) -> PromptReference:
+        """The one after so many of all epochs.
+
+        Rows are shuffled in each epoch, unless it is a stream, which has its order.
+        """
+        index = num_taken
+        if self.num_prompts is not None:
+            index = prompt_at(num_taken, self.num_prompts, seed)
+        return self.prompt(index, seed)
 
     def num_wanted(self, num: int | None, argument: str) -> int:
         """How many prompts a call is for; None: all.

@@ -5,6 +5,7 @@
     admission, requeue            the group's attempt is sent to a worker
     consumption                   its batch is given to the script, which trains on it
     trained, publication          the new version is announced: admission, updates and sweeps
+    going back                    its lineage's first admission, like all records before one
 
     need not be                   because
     ----------------------------  ----------------------------------------------------------
@@ -23,9 +24,9 @@ unblocked by the end of that, or by its failure, which is final: after a failed 
 
 The files are `ledger/000001.journal` and so on, the *segments* of the journal. Each begins with the
 whole state of the ledger, so a restart reads the newest one alone; the earlier ones stay unchanged,
-as the account of the run. A new one begins with each start of the controllers, with each lineage,
-and when the newest is large. It appears whole, once all before it is durable, so at every moment
-the newest segment tells everything. `journal_file` says what is in them.
+as the account of the run. A new one begins with each start of the controllers, and when the newest
+is large. It appears whole, once all before it is durable, so at every moment the newest segment
+tells everything. `journal_file` says what is in them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areal_sc.controller.bounded import bounded
 from areal_sc.controller.journal_file import HEADER, read_segment, to_frame
+from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState, Publish, Record
+from areal_sc.controller.ledger_replay import replay
 from areal_sc.disk import AppendedFile, Disk
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import LedgerError, RunFolderError, WaitTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class Journal:
 
     Args:
         on_failure: is told why nothing can be written any more.
+        limit_s: `transport.write_timeout_s`: a disk that does not answer for so long has failed.
     """
 
     def __init__(
@@ -72,7 +77,9 @@ class Journal:
         folder: Path,
         disk: Disk,
         on_failure: Callable[[RunFolderError], None] = lambda failure: None,
+        limit_s: float = 3600.0,
     ) -> None:
+        self._limit_s = limit_s
         self._on_failure = on_failure
         self._folder = folder
         self._disk = disk
@@ -88,7 +95,7 @@ class Journal:
         self._file: AppendedFile | None = None
 
     def begin(self, take_state: Callable[[], LedgerState]) -> None:
-        """Begins a segment: with a new lineage, or a new start.
+        """Begins a segment, with a new start.
 
         Args:
             take_state: the ledger's state, with all that was appended; also called later.
@@ -100,6 +107,20 @@ class Journal:
         self._max_segment_bytes = max(SEGMENT_BYTES, STATE_SHARE * len(frame))
         self._add(frame)
 
+    def exists(self) -> bool:
+        """Whether an earlier start has left one."""
+        return any(name.endswith(_SUFFIX) for name in self._disk.names(self._folder))
+
+    def take_up(self, ledger: Ledger) -> Ledger:
+        """The ledger as earlier starts have left it, else the given one; its changes are written.
+
+        Raises: RunFolderError: as `ledger_on_disk`.
+        """
+        ledger = ledger_on_disk(self._folder, self._disk) or ledger
+        self.begin(ledger.snapshot)
+        ledger.journal = self.append
+        return ledger
+
     def append(self, record: Record) -> None:
         """Adds a change that the ledger is about to make; `durable` waits until it is on the disk.
 
@@ -107,7 +128,8 @@ class Journal:
         """
         if self._failure is not None:
             raise self._failure
-        if self._segment_bytes > self._max_segment_bytes:
+        is_full = self._segment_bytes > self._max_segment_bytes
+        if is_full and not isinstance(record, Publish):  # see `read_segment`
             self.begin(self._take_state)
         self._add(to_frame(record))
 
@@ -144,9 +166,13 @@ class Journal:
         parts, self._waiting = self._waiting, []
         num_appended = self._num_appended
         try:
-            await self._disk.run(lambda: self._write(parts))
+            what = f"the disk of {self._folder} to take records of the ledger"
+            written = self._disk.run(lambda: self._write(parts))
+            await bounded(written, self._limit_s, what, "transport.write_timeout_s")
         except RunFolderError as error:
             self._failure = error
+        except WaitTimeout as error:
+            self._failure = RunFolderError(f"{error}; the run ends, as after a failed write")
         except OSError as error:
             self._failure = RunFolderError(
                 f"cannot write {self._path}: {error.strerror}. The run ends, since it could not "
@@ -198,8 +224,8 @@ class Journal:
         return _number(self._path)
 
 
-def newest_policy(folder: Path, disk: Disk) -> tuple[int, int] | None:
-    """Lineage and version of the newest policy that the journal knows; None: there is none.
+def ledger_on_disk(folder: Path, disk: Disk) -> Ledger | None:
+    """The ledger as the journal in a folder tells it; None: there is no journal.
 
     Raises: RunFolderError: its newest segment is damaged, or of another format.
     """
@@ -211,8 +237,12 @@ def newest_policy(folder: Path, disk: Disk) -> tuple[int, int] | None:
     except OSError as error:
         raise RunFolderError(f"cannot read {error.filename}: {error.strerror}") from error
     segment = read_segment(content, folder / newest)
-    published = [record.version for record in segment.records if isinstance(record, Publish)]
-    return segment.state.lineage, max([segment.state.version, *published])
+    ledger = Ledger.restore(segment.state)
+    try:
+        replay(ledger, segment.records)
+    except LedgerError as error:
+        raise RunFolderError(f"{folder / newest} does not follow on itself: {error}") from error
+    return ledger
 
 
 def segment_paths(folder: Path, disk: Disk) -> list[Path]:

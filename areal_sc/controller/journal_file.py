@@ -18,7 +18,7 @@ from zlib import crc32
 
 import msgspec
 
-from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_records import LedgerState, Record, Trained
 from areal_sc.errors import RunFolderError
 
 FORMAT_VERSION = 1
@@ -55,6 +55,9 @@ def to_frame(record: Record | LedgerState) -> bytes:
 def read_segment(content: bytes, path: Path) -> Segment:
     """What a file holds; a last record that was cut short is left out.
 
+    So is a `Trained` at the end: its `Publish`, which is written with it, was cut off. The step is
+    not announced yet, and both are written when it is.
+
     Raises: RunFolderError: it is of another format version, or damaged; names `path`.
     """
     line, newline, _ = content.partition(b"\n")
@@ -70,9 +73,11 @@ def read_segment(content: bytes, path: Path) -> Segment:
     if not packed:
         raise _damaged(path, len(HEADER), "expected the state of a ledger")
     try:
-        return Segment(
-            _STATE.decode(packed[0]), [_RECORDS.decode(p) for p in packed[1:]], num_bytes
-        )
+        state, records = _STATE.decode(packed[0]), [_RECORDS.decode(p) for p in packed[1:]]
+        if records and isinstance(records[-1], Trained):
+            records.pop()
+            num_bytes -= _FRAME.size + len(packed[-1])
+        return Segment(state, records, num_bytes)
     except msgspec.MsgspecError as error:
         raise RunFolderError(f"{path}: it holds a record that is none: {error}") from error
 

@@ -4,7 +4,7 @@
     -----> queued -----> running -----> finished ------------> consumed
               ^            |               | ^------------------'  take_back(step): rows are gone
               '------------'---------------'  requeue(cause): its worker is gone
-              '------------'---------------'-----------------> rejected   reject(reason)
+              '------------'---------------'-----------------> rejected   reject(reason), go_back
 
 A group is the completions of one prompt; its id is given once, in order of admission, and never
 again. An infrastructure failure is no result: a new *attempt* of the same group starts, under the
@@ -74,6 +74,10 @@ class Ledger:
         """Steps whose groups are kept after they were consumed."""
         return list(self._kept)
 
+    def kept_groups(self, step: int) -> list[Group]:
+        """The groups of a step that is kept, in the order of its batch."""
+        return list(self._kept.get(step, {}).values())
+
     @property
     def lineage(self) -> int:
         """Of the policies that the groups are for."""
@@ -94,10 +98,6 @@ class Ledger:
         """The prompt to admit next, if one has come back from a rejected group."""
         returned = self._state.returned_prompts
         return returned[0] if returned else None
-
-    def begin_lineage(self, lineage: int) -> None:
-        """A new history begins with the groups as they are; its journal begins with `snapshot`."""
-        self._state.lineage = lineage
 
     def admit(self, prompt: PromptReference, version: int) -> Group:
         """A new group, queued, admitted under policy `version`.
@@ -170,12 +170,6 @@ class Ledger:
         group.attempt += 1
         group.worker, group.batch, group.metrics = None, None, {}
         return group.attempt
-
-    def requeue_all(self, cause: str) -> None:
-        """As `requeue`, of every unconsumed group. No rows are left, so no step can be repeated."""
-        for group in self.unconsumed():
-            self.requeue(group.group_id, cause)
-        self.release(self._state.untrained_step)
 
     def reject(self, group_id: int, reason: str, *, returns_prompt: bool = False) -> None:
         """queued | running | finished -> rejected, and refunded.
@@ -301,6 +295,24 @@ class Ledger:
         for kept in released:
             del self._kept[kept]
 
+    def go_back(self, lineage: int, state: LedgerState) -> None:
+        """A new lineage goes on from an earlier state; see `gone_back`. No group is left.
+
+        Nothing is recorded where nothing changes.
+
+        Raises: LedgerError: the lineage is older than that of the ledger.
+        """
+        if lineage < self._state.lineage:
+            raise LedgerError(f"go back: lineage {lineage} follows lineage {self._state.lineage}")
+        begun = kinds.gone_back(self._state, lineage, state)
+        if begun == self.snapshot():
+            return
+        self._write(kinds.GoBack(begun))
+        self._state = _copy(begun, (), ())
+        self._kept.clear()
+        self._unconsumed.clear()
+        self._num_in.clear()
+
     def account(self) -> dict[str, Any]:
         """Where every group ever admitted is, and what was trained.
 
@@ -327,10 +339,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
-        """The ledger that `state` was taken of, exactly.
-
-        Where the workers of then are gone, `requeue_all` follows.
-        """
+        """The ledger that `state` was taken of, exactly."""
         ledger = cls()
         ledger._state = _copy(state, (), ())
         for group in state.unconsumed:

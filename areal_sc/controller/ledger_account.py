@@ -1,7 +1,7 @@
 """The account of a run, read from its journal: what became of every group, in which history.
 
-A history is a lineage's, up to the step that a later lineage begins from; what was done after that
-step is *undone*: its groups are run again in the later lineage, which gives their ids anew.
+A history is a lineage's, up to the version that a later lineage begins from. A step that was made
+after that is *undone*: prompts of its groups run again in the later lineage, as other groups.
 
 Nothing is held in memory but the groups in flight, so that a run of weeks can be read, also while
 it goes on.
@@ -21,7 +21,7 @@ from areal_sc.controller.group import Group
 from areal_sc.controller.journal import segment_paths
 from areal_sc.controller.journal_file import Segment, read_segment
 from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_records import WENT_BACK, LedgerState, Record
 from areal_sc.controller.ledger_replay import replay
 from areal_sc.disk import Disk
 from areal_sc.errors import LedgerError, RunFolderError
@@ -34,7 +34,7 @@ class GroupAccount:
     Attributes:
         outcome: `queued`, `running`, `finished`, `consumed` by a step whose training is not
             recorded (yet), `trained`, or `rejected`.
-        is_undone: a later lineage begins before that.
+        is_undone: a step consumed it, and a later lineage begins before that.
         attempt: the number of the last one, from 0.
         worker: who ran it last; None: nobody has.
         step: that consumed it; -1: none.
@@ -61,6 +61,22 @@ class GroupAccount:
 
 
 @dataclass
+class LineageAccount:
+    """What one lineage did.
+
+    Attributes:
+        begun_at: the policy version that it began from.
+        version: its newest policy version.
+        counts_to: the newest one that no later lineage has undone.
+    """
+
+    lineage: int
+    begun_at: int
+    version: int
+    counts_to: int
+
+
+@dataclass
 class RunAccount:
     """What a run did, but for what was undone.
 
@@ -68,9 +84,10 @@ class RunAccount:
         totals: `Ledger.account` at the end.
         rows_lost: consumed by a step that is over, and never trained.
         trained_again: (group, step) that trained rows of it, although another step had them.
-        lineages: each with the policy version that it began from.
+        lineages: oldest first; those that published nothing, and gave their place to the next one,
+            are among them.
         version: the newest policy version.
-        num_undone: groups consumed or rejected after the step that a later lineage began from.
+        num_undone: groups whose step was undone.
         num_bytes: of the journal.
         num_cut_bytes: at its end, of a record that was cut short, or is being written.
     """
@@ -78,7 +95,7 @@ class RunAccount:
     totals: dict[str, Any] = field(default_factory=dict)
     rows_lost: int = 0
     trained_again: list[tuple[int, int]] = field(default_factory=list)
-    lineages: list[tuple[int, int]] = field(default_factory=list)
+    lineages: list[LineageAccount] = field(default_factory=list)
     version: int = 0
     num_undone: int = 0
     num_bytes: int = 0
@@ -99,15 +116,16 @@ def read_account(
     if not paths:
         raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
     account = RunAccount()
-    later = _later_lineages(_read(path, disk, account) for path in paths)
+    lineages = _lineages(_read(path, disk, account) for path in paths)
     reader: _Reader | None = None
-    account = RunAccount()
+    account = RunAccount(lineages=lineages)
     for path in paths:
         segment = _read(path, disk, account)
         if account.num_cut_bytes and path != paths[-1]:
             raise RunFolderError(f"{path} is damaged: it ends within a record")
         try:
-            reader = _reader_of(segment.state, reader, account, later, note)
+            reader = reader or _Reader(segment.state, account, note)
+            reader.check(segment.state)
             for record in segment.records:
                 reader.read(record)
         except LedgerError as error:
@@ -128,30 +146,25 @@ def _read(path: Path, disk: Disk, account: RunAccount) -> Segment:
     return segment
 
 
-def _later_lineages(segments: Iterable[Segment]) -> dict[int, LedgerState]:
-    """The state that each lineage began with, oldest first."""
-    begun: dict[int, LedgerState] = {}
+def _lineages(segments: Iterable[Segment]) -> list[LineageAccount]:
+    """All lineages, oldest first."""
+    found: list[LineageAccount] = []
+
+    def begin(state: LedgerState) -> None:
+        for earlier in found:
+            earlier.counts_to = min(earlier.counts_to, state.version)
+        version = state.version
+        found.append(LineageAccount(state.lineage, version, version, version))
+
     for segment in segments:
-        begun.setdefault(segment.state.lineage, segment.state)
-    return begun
-
-
-def _reader_of(
-    state: LedgerState,
-    reader: _Reader | None,
-    account: RunAccount,
-    begun: dict[int, LedgerState],
-    note: Callable[[GroupAccount], None],
-) -> _Reader:
-    """The one that reads a segment with this state at its head."""
-    if reader is not None and reader.ledger.lineage == state.lineage:
-        if _packed(reader.ledger.snapshot()) != _packed(state):
-            raise LedgerError("its first record is another state; records are missing or repeated")
-        return reader
-    if reader is not None:
-        reader.end_step()
-    account.lineages.append((state.lineage, state.version))
-    return _Reader(state, account, [s for n, s in begun.items() if n > state.lineage], note)
+        if not found:
+            begin(segment.state)
+        for record in segment.records:
+            if isinstance(record, kinds.GoBack):
+                begin(record.state)
+            elif isinstance(record, kinds.Publish):
+                found[-1].version = found[-1].counts_to = record.version
+    return found
 
 
 def _packed(state: LedgerState) -> bytes:
@@ -159,28 +172,38 @@ def _packed(state: LedgerState) -> bytes:
 
 
 class _Reader:
-    """Follows one lineage."""
+    """Follows the ledger from its first state on.
+
+    Args:
+        account: with its lineages; gets all else.
+    """
 
     def __init__(
-        self,
-        state: LedgerState,
-        account: RunAccount,
-        later: list[LedgerState],
-        note: Callable[[GroupAccount], None],
+        self, state: LedgerState, account: RunAccount, note: Callable[[GroupAccount], None]
     ) -> None:
         self.ledger = Ledger.restore(state)
         self._account = account
-        self._later = [(begun.next_id, {g.group_id for g in begun.unconsumed}) for begun in later]
+        self._later = account.lineages[1:]  # those that have not begun yet
         self._note = note
         self._of_step: dict[int, GroupAccount] = {}  # of the newest one
 
+    def check(self, state: LedgerState) -> None:
+        """Raises: LedgerError: the ledger is not in this state, which a segment begins with."""
+        if _packed(self.ledger.snapshot()) != _packed(state):
+            raise LedgerError("its first record is another state; records are missing or repeated")
+
     def read(self, record: Record) -> None:
         match record:
+            case kinds.GoBack():
+                self._end_step()
+                self._later = self._later[1:]
+                for group in list(self.ledger.unconsumed()):
+                    self._end(self._group(group.group_id, "rejected", cause=WENT_BACK))
             case kinds.Reject(group_id=group_id, reason=reason):
                 self._end(self._group(group_id, "rejected", cause=reason))
             case kinds.Consume(group_ids=group_ids, step=step):
                 if any(group.step != step for group in self._of_step.values()):
-                    self.end_step()
+                    self._end_step()
                 for group_id in group_ids:
                     self._of_step[group_id] = self._group(group_id, "consumed", step=step)
             case kinds.TakeBack():
@@ -194,7 +217,7 @@ class _Reader:
                         self._account.trained_again.append((group_id, step))
         replay(self.ledger, [record])
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """The newest step is over: what it has not trained never will be."""
         for group in self._of_step.values():
             if not group.is_undone:
@@ -221,9 +244,7 @@ class _Reader:
             raise LedgerError(f"group {group_id} was {outcome}, and is not in flight")
         account = self._of(group)
         account.outcome, account.step, account.cause = outcome, step, cause
-        account.is_undone = any(
-            group_id >= next_id or group_id in unconsumed for next_id, unconsumed in self._later
-        )
+        account.is_undone = any(later.begun_at <= step for later in self._later)
         return account
 
     def _of(self, group: Group) -> GroupAccount:

@@ -6,7 +6,10 @@ No record holds a prompt's text, or a tensor.
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
+from msgspec.structs import replace
 
 from areal_sc.controller.group import Group
 from areal_sc.metadata import BatchMetadata, PromptReference
@@ -124,7 +127,66 @@ class TakeBack(Struct, frozen=True, array_like=True, tag=10):
     step: int
 
 
+class GoBack(Struct, frozen=True, array_like=True, tag=11):
+    """A new lineage begins from an earlier state.
+
+    Attributes: state: the ledger from then on; without groups, since all of them are given up.
+    """
+
+    state: LedgerState
+
+
 Record = (
-    Admit | Start | Finish | Requeue | Reject | Consume | Trained | Publish | Release | TakeBack
+    Admit
+    | Start
+    | Finish
+    | Requeue
+    | Reject
+    | Consume
+    | Trained
+    | Publish
+    | Release
+    | TakeBack
+    | GoBack
 )
 """A change of the ledger: the call of the method that makes it."""
+
+WENT_BACK: Final = "went_back"
+"""Why groups are rejected that an earlier state, which the ledger went back to, does not train."""
+
+
+def gone_back(present: LedgerState, lineage: int, to: LedgerState) -> LedgerState:
+    """How a ledger goes on when it leaves `present` for the earlier state `to`.
+
+    Ids and rejections never go back: a late result names a group that is gone. Of the groups that
+    were admitted, those that are neither trained in `to` nor rejected count as rejected. Prompts of
+    `to` that were not trained come first again.
+    """
+    untrained = [
+        group
+        for step in to.kept
+        for group in step.groups
+        if step.step == to.version and group.group_id in to.untrained
+    ]
+    again = sorted([*untrained, *to.unconsumed], key=lambda group: group.group_id)
+    num_consumed, next_id = to.num_consumed - len(untrained), max(present.next_id, to.next_id)
+    num_rows = sum(group.batch.total_batch_size for group in untrained if group.batch)
+    rejected = {
+        reason: max(present.rejected.get(reason, 0), to.rejected.get(reason, 0))
+        for reason in [*present.rejected, *to.rejected]
+        if reason != WENT_BACK
+    }
+    if num_given_up := next_id - num_consumed - sum(rejected.values()):
+        rejected[WENT_BACK] = num_given_up
+    return replace(
+        to,
+        next_id=next_id,
+        unconsumed=(),
+        num_consumed=num_consumed,
+        rejected=rejected,
+        rows_consumed=to.rows_consumed - num_rows,
+        untrained=set(),
+        lineage=lineage,
+        returned_prompts=(*(group.prompt for group in again), *to.returned_prompts),
+        kept=(),
+    )

@@ -56,5 +56,7 @@ def _repeat(ledger: Ledger, record: Record) -> None:
             ledger.publish(version)
         case kinds.Release(step=step):
             ledger.release(step)
+        case kinds.GoBack(state=state):
+            ledger.go_back(state.lineage, state)
     if ledger.journal is compare:
         compare(None)

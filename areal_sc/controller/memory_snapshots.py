@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.train_history import TrainHistory
@@ -28,15 +28,27 @@ class MemorySnapshots:
     Args:
         every_steps: versions from one to the next; 0: none are written.
         on_change: is called when one is begun, and when it has ended.
+        on_failure: gets what the ranks could not do, some of which may hang.
+
+    Attributes:
+        on_warning: is told once, until one is written again, that none can be.
     """
 
     def __init__(
-        self, fleet: Fleet, history: TrainHistory, every_steps: int, on_change: Callable[[], None]
+        self,
+        fleet: Fleet,
+        history: TrainHistory,
+        every_steps: int,
+        on_change: Callable[[], None],
+        on_failure: Callable[[ArealError], Awaitable[object]],
     ) -> None:
         self._fleet = fleet
         self._history = history
         self._every_steps = every_steps
         self._on_change = on_change
+        self._on_failure = on_failure
+        self.on_warning: Callable[[str], None] = lambda text: None
+        self._has_failed = False
         self._writing: asyncio.Task[None] | None = None
         self._is_taken = asyncio.Event()
         self._is_taken.set()
@@ -65,10 +77,10 @@ class MemorySnapshots:
     def turn_off(self) -> None:
         """The ranks share no memory."""
         if self._every_steps:
-            logger.warning(
-                "checkpoint.memory_every_steps=%d has no effect: the ranks are on several nodes; "
-                "train workers that die begin from the newest snapshot on the disk",
-                self._every_steps,
+            self._warn(
+                f"checkpoint.memory_every_steps={self._every_steps} has no effect: the ranks are "
+                "on several nodes; train workers that die begin from the newest snapshot on the "
+                "disk"
             )
         self._every_steps, self._history.has_memory_snapshots = 0, False
 
@@ -83,7 +95,7 @@ class MemorySnapshots:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write(self, version: int) -> None:
-        operation = Operation(self._history.lineage, version, "memory_snapshot")
+        operation = Operation(self._history.lineage, version, calls.MEMORY_SNAPSHOT)
         kept = self._history.make_room_in_memory()
         snapshot = calls.Snapshot(operation, SnapshotPlace.memory, kept)
         try:
@@ -93,14 +105,27 @@ class MemorySnapshots:
         except WorkerLost as error:
             logger.info("version=%d has no snapshot in memory: %s", version, error)
         except ArealError as error:
-            logger.warning("version=%d has no snapshot in memory: %s", version, error)
+            if self._has_failed:
+                logger.info("version=%d has no snapshot in memory: %s", version, error)
+            else:
+                self._warn(
+                    f"version {version} has no snapshot in memory: {error}. The run goes on; train "
+                    "workers that die begin from an older one until one can be written again"
+                )
+            self._has_failed = True
+            await self._on_failure(error)
         else:
+            self._has_failed = False
             if operation.lineage == self._history.lineage:
                 self._history.note_in_memory(version)
                 asyncio.get_running_loop().call_soon(self._begin_late, version)
         finally:
             self._is_taken.set()
         asyncio.get_running_loop().call_soon(self._on_change)
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self.on_warning(text)
 
     def _begin_late(self, written: int) -> None:
         """That of a version which was made meanwhile, as long as the ranks are still at it."""

@@ -2,141 +2,119 @@
 
 consumes     `News`: the ends of processes, and the beats of the living
 waits for    the next news: an agent answers when a worker has ended, and else after an interval.
-             By asking, a controller also says that it is there itself
+             By asking, a controller also says that it is there itself. An agent that was not heard
+             is asked for an answer at once, and the scheduler what became of it; neither wait
+             keeps a loss from being noticed
 unblocked by the agent, or the deadline of the call
 
-silent       a worker whose last beat is older than `MANY_MISSED` intervals, or whose event loop
-             does not turn. It gets no new work until it is heard again
+silent       a worker whose last beat is older than some intervals, or whose event loop does not
+             turn (`silence`). It gets no new work until it is heard again
 lost         a worker whose process has ended; whose last beat is older than `MAX_MISSED` intervals,
              which it also is when its agent is silent; whose event loop has not turned for
              `hung_after_s`; and all workers of a node whose agent has ended, as the scheduler says.
              A scheduler that cannot answer says nothing of the kind
 
-A lost agent is replaced; see `NodeAgent`. All times are those of the controllers' loop, which stand
-still while the script is stopped: so its own pause is nobody's silence.
+A lost agent is replaced, on its machine or on another one; see `NodeAgent`. All times are those of
+the controllers' loop, which stand still while the script is stopped: so its own pause is nobody's
+silence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from areal_sc.controller.node_agent import RPC_MARGIN_S, NodeAgent
+from areal_sc import interrupts
+from areal_sc.controller.found_workers import FoundWorkers
+from areal_sc.controller.member import Member, NoConnection, OnLost, OnSilence, OnWish
+from areal_sc.controller.node_agent import MAX_MISSED, NodeAgent
 from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.silence import Silence
 from areal_sc.errors import ArealError, TransportError, WorkerLost
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.transport.rpc.transport import Connection
-from areal_sc.transport.sockets.interface import port_of
-from areal_sc.workers.beats import BLOCKED_WARNING_S
+from areal_sc.transport.sockets.interface import host_of, port_of
+from areal_sc.workers.calls import SHUTDOWN
 from areal_sc.workers.spec import (
-    LOG_TAIL,
-    STOP,
     WATCH,
-    Beat,
     EndedWorker,
     News,
-    Stop,
+    NodeFacts,
     Watch,
+    Wish,
     WorkerOrder,
     WorkerReport,
+    WorkerStacks,
 )
 
 logger = logging.getLogger(__name__)
 
-MANY_MISSED: Final = 2
-MAX_MISSED: Final = 5
+T = TypeVar("T")
+
 RETRY_S: Final = 0.25
-"""Between two questions to an agent that cannot be reached."""
-LOG_TAIL_LIMIT_S: Final = 2.0
-KILL_LIMIT_S: Final = 15.0
-"""An agent waits for 10 s until a process has died of SIGKILL."""
-
-
-@dataclass(eq=False)
-class Member:
-    """One worker of the fleet, through all its lives.
-
-    Attributes:
-        order: for its newest life.
-        worker: its newest life, as it told of itself.
-        beat_s: loop time at which its process was last seen alive.
-        is_blocked: its event loop had not turned for long at that time.
-        is_silent: it gives no signs of life, or is blocked, and is not lost yet.
-        failure: why the worker is lost, while it is; a new life has none.
-    """
-
-    order: WorkerOrder
-    worker: WorkerReport
-    connection: Connection
-    beat_s: float = 0.0
-    is_blocked: bool = False
-    is_silent: bool = False
-    failure: WorkerLost | None = None
-
-    @property
-    def name(self) -> str:
-        return self.worker.name
-
-    @property
-    def index(self) -> int:
-        """Its number within its role."""
-        return self.order.index
-
-    @property
-    def node(self) -> tuple[str, str]:
-        """(node_id, node_addr), as shards name their owner."""
-        return self.worker.name, self.worker.address
-
-
-OnLost = Callable[[Member, WorkerLost], None]
-"""Called once for each life of a worker that is lost."""
-
-OnSilence = Callable[[Member], None]
-"""Called when a worker falls silent, and when it is heard again; `is_silent` says which."""
+"""Between two questions to an agent that cannot be reached, and between looks at who is lost."""
 
 
 class NodeWorkers:
     """Launches, watches and ends the workers of a role on a node.
 
     Args:
-        orders: for the workers, all of one role.
+        role: of all of them.
+        orders: for workers that are to be started.
+        found: workers of the role that run there already.
 
     Attributes:
+        node: where they are.
         agent: of the node.
         members: the workers that were launched, also those that are lost.
+        heard_s: loop time at which the agent last gave news.
     """
 
     def __init__(
         self,
         node: Node,
+        role: str,
         orders: Sequence[WorkerOrder],
+        found: FoundWorkers,
         scheduler: Scheduler,
         runtime: Runtime,
         on_lost: OnLost,
         on_silence: OnSilence = lambda member: None,
+        on_wish: OnWish = lambda wish: None,
     ) -> None:
         self.agent = NodeAgent(node, scheduler, runtime)
         self.members: list[Member] = []
-        self._node = node
-        self._first_orders = list(orders)
-        self._role = orders[0].role
+        self.node = node
+        self._role = role
+        self._new_orders = list(orders)
+        self._found = found
+        self._first_orders = [*(worker.order for worker in found.adopted), *orders]
         self._scheduler = scheduler
         self._config = scheduler.config
         self._folder = RunFolder(scheduler.config.run_dir)
         self._runtime = runtime
         self._on_lost = on_lost
-        self._on_silence = on_silence
+        self._silence = Silence(
+            self._config, role, lambda: self.node.name, self._folder.log_path, on_silence
+        )
+        self._on_wish = on_wish
         self._past_bytes = 0
         self._ended: dict[str, EndedWorker] = {}  # by incarnation
-        self._is_agent_heard = True
-        self._heard_s = 0.0  # the agent
+        self._is_agent_heard = not self.agent.is_lost
+        self.heard_s = 0.0  # the agent
         self._failure: Exception | None = None
+
+    @property
+    def facts(self) -> NodeFacts:
+        """What the newest agent of the node tells of it."""
+        return self.node.facts
 
     @property
     def num_bytes(self) -> int:
@@ -146,36 +124,73 @@ class NodeWorkers:
         return self._past_bytes + now + self.agent.num_bytes
 
     async def launch(self) -> None:
-        """Starts all workers.
+        """Takes over workers that run, ends those that nobody wants, and starts the new ones.
+
+        New ones of a node that is on its way are lost ones until `restart` has started them.
 
         Raises: WorkerStartError: one did not come up; the agent has ended the others.
         """
-        for order, worker in zip(
-            self._first_orders, await self.agent.launch(self._first_orders), strict=True
-        ):
-            self.add(Member(order, worker, self._connect(worker)))
+        for found in self._found.adopted:
+            assert found.report is not None
+            connection = self._connect(found.report)
+            self.add(Member(found.order, found.report, connection, is_adopted=True))
+        if self._found.unwanted:
+            await self.agent.stop([worker.order.incarnation for worker in self._found.unwanted])
+        if self.agent.is_lost:
+            for order in self._new_orders:
+                self.expect(order)
+        elif self._new_orders:
+            workers = await self.agent.launch(self._new_orders)
+            for order, worker in zip(self._new_orders, workers, strict=True):
+                self.add(Member(order, worker, self._connect(worker)))
 
     async def restart(self, members: Sequence[Member]) -> None:
         """Starts a new life of each, at the address of the one before, which is killed if need be.
 
-        While the agent is started again, this waits for it.
+        While the agent is started again, this waits for it. On another machine addresses are new.
 
         Raises: WorkerStartError: one did not come up; the agent has ended the others. NodeLost:
             the agent cannot be started again.
         """
         for member in members:
             self.fence(member, "is started again")
-            port = port_of(member.worker.address)
-            new_id = self._runtime.new_id()
+        await self.agent.wait_until_served()
+        here = host_of(self.facts.address)
+        for member in members:
+            address, new_id = member.worker.address, self._runtime.new_id()
+            port = port_of(address) if address and host_of(address) == here else 0
             member.order = replace(member.order, incarnation=new_id, port=port)
         workers = await self.agent.launch([member.order for member in members])
         for member, worker in zip(members, workers, strict=True):
-            past = member.connection
-            await past.close()
-            self._past_bytes += past.bytes_sent + past.bytes_received
+            await self._disconnect(member)
             member.worker, member.connection = worker, self._connect(worker)
             member.failure, member.is_blocked, member.is_silent = None, False, False
+            member.is_adopted = False
             self._watch(member)
+
+    def expect(self, order: WorkerOrder) -> Member:
+        """A further worker, which is a lost one until `restart` has given it a life."""
+        report = WorkerReport(order.name, "", "", 0, self.facts.token)
+        member = Member(order, report, NoConnection(order.name))
+        member.failure = WorkerLost(f"worker {order.name} has not been started yet")
+        self.members.append(member)
+        return member
+
+    async def dismiss(self, member: Member) -> None:
+        """Asks a worker to end, and ends it if it does not; the node has one less then."""
+        is_alive = member.failure is None
+        self.fence(member, "is dismissed")
+        if is_alive:
+            with suppress(ArealError):  # who does not answer is ended all the same
+                limit_s = SHUTDOWN.deadline_s or RETRY_S
+                await member.connection.call(SHUTDOWN, None, timeout_s=limit_s)
+        grace_s = self._config.shutdown_timeout_s / 2
+        lives = [member.worker.incarnation, member.order.incarnation]
+        await self.agent.stop(lives, grace_s if is_alive else 0.0)
+        await self._disconnect(member)
+        self.members.remove(member)
+        self._first_orders = [it for it in self._first_orders if it.name != member.name]
+        self.node.placement.release(member.name)
 
     def fence(self, member: Member, cause: str) -> None:
         """Nothing more is sent to this life of a worker, or taken from it, whether it lives or not.
@@ -187,23 +202,25 @@ class NodeWorkers:
             member.failure = WorkerLost(f"worker {member.name} {cause}")
             member.connection.fail_pending(member.failure)
 
-    def lose(self, member: Member, cause: str) -> None:
-        """As if the worker's process had ended; nothing happens if it is lost already."""
+    def lose(self, member: Member, cause: str, lines: Sequence[str] | None = None) -> None:
+        """As if the worker's process had ended, which `lines` explain, or the end of its log."""
         path = self._folder.log_path(member.name)
-        self._lose(member, cause, path, log_tail(path))
+        self._lose(member, cause, path, log_tail(path) if lines is None else lines)
+
+    async def stacks(self, names: Sequence[str]) -> list[WorkerStacks]:
+        """Where workers are, as far as the agent can tell."""
+        return await self.agent.stacks(names) if self._is_agent_heard else []
 
     async def kill(self, members: Sequence[Member]) -> None:
-        """Ends what is left of these lives at once.
-
-        If the agent cannot be reached, they die with it, or when their successors are started.
-        """
+        """Ends what is left of these lives at once."""
         for member in members:
             self.fence(member, "is started again")
-        stop = Stop([member.worker.incarnation for member in members], grace_s=0.0)
-        try:
-            await self.agent.connection.call(STOP, stop, timeout_s=KILL_LIMIT_S)
-        except TransportError as error:
-            logger.warning("node=%s its agent killed no workers: %s", self._node.name, error)
+        await self.agent.stop([member.worker.incarnation for member in members])
+
+    async def _disconnect(self, member: Member) -> None:
+        past = member.connection
+        await past.close()
+        self._past_bytes += past.bytes_sent + past.bytes_received
 
     def _connect(self, worker: WorkerReport) -> Connection:
         return self._runtime.transport.connect(
@@ -235,46 +252,63 @@ class NodeWorkers:
             logger.exception("the watch over the workers failed")
             self._fail(error)
 
-    async def close(self) -> None:
-        """Ends the workers that are still there, and closes all connections."""
-        grace_s = self._config.shutdown_timeout_s / 2
-        orders = [member.order for member in self.members] or self._first_orders
-        stop = Stop([order.incarnation for order in orders], grace_s)
-        try:
-            await self.agent.connection.call(STOP, stop, timeout_s=grace_s + RPC_MARGIN_S)
-        except TransportError as error:  # its workers die with it, or of their orphan timeout
-            logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
+    async def close(self, *, ends_workers: bool) -> None:
+        """Ends the workers that are still there, if asked to, and closes all connections."""
+        if ends_workers:
+            grace_s = self._config.shutdown_timeout_s / 2
+            orders = [member.order for member in self.members] or self._first_orders
+            await self.agent.stop([order.incarnation for order in orders], grace_s)
         await self.agent.close()
         for member in self.members:
             await member.connection.close()
         for order in self._first_orders:
-            self._node.placement.release(order.name)
+            self.node.placement.release(order.name)
 
     @property
     def _living(self) -> list[Member]:
         return [member for member in self.members if member.failure is None]
 
     async def _ask(self, first_hold_s: float) -> None:
-        num_ended, hold_s = 0, first_hold_s
+        num_ended, num_wishes, hold_s = 0, 0, first_hold_s
+        passes, told = self._scheduler.passes, dict[str, int]()
         interval_s = self._config.heartbeat_interval_s
-        self._heard_s = asyncio.get_running_loop().time()
+        if self.agent.is_lost:
+            await self.agent.come()
+            self._is_agent_heard = True
+        self.heard_s = asyncio.get_running_loop().time()
         while True:
+            replaced = passes.replaced
+            watch = Watch(
+                *(self._role, num_ended, hold_s, num_wishes),
+                replaced={} if replaced is told else replaced,
+            )
+            asked = self.agent.connection.call(WATCH, watch, timeout_s=hold_s + interval_s)
             try:
-                news = await self.agent.connection.call(
-                    WATCH, Watch(self._role, num_ended, hold_s), timeout_s=hold_s + interval_s
-                )
+                news = await (asked if self._is_agent_heard else self._judging(asked))
             except TransportError as error:
-                self._is_agent_heard = False
-                logger.warning("node=%s its agent gives no news: %s", self._node.name, error)
+                if self._is_agent_heard:  # the next questions have no answer for the same reason
+                    logger.warning("node=%s its agent gives no news: %s", self.node.name, error)
+                self._is_agent_heard, hold_s = False, 0.0
                 if await self._look_after_node():
-                    num_ended = 0  # the new agent counts its own
+                    num_ended = num_wishes = 0  # the new agent counts its own
+                    told = {}
             else:
                 self._is_agent_heard = True
                 self.agent.note_heard()
-                self._heard_s = asyncio.get_running_loop().time()
-                num_ended, hold_s = news.num_ended, interval_s
+                self.heard_s = asyncio.get_running_loop().time()
+                num_ended, hold_s, told = news.num_ended, interval_s, replaced
+                num_wishes = news.num_wishes
+                self._note_wishes(news)
                 await self._note(news)
                 await self._judge_silence()
+
+    def _note_wishes(self, news: News) -> None:
+        for wish in news.wishes:
+            if wish is Wish.stop:
+                interrupts.ask_to_stop(f"{self.node.facts.incarnation}/{news.num_wishes}")
+            else:
+                logger.info("node=%s is asked from outside: %s", self.node.name, wish)
+                self._on_wish(wish)
 
     async def _note(self, news: News) -> None:
         living = {member.worker.incarnation: member for member in self._living}
@@ -287,7 +321,8 @@ class NodeWorkers:
             member = living.get(beat.incarnation)
             if member is not None:
                 member.beat_s = max(member.beat_s, now_s - beat.beat_age_s)
-                await self._judge_turn(member, beat)
+                if cause := self._silence.of_turn(member, beat):
+                    await self._lose_living(member, cause)
 
     def _note_end(self, member: Member, end: EndedWorker) -> None:
         self._lose(member, f"ended with {end.how}", end.log_path, end.log_tail)
@@ -299,81 +334,53 @@ class NodeWorkers:
         Raises: NodeLost: it cannot be.
         """
         try:
-            how = await self.agent.how_it_ended()
+            how = await self._judging(self.agent.how_it_ended())
         except ArealError as error:
-            logger.warning("node=%s its state is unknown: %s", self._node.name, error)
+            logger.warning("node=%s its state is unknown: %s", self.node.name, error)
             how = None
         if how is None:
             await self._judge_silence()
             limit_s = MAX_MISSED * self._config.heartbeat_interval_s
-            is_silent = asyncio.get_running_loop().time() > self._heard_s + limit_s
+            is_silent = asyncio.get_running_loop().time() > self.heard_s + limit_s
             if self._living or not is_silent:
                 await asyncio.sleep(RETRY_S)
                 return False
             how = f"gave no news for {limit_s:g} s"
         self.agent.lose()
-        path = self._node.log_path
+        path = self.node.log_path
         for member in self._living:
-            cause = f"went down with node {self._node.name}: its agent {how}"
+            cause = f"went down with node {self.node.name}: its agent {how}"
             self._lose(member, cause, path, log_tail(path))
         await self.agent.replace(how)
-        self._heard_s = asyncio.get_running_loop().time()
+        self.heard_s = asyncio.get_running_loop().time()
         return True
 
-    async def _judge_turn(self, member: Member, beat: Beat) -> None:
-        blocked_s, limit_s = beat.turn_age_s - beat.beat_age_s, self._config.hung_after_s
-        what = (
-            f"event loop has not turned for {blocked_s:.0f} s, most likely because of a blocking "
-            "call in a workflow"
-        )
-        if blocked_s > limit_s:
-            await self._lose_living(member, f"hangs: its {what} (its log says where)")
-            return
-        is_blocked = blocked_s > BLOCKED_WARNING_S
-        if is_blocked and not member.is_blocked:
-            log = self._folder.log_path(member.name)
-            logger.warning(
-                "worker=%s %s (its log %s says where); it is lost after %g s",
-                *(member.name, what, log, limit_s),
-            )
-        member.is_blocked = is_blocked
+    async def _judging(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Its result; meanwhile workers that nobody hears are lost when it is time."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            while not (await asyncio.wait([task], timeout=RETRY_S))[0]:
+                await self._judge_silence()
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _judge_silence(self) -> None:
-        interval_s, living = self._config.heartbeat_interval_s, self._living
-        now_s = asyncio.get_running_loop().time()
-        for member in living:
-            is_late = member.beat_s < now_s - MANY_MISSED * interval_s
-            if member.is_silent != (is_late or member.is_blocked):
-                member.is_silent = not member.is_silent
-                self._on_silence(member)
-        lost = [member for member in living if member.beat_s < now_s - MAX_MISSED * interval_s]
-        is_any_heard = len(lost) < len(living)
-        # other roles have a watch of their own
-        others = f"other {self._role} workers" if is_any_heard else f"no {self._role} worker"
-        for member in lost:
-            await self._lose_living(
-                member,
-                f"missed {MAX_MISSED} heartbeats of {interval_s:g} s "
-                f"({others} on {self._node.name} can be heard)",
-            )
+        for member, cause in self._silence.of_beats(self._living):
+            await self._lose_living(member, cause)
 
     async def _lose_living(self, member: Member, cause: str) -> None:
         tail: list[str] = []
-        if self._is_agent_heard:
-            try:
-                tail = await self.agent.connection.call(
-                    LOG_TAIL, member.name, timeout_s=LOG_TAIL_LIMIT_S
-                )
-            except TransportError as error:
-                logger.warning("worker=%s its log cannot be read: %s", member.name, error)
+        for told in await self.stacks([member.name]):
+            cause, tail = f"{cause}; its process {told.state}", told.lines
         self._lose(member, cause, self._folder.log_path(member.name), tail)
 
     def _fail(self, error: Exception) -> None:
         """The watch has failed: whom it cannot watch is lost, now and later."""
-        self._failure = error
+        self._failure, cause = error, f"cannot be watched any more: {error!r}"
+        self.agent.give_up(cause)
         for member in self._living:
-            path = self._folder.log_path(member.name)
-            self._lose(member, f"cannot be watched any more: {error!r}", path, [], error)
+            self._lose(member, cause, self._folder.log_path(member.name), [], error)
 
     def _lose(
         self,

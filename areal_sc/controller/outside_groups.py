@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -20,7 +20,7 @@ from areal_sc.controller.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.group_deaths import GroupDeaths, rejected_reply
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.errors import WorkerLost, WorkflowError
+from areal_sc.errors import StepsLost, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.workers.calls import (
     RUN_EVALUATION,
@@ -70,6 +70,8 @@ class OutsideGroups:
         self._lost: set[int] = set()  # groups whose rows are gone
         self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
+        self._awaited: set[asyncio.Future[Any]] = set()  # results of calls
+        self._steps_lost = ""  # why there may be no weights to generate with
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows are in a batch that was not forgotten, or will be in one."""
@@ -78,6 +80,17 @@ class OutsideGroups:
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
         """The rows of these runs are gone; groups of batches that are not complete run again."""
         self._lost |= {run.group_id for run in runs if self.needs(run)}
+
+    def lose_steps(self, why: str) -> None:
+        """Calls raise StepsLost until `go_back`: their workers may wait for weights until then."""
+        self._steps_lost = why
+        for results in self._awaited:
+            if not results.done():
+                results.set_exception(StepsLost(why))
+
+    def go_back(self) -> None:
+        """As `RolloutController.go_back_async`."""
+        self._steps_lost = ""
 
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
@@ -90,7 +103,7 @@ class OutsideGroups:
             reply: GroupReply | None = None
             while reply is None:
                 async with deaths.turn:
-                    worker = await self._workers.take(version)
+                    worker = await self._workers.set.take(version)
                     try:
                         reply = await self._workers.run_group(worker, group, source)
                     except WorkerLost as death:
@@ -183,7 +196,12 @@ class OutsideGroups:
             return EvaluationOutcome.of(await self._for_each(range(num_prompts), run))
 
     async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
-        """Results in order, at most `max_concurrent_groups` of them at a time."""
+        """Results in order, at most `max_concurrent_groups` of them at a time.
+
+        Raises: StepsLost: see `lose_steps`.
+        """
+        if self._steps_lost:
+            raise StepsLost(self._steps_lost)
         slots = asyncio.Semaphore(self._config.max_concurrent_groups)
 
         async def one(item: S) -> T:
@@ -198,9 +216,11 @@ class OutsideGroups:
         for task in tasks:
             task.add_done_callback(note_end)
         results = asyncio.gather(*tasks)
+        self._awaited.add(results)
         try:
             return await self._background.unless_failed(results)
         finally:
+            self._awaited.discard(results)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(results, *tasks, return_exceptions=True)

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from msgspec.structs import replace
+
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.errors import EngineFailed, TransportError, WorkerError
 from areal_sc.transport.rpc.method import A, Method, R
@@ -75,7 +77,9 @@ class Publisher:
         self._fleet = fleet
         self._new_id = new_id
         self._group = ""
+        self._world_size = 0  # of that group
         self._layouts: tuple[BucketLayout, ...] = ()
+        self._may_have_adopted = False
 
     async def publish(
         self,
@@ -93,6 +97,8 @@ class Publisher:
         started = time.perf_counter()
         oldest = await rollout.hold_updates_async()
         self.times.publish_hold_s += time.perf_counter() - started
+        if self._may_have_adopted:
+            await self.sweep_adopted()
         match self._config.weight_update.method:
             case WeightUpdateMethod.disk:
                 await announce(await self._save(operation, version, oldest))
@@ -101,9 +107,14 @@ class Publisher:
             case WeightUpdateMethod.collective:
                 await self._broadcast(operation, version, rollout, announce)
 
-    def forget_group(self) -> None:
-        """The ranks are new processes, which are in no weight group."""
-        self._group = ""
+    def note_new_ranks(self) -> None:
+        """They are in no weight group, and have adopted what the lives before them had sealed."""
+        self._group, self._may_have_adopted = "", True
+
+    async def sweep_adopted(self) -> None:
+        """The ranks forget what earlier lives have sealed: stores have room for two versions."""
+        await self._sweep([calls.Sweep(0, adopted_live=()) for _ in self._fleet.members])
+        self._may_have_adopted = False
 
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
@@ -112,7 +123,7 @@ class Publisher:
         )
         await self._sweep([calls.Sweep(r.last_sequence, adopted_live=()) for r in replies])
         self.times.publish_seal_s += time.perf_counter() - started
-        return WeightsReference(version, folder=replies[0].folder)
+        return WeightsReference(version, folder=replies[0].folder, lineage=operation.lineage)
 
     async def seal(
         self, operation: Operation, version: int, *, keeps_adopted: bool = False
@@ -130,7 +141,9 @@ class Publisher:
         adopted_live = None if keeps_adopted else ()
         await self._sweep([calls.Sweep(n, live=(n,), adopted_live=adopted_live) for n in newest])
         self.times.publish_seal_s += time.perf_counter() - started
-        return WeightsReference(version, tuple(reply.shard for reply in replies))
+        shards = tuple(reply.shard for reply in replies)
+        nodes = sorted({member.worker.node for member in self._fleet.members})
+        return WeightsReference(version, shards, lineage=operation.lineage, nodes=tuple(nodes))
 
     async def _sweep(self, sweeps: Sequence[calls.Sweep]) -> None:
         """The ranks forget all else: between two training steps nothing of it is still read."""
@@ -161,7 +174,7 @@ class Publisher:
         sent = WeightBroadcast(self._group, sealed.shards[0], self._layouts)
         tasks: list[asyncio.Task[Any]] = [sending]
         try:
-            await announce(WeightsReference(version, sealed.shards, broadcast=sent))
+            await announce(replace(sealed, broadcast=sent))
             received = asyncio.create_task(rollout.wait_for_weights_async())
             tasks.append(received)
             await asyncio.wait({sending, received}, return_when=asyncio.FIRST_COMPLETED)
@@ -191,7 +204,9 @@ class Publisher:
         for attempt in range(MAX_MEETINGS):
             workers = rollout.current_members
             ranks = await rollout.fleet.call_living(calls.WEIGHT_RANKS, self._group, workers)
-            if self._group and all(worker.is_member for worker in ranks.values()):
+            num_ranks = 1 + sum(worker.num_ranks for worker in ranks.values())
+            is_whole = all(worker.is_member for worker in ranks.values())
+            if self._group and is_whole and num_ranks == self._world_size:  # else one has left
                 return
             if self._group:
                 await rollout.fleet.call_living(calls.LEAVE_WEIGHT_GROUP, self._group, workers)
@@ -235,6 +250,7 @@ class Publisher:
         for meeting in meetings:
             if isinstance(meeting, BaseException):
                 raise meeting
+        self._world_size = world_size
         logger.info("weight_group=%s world_size=%d backend=%s", name, world_size, group.backend)
         return name
 

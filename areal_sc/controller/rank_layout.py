@@ -14,10 +14,12 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from areal_sc.controller.fleet import Fleet
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import WorkerStartError
 from areal_sc.metadata import BatchMetadata, Columns, Run, ShardMetadata
 from areal_sc.weights import ShardReference
+from areal_sc.workers import calls
 
 T = TypeVar("T")
 
@@ -99,3 +101,20 @@ def with_sealed_field(
             shards.append(ShardMetadata(*shard, runs=tuple(sorted(runs))))
     columns = (Columns({field: "float32"}, tuple(shards)),)
     return batch.union(structs.replace(batch, columns=columns))
+
+
+async def meet(fleet: Fleet, lineage: int) -> RankLayout:
+    """New ranks join each other, and build their engines."""
+    world_size = len(fleet.members)
+    init_method = ""
+    if world_size > 1:  # one rank alone opens no port for it
+        rank_0 = fleet.members[0]
+        init_method = await fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
+    places = await fleet.call_each(
+        calls.INITIALIZE_RANK,
+        [
+            calls.InitializeRank(rank, world_size, init_method, lineage)
+            for rank in range(world_size)
+        ],
+    )
+    return RankLayout.of(places)

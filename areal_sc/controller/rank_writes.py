@@ -14,11 +14,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from areal_sc.controller.bounded import bounded
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.ranks import Ranks
 from areal_sc.controller.train_history import BegunWrite
 from areal_sc.durable import commit_folder
-from areal_sc.errors import CheckpointError, StaleCall
+from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import digest
@@ -47,8 +48,10 @@ class RankWrites:
         async def finish() -> None:
             await finish_write()
             try:
-                await asyncio.to_thread(commit_folder, Path(exported), target)
-            except OSError as error:
+                moved = asyncio.to_thread(commit_folder, Path(exported), target)
+                limit_s = self._fleet.config.transport.write_timeout_s
+                await bounded(moved, limit_s, f"the disk of {target}", "transport.write_timeout_s")
+            except (OSError, WaitTimeout) as error:
                 raise CheckpointError(f"cannot write {target}: {error}") from error
 
         return finish
@@ -58,7 +61,7 @@ class RankWrites:
         operation = change.operation
         history.note(write)
         try:
-            written = await ranks.repeated(lambda: ranks.begin_write(change))
+            written = await ranks.repeated(lambda: ranks.calls.begin_write(change))
         except BaseException:
             history.drop(operation.version, write)
             raise
@@ -66,7 +69,12 @@ class RankWrites:
         async def finish() -> None:
             wanted = calls.Change(operation)
             try:
-                await ranks.repeated(lambda: self._fleet.call_all(calls.FINISH_WRITE, wanted))
+                # a write that hangs is not begun again: the disk does not answer
+                await ranks.repeated(
+                    lambda: self._fleet.call_all(calls.FINISH_WRITE, wanted), repeats_hangs=False
+                )
+            except WorkerLost as error:
+                raise CheckpointError(f"{operation}: {error}") from error
             except StaleCall as error:
                 raise CheckpointError(
                     f"{operation}: train workers died while it was written, and have begun again "

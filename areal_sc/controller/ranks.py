@@ -17,31 +17,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
-
-from msgspec import structs
+from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.fleet import Fleet
+from areal_sc.controller.member import Member
 from areal_sc.controller.memory_snapshots import MemorySnapshots
-from areal_sc.controller.node_workers import Member
 from areal_sc.controller.publication import Publisher
-from areal_sc.controller.rank_layout import RankLayout
+from areal_sc.controller.rank_calls import RankCalls
+from areal_sc.controller.rank_layout import RankLayout, meet
+from areal_sc.controller.rank_takeover import FoundRanks
 from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.train_history import (
-    BegunWrite,
-    Call,
-    ComputedLogprobs,
-    PPOUpdated,
-    SFTUpdated,
+    RowsNeeded,
     Source,
     TrainHistory,
     Updated,
 )
 from areal_sc.errors import (
-    BatchLost,
+    ROWS_GONE,
     CheckpointError,
-    ShardGone,
+    RpcTimeout,
     StaleCall,
     StepsLost,
     TransportError,
@@ -49,8 +45,8 @@ from areal_sc.errors import (
     WorkerLost,
     WorkerStartError,
 )
-from areal_sc.metadata import BatchMetadata
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.run_status import RoleStatus
+from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import Operation, digest
@@ -63,18 +59,6 @@ LOSS_NOTICE_S: Final = 2.0
 """So long after an error of a rank the death of another one, which explains it, may be noticed."""
 
 
-class RowsNeeded(NamedTuple):
-    """Which rows of earlier steps stay.
-
-    Attributes:
-        first_step: they are those of this step and later ones.
-        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
-    """
-
-    first_step: int
-    is_being_covered: bool
-
-
 _OF_A_DEATH: Final = (WorkerError, TransportError, CheckpointError)
 """What a rank raises whose partner dies, among other reasons."""
 
@@ -85,10 +69,11 @@ class Ranks:
     Args:
         on_rows_needed: is told from which step on rows may be asked for again.
         on_given_up: is told why the run cannot go on.
+        on_steps_lost: is told why the ranks do nothing before `load`.
 
     Attributes:
         history: where the ranks stand.
-        layout: which rank computes what.
+        calls: what they are asked for.
         memory: their snapshots in memory.
     """
 
@@ -99,29 +84,48 @@ class Ranks:
         publisher: Publisher,
         on_rows_needed: Callable[[RowsNeeded], None],
         on_given_up: Callable[[WorkerError], None],
+        on_steps_lost: Callable[[str], None],
     ) -> None:
         every_steps = config.memory_every_steps
         self.history = TrainHistory(
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
         )
-        self.layout = RankLayout((0,), (0,))
-        self.memory = MemorySnapshots(fleet, self.history, every_steps, self._tell_rows)
+        self.calls = RankCalls(fleet, publisher, self.history)
+        self.memory = MemorySnapshots(
+            fleet, self.history, every_steps, self._tell_rows, self.lose_hung
+        )
         self._config = config
         self._fleet = fleet
         self._publisher = publisher
         self._on_rows_needed = on_rows_needed
         self._on_given_up = on_given_up
+        self._on_steps_lost = on_steps_lost
         self._recovery: Recovery | None = None
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._announced = -1
+        self._steps_lost = ""  # why; the ranks live, and wait for `load`
+        self._are_as_built = False
         self._renew: Callable[[WeightsReference], None] = lambda _: None
 
     async def start(self, lineage: int) -> Recovery:
         """The ranks meet, and build their engines; returns what restarts them from then on."""
-        await self._meet(lineage)
+        members = self._fleet.members
+        if any(member.is_adopted for member in members):
+            await self._fleet.kill(members)
+            await self._fleet.restart(members)
+        self.calls.layout = await meet(self._fleet, lineage)
+        self.history.begin(lineage, Source(0, SnapshotPlace.initial))
+        return self._begin_recovery()
+
+    def take_over(self, found: FoundRanks) -> Recovery:
+        """The ranks go on where an earlier start of the script has left them; as `start`."""
+        self.calls.layout = RankLayout.of(found.positions)
+        self.history.take_over(found.lineage, found.version, found.in_memory)
+        return self._begin_recovery()
+
+    def _begin_recovery(self) -> Recovery:
         if len({member.worker.node for member in self._fleet.members}) > 1:
             self.memory.turn_off()
-        self.history.begin(lineage, Source(0, SnapshotPlace.initial))
         members = self._fleet.members
         self._recovery = Recovery(
             self._fleet,
@@ -139,14 +143,28 @@ class Ranks:
             body, _ = self._bodies.popitem()
             body.reschedule(asyncio.get_running_loop().time())
 
-    async def repeated(self, body: Callable[[], Awaitable[T]]) -> T:
+    async def repeated(
+        self,
+        body: Callable[[], Awaitable[T]],
+        *,
+        is_load: bool = False,
+        repeats_hangs: bool = True,
+    ) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.
 
-        Raises: WorkerError: the ranks were given up. What the body raises.
+        Ranks that give no reply in time are started again, too.
+
+        Args:
+            is_load: it brings them to another state.
+            repeats_hangs: also after that.
+        Raises: WorkerError: the ranks were given up, or hang. StepsLost: they are not where they
+            were, and nothing has been loaded since. What the body raises.
         """
         while True:
             if self._recovery is not None:
                 await self._recovery.wait_until_ready(self._fleet.members[0])
+            if self._steps_lost and not is_load:
+                raise StepsLost(self._steps_lost)
             num_restarts = self._num_restarts
             scope = asyncio.timeout(None)
             try:
@@ -158,14 +176,46 @@ class Ranks:
                         return await body()
                     finally:
                         self._bodies.pop(scope, None)
+            except _OF_A_DEATH as error:  # first: a call that took too long is a TimeoutError, too
+                if hung := await self.lose_hung(error):
+                    if not repeats_hangs:
+                        raise hung from error
+                elif isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
+                    raise
             except TimeoutError:
                 if not scope.expired():
                     raise
-            except _OF_A_DEATH as error:
-                is_final = isinstance(error, StaleCall | BatchLost)
-                if is_final or not await self._has_died_since(num_restarts):
-                    raise
             logger.info("ranks have died: a call waits for them, and is repeated then")
+
+    async def lose_hung(self, error: Exception) -> WorkerLost | None:
+        """Ranks are started again if the error is that one has not replied in time; or None."""
+        members = self._fleet.members
+        if not isinstance(error, RpcTimeout) or self._recovery is None:
+            return None
+        if all(member.name != error.silent for member in members):
+            return None
+        setting = "transport.call_timeout_s, of writes transport.write_timeout_s"
+        return await self._fleet.lose_hung(error, members, setting)
+
+    async def load(self, lineage: int, source: Source) -> None:
+        """The ranks go to another state, from which a new lineage begins.
+
+        Raises: CheckpointError: it cannot be read.
+        """
+        if source.place is SnapshotPlace.initial and not self._are_as_built:
+            self._steps_lost = self._steps_lost or "the initial model is to be loaded"
+            first = self._fleet.members[0]
+            self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
+        operation = Operation(lineage, source.version, "load_snapshot")
+
+        async def load() -> None:
+            self._are_as_built = False
+            await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place))
+
+        await self.repeated(load, is_load=True)
+        self._steps_lost, self._announced = "", -1
+        self.history.begin(lineage, source)
+        self._tell_rows()
 
     def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
         """Workers are told of the weights of a version.
@@ -188,21 +238,19 @@ class Ranks:
         self.history.note_durable(version)
         self._tell_rows()
 
+    def tell(self, status: RoleStatus) -> None:
+        """Adds which history of weights this is."""
+        status.lineage = self.history.lineage
+
     def operation(self, name: str, content: Any = None) -> Operation:
         """An operation on the present policy."""
         return Operation(self.history.lineage, self.history.version, name, digest(content))
-
-    async def compute_logprobs(self, parts: Sequence[BatchMetadata]) -> list[ShardReference]:
-        """The shard that the head of each share has sealed."""
-        current = [self.history.current(part) for part in parts]
-        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, self.layout.spread(current))
-        return [reply.shard for reply in self.layout.of_heads(replies)]
 
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
         self.history.note_update(update)
         self._tell_rows()
-        return await self._update(update)
+        return await self.calls.update(update)
 
     def undo_step(self) -> None:
         """The rows of the step that goes on are gone: the ranks are where it began, or go there.
@@ -211,17 +259,14 @@ class Ranks:
         """
         has_updates = self.history.has_updates
         self.history.drop_step()
-        first = self._fleet.members[0]
         if has_updates:
-            cause = "has begun a step whose rows are gone, and goes back to its beginning"
-            self._fleet.lose(first, first.worker.incarnation, cause)
+            self.begin_step_anew()
 
-    async def begin_write(self, change: calls.Change) -> str:
-        """The ranks take what they write; returns where they write an export."""
-        if isinstance(change, calls.Snapshot):
-            await self._fleet.call_all(calls.BEGIN_SNAPSHOT, change)
-            return ""
-        return (await self._fleet.call_all(calls.BEGIN_SAVE_HF, change))[0]
+    def begin_step_anew(self) -> None:
+        """New lives go to where the step began, whose rows are gone."""
+        first = self._fleet.members[0]
+        cause = "has begun a step whose rows are gone, and goes back to its beginning"
+        self._fleet.lose(first, first.worker.incarnation, cause)
 
     def _tell_rows(self) -> None:
         """Those of steps that are being repeated stay, however short room is."""
@@ -245,41 +290,30 @@ class Ranks:
         first = self._fleet.members[0]
         return self._num_restarts != num_restarts or not self._recovery.is_ready(first)
 
-    async def _meet(self, lineage: int) -> None:
-        world_size = len(self._fleet.members)
-        init_method = ""
-        if world_size > 1:  # one rank alone opens no port for it
-            rank_0 = self._fleet.members[0]
-            init_method = await self._fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
-        places = await self._fleet.call_each(
-            calls.INITIALIZE_RANK,
-            [
-                calls.InitializeRank(rank, world_size, init_method, lineage)
-                for rank in range(world_size)
-            ],
-        )
-        self.layout = RankLayout.of(places)
-
     async def _bring_back(self, _: Sequence[Member]) -> None:
-        """New lives of all ranks come to where the lives before were."""
-        self._publisher.forget_group()
-        await self._meet(lineage=0)
+        """New lives of all ranks come to where the lives before were.
+
+        Where that is not possible, further new lives stay as they are built.
+        """
+        self._publisher.note_new_ranks()
+        self.calls.layout = await meet(self._fleet, lineage=0)
+        self._are_as_built = bool(self._steps_lost)
+        if self._are_as_built:
+            return
         source = await self._load_newest()
         history, weights = self.history, None
         try:
             for version in range(source.version, history.version):
-                for call in history.calls_at(version):
-                    await self._repeat(call)
-                weights = await self._advance_again(version)
+                await self.calls.repeat_step(version)
+                weights = await self.calls.advance_again(version)
             await self._announce_again(weights)
             if source.version < history.version:
                 self.memory.begin_when_due()
                 await self.memory.wait_until_taken()
-        except ShardGone as error:
-            raise StepsLost(
+        except ROWS_GONE as error:
+            raise self._lose_steps(
                 f"train workers were started again from the {source.place} state of version "
-                f"{source.version}, and the steps since cannot be repeated: {error}; run the same "
-                "command again: it goes on from the newest snapshot on the disk"
+                f"{source.version}, and the steps since cannot be repeated: {error}"
             ) from error
         await self._repeat_step()
         logger.warning(
@@ -288,14 +322,10 @@ class Ranks:
         )
 
     async def _repeat_step(self) -> None:
-        """The step that goes on; if its rows are gone, new lives begin it anew, with a new batch.
-
-        Raises: WorkerLost: they are.
-        """
+        """The step that goes on; if its rows are gone, new lives begin it anew."""
         try:
-            for call in self.history.calls_at(self.history.version):
-                await self._repeat(call)
-        except ShardGone as error:
+            await self.calls.repeat_step(self.history.version)
+        except ROWS_GONE as error:
             self.history.drop_step()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
@@ -314,57 +344,25 @@ class Ranks:
                 )
                 return source
             except CheckpointError as error:
+                if len(self._fleet.members) > 1:  # another one's death may explain it, and end this
+                    await asyncio.sleep(LOSS_NOTICE_S)
                 tried += 1
                 logger.error("a snapshot (%s) cannot be read: %s", source.place, error)
                 self.history.note_unreadable(source)
-        raise StepsLost(
+        raise self._lose_steps(
             f"train workers died at version {self.history.version}, and no state is left that "
-            "they could begin from; run the same command again: it goes on from the newest "
-            "snapshot on the disk that can be read"
+            "they could begin from"
         )
 
-    async def _repeat(self, call: Call) -> None:
-        match call:
-            case ComputedLogprobs(parts, shards):
-                sealed = await self.compute_logprobs(parts)
-                for shard, again in zip(shards, sealed, strict=True):
-                    self.history.move(shard.shard_id, again)
-            case PPOUpdated() | SFTUpdated():
-                await self._update(call)
-            case BegunWrite(change):
-                await self.begin_write(change)
-
-    async def _update(self, update: Updated) -> dict[str, float]:
-        replies: list[calls.Numbers]
-        if isinstance(update, PPOUpdated):
-            shares = [
-                structs.replace(
-                    share, minibatches=tuple(map(self.history.current, share.minibatches))
-                )
-                for share in update.shares
-            ]
-            replies = await self._fleet.call_each(calls.PPO_UPDATE, self.layout.spread(shares))
-        else:
-            replies = await self._fleet.call_each(
-                calls.SFT_UPDATE, self.layout.spread(update.shares)
-            )
-        return dict(self.layout.of_heads(replies)[0])
-
-    async def _advance_again(self, version: int) -> WeightsReference | None:
-        """The ranks go to the next version; returns its weights, if it is one that has some."""
-        if any(isinstance(call, SFTUpdated) for call in self.history.calls_at(version)):
-            return None
-        return await self._seal(version, version + 1)
+    def _lose_steps(self, why: str) -> WorkerLost:
+        """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
+        self._steps_lost = f"{why}: a snapshot has to be loaded"
+        self._on_steps_lost(self._steps_lost)
+        return WorkerLost(why)
 
     async def _announce_again(self, weights: WeightsReference | None) -> None:
         """Those who wait for the newest weights get them from the new lives."""
         version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
         if version == self._announced and is_sealed:
-            self._renew(weights or await self._seal(version, version))
-
-    async def _seal(self, version: int, sealed: int) -> WeightsReference:
-        operation = Operation(
-            self.history.lineage, version, f"publish_weights/{sealed}", digest(None)
-        )
-        return await self._publisher.seal(operation, sealed, keeps_adopted=True)
+            self._renew(weights or await self.calls.seal_again(version, version))

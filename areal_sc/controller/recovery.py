@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.supervisor import (
     Event,
     GiveUp,
@@ -34,7 +36,16 @@ from areal_sc.controller.supervisor import (
     Supervisor,
     UnitState,
 )
-from areal_sc.errors import ArealError, NodeLost, StepsLost, WorkerError, WorkerLost
+from areal_sc.errors import (
+    ArealError,
+    CrashLoop,
+    NodeLost,
+    RpcTimeout,
+    StaleTerm,
+    WorkerError,
+    WorkerLost,
+)
+from areal_sc.run_status import Restart as RestartStatus
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +65,7 @@ class Recovery:
 
     Attributes:
         on_outage: see `OnOutage`.
+        newest_outage: the last loss, and when it was made good.
     """
 
     on_outage: OnOutage
@@ -68,7 +80,7 @@ class Recovery:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._fleet = fleet
-        self._units = units
+        self._units = dict(units)
         self._unit_of = {member.name: unit for unit, members in units.items() for member in members}
         self._supervisor = Supervisor(units, max_deaths)
         self._bring_up = bring_up
@@ -79,6 +91,10 @@ class Recovery:
         self._failure: WorkerError | None = None
         self._is_closed = False
         self._down: set[str] = set()
+        self._launching: set[str] = set()
+        self._dismissed: set[str] = set()
+        self._num_restarts_of = Counter[str]()
+        self.newest_outage: RestartStatus | None = None
         self.on_outage = lambda unit, cause: None
         fleet.on_silence = self._note_silence
         for unit, members in units.items():
@@ -91,7 +107,16 @@ class Recovery:
 
     def is_ready(self, member: Member) -> bool:
         """Whether the unit of this worker does its work, and gives signs of life."""
-        return self._supervisor.state(self._unit_of[member.name]) is UnitState.ready
+        return self.state(member) is UnitState.ready
+
+    def state(self, member: Member) -> UnitState:
+        """Of the unit of this worker; of one that is dismissed, as before its start."""
+        unit = self._unit_of.get(member.name)
+        return UnitState.starting if unit is None else self._supervisor.state(unit)
+
+    def num_restarts_with(self, member: Member) -> int:
+        """Of the unit of this worker."""
+        return self._num_restarts_of[self._unit_of.get(member.name, "")]
 
     def note_loss(self, member: Member, cause: WorkerError) -> None:
         """The newest life of a worker is lost, or of no use any more."""
@@ -99,7 +124,8 @@ class Recovery:
 
     def note_progress(self, member: Member) -> None:
         """The worker has done something useful: a row, or a step."""
-        self._supervisor.on(Progressed(self._unit_of[member.name]))  # changes no state
+        if (unit := self._unit_of.get(member.name)) is not None:
+            self._supervisor.on(Progressed(unit))  # changes no state
 
     async def wait_until_ready(self, member: Member) -> None:
         """Returns when the unit of this worker does its work.
@@ -110,6 +136,38 @@ class Recovery:
             if self._failure is not None:
                 raise self._failure
             await self._changed.wait()
+
+    def add(self, unit: str, members: Sequence[Member]) -> None:
+        """Starts a further unit, and from then on starts it again, as those from the beginning."""
+        self._units[unit] = members
+        self._unit_of |= {member.name: unit for member in members}
+        self._supervisor.add(unit)
+        start = self._restart(unit, 0.0, self._restarts.get(unit))
+        self._restarts[unit] = asyncio.create_task(start, name=f"start of {unit}")
+
+    async def dismiss(self, unit: str) -> None:
+        """Nobody starts a unit again; returns when none of its members is being started any more.
+
+        A process that is on its way is waited for: else it would be there without anybody's
+        knowledge.
+        """
+        if self._supervisor.state(unit) is UnitState.given_up:
+            return  # the run ends
+        self._supervisor.remove(unit)
+        for member in self._units.pop(unit):
+            del self._unit_of[member.name]
+        if unit in self._down:
+            self._note_up(unit)
+        restart = self._restarts.pop(unit, None)
+        if restart is None:
+            return
+        self._dismissed.add(unit)
+        try:
+            if unit not in self._launching:
+                restart.cancel()
+            await asyncio.wait([restart])
+        finally:
+            self._dismissed.discard(unit)
 
     async def close(self) -> None:
         """Ends the restarts that go on; none begins any more."""
@@ -135,14 +193,22 @@ class Recovery:
             self._note_change()
         match event:
             case Served(unit) if unit in self._down:
-                self._down.discard(unit)
-                self.on_outage(unit, None)
+                self._note_up(unit)
             case Lost(_, cause) | StartFailed(_, cause) if isinstance(action, Restart):
                 if action.unit not in self._down:
                     self._down.add(action.unit)
+                    said = str(cause).partition("\n")[0]
+                    self.newest_outage = RestartStatus(action.unit, said, time.time())
                     self.on_outage(action.unit, cause)
 
+    def _note_up(self, unit: str) -> None:
+        self._down.discard(unit)
+        if self.newest_outage is not None and self.newest_outage.unit == unit:
+            self.newest_outage.ended = time.time()
+        self.on_outage(unit, None)
+
     def _restart_later(self, unit: str, after_s: float) -> None:
+        self._num_restarts_of[unit] += 1
         earlier = self._restarts.get(unit)
         if earlier is not None:
             earlier.cancel()
@@ -162,26 +228,38 @@ class Recovery:
         self._on_change()
 
     async def _restart(self, unit: str, after_s: float, earlier: asyncio.Task[None] | None) -> None:
-        members = self._units[unit]
+        members = self._units.get(unit, ())
+        had_life = any(member.worker.incarnation for member in members)
         try:
             if earlier is not None:
                 await asyncio.wait([earlier])
-            await self._fleet.kill(members)
+            if had_life:
+                await self._fleet.kill(members)
             await asyncio.sleep(after_s)
-            logger.warning("unit=%s is started again", unit)
-            await self._fleet.restart(members)
+            if had_life:
+                logger.warning("unit=%s is started again", unit)
+            await self._fleet.wait_for_nodes(members)  # nothing of it is there yet
+            self._launching.add(unit)
+            try:
+                await self._fleet.restart(members)
+            finally:
+                self._launching.discard(unit)
+            if unit in self._dismissed:
+                return
             self._tell(Started(unit, _incarnations(members)))
             for member in members:
                 if member.failure is not None:  # its news was faster
                     raise member.failure
             await self._bring_up(members)
         except WorkerError as error:
-            is_final = isinstance(error, NodeLost | StepsLost)
-            self._tell(StartFailed(unit, error, is_final=is_final))
+            self._tell(StartFailed(unit, error, is_final=isinstance(error, NodeLost)))
         except ArealError as error:
+            if isinstance(error, RpcTimeout) and self._unit_of.get(error.silent) == unit:
+                await self._fleet.lose_hung(error, members, "transport.call_timeout_s")
+                return  # its loss begins the next restart
             lost = WorkerLost(f"{unit} could not be started again: {error}")
             lost.__cause__ = error
-            self._tell(StartFailed(unit, lost))
+            self._tell(StartFailed(unit, lost, is_final=isinstance(error, StaleTerm)))
         except Exception as error:  # the task's end: whoever waits for the unit hears of it
             logger.exception("the restart of %s failed", unit)
             lost = WorkerLost(f"{unit} could not be started again: {error!r}")
@@ -197,9 +275,10 @@ def _incarnations(members: Sequence[Member]) -> frozenset[str]:
 
 def _last_death(end: GiveUp) -> WorkerError:
     """Why the run ends, with the last lines of the log."""
-    if end.num_deaths == 1 or isinstance(end.cause, StepsLost | NodeLost):
+    is_alone = isinstance(end.cause, NodeLost) or isinstance(end.cause.__cause__, StaleTerm)
+    if end.num_deaths == 1 or is_alone:
         return end.cause
-    last = WorkerLost(
+    last = CrashLoop(
         f"{end.unit} died {end.num_deaths} times in a row without finishing anything; the last "
         f"time: {end.cause}",
         log_path=end.cause.log_path,

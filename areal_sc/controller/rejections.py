@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -17,6 +17,13 @@ logger = logging.getLogger(__name__)
 
 STALE = "stale"
 """Stands for the cause of groups that got too old."""
+
+
+def main_cause(rejected: Sequence[RejectedEpisodes]) -> str:
+    """Why most episodes of a group were rejected; "empty" where none was, and none gave rows."""
+    if not rejected:
+        return "empty"
+    return max(rejected, key=lambda same: same.num_episodes).first.cause
 
 
 class RejectionCounts(Struct, frozen=True):

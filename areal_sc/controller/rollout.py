@@ -14,12 +14,9 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
-
-from msgspec import Struct
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -29,38 +26,35 @@ from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource
 from areal_sc.controller.journal import Journal
 from areal_sc.controller.ledger_records import LedgerState
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.progress import ProgressWatch
 from areal_sc.controller.recovery import Recovery
-from areal_sc.controller.rejections import RejectionCounts, Rejections
+from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.scaling import Scaling
 from areal_sc.controller.training_groups import TrainingGroups
-from areal_sc.controller.weight_updates import RPC_MARGIN_S, update_timeout_s
+from areal_sc.controller.weight_sources import RPC_MARGIN_S
+from areal_sc.controller.weight_updates import update_timeout_s
+from areal_sc.controller.weights_reader import WeightsReader
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RunFolderError, WorkerError, WorkerLost
-from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
+from areal_sc.run_lineage import newest_lineage
+from areal_sc.run_status import LEAVING, RoleStatus
 from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.spec import ROLLOUT_ROLE
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.row_file import PromptSource
 
-logger = logging.getLogger(__name__)
 
-
-class RolloutState(Struct, frozen=True):
-    """What a new controller needs to go on; a snapshot keeps it."""
-
-    training: LedgerState
-    rejections: RejectionCounts
-
-
-class RolloutController(Controller):
+class RolloutController(WeightsReader):
     """Runs the user's workflow over prompts on any number of rollout workers.
 
     Methods block, and have awaitable twins: see TrainController.
@@ -68,19 +62,19 @@ class RolloutController(Controller):
     Attributes:
         groups: those of training, and their ledger.
         rejections: what was thrown away.
-        has_display: whether a `Run` shows the samples.
+        on_scaled: told of each change of the number of workers: before, from now on, why; called
+            on the thread of the event loop.
     """
 
     engine: GeneratorHandle
-    has_display: bool = False
 
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
+        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
         engine = engine.with_context()
         super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
         self.config: RolloutConfig = engine.config
-        self.measures_free_memory = engine.takes_free_memory
         self._background = Background(
             RPC_MARGIN_S
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
@@ -90,7 +84,8 @@ class RolloutController(Controller):
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         new_id = self._runtime.new_id
         self._folder = RunFolder(scheduler.config.run_dir)
-        self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up)
+        limit_s = scheduler.config.transport.write_timeout_s
+        self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
         self.groups = TrainingGroups(
             self.config,
             self._workers,
@@ -100,8 +95,23 @@ class RolloutController(Controller):
             self._journal.durable,
             new_id,
         )
+        self._tell_more = self._tell_groups
+        self._scaling = Scaling(
+            self.config,
+            self.fleet,
+            self._workers,
+            self.groups,
+            self._background,
+            self._runtime.disk,
+            self._folder.rollout_workers_path,
+            lambda index: self._order(index, engine.of_worker(index)),
+            lambda member: self._count([member]),
+            self._give_up,
+        )
+        self._scaling.on_scaled = lambda *change: self.on_scaled(*change)
+        self.groups.on_batch = self._scaling.note_batch
         self._samples = BatchSamples(
-            self.config.samples, self.fleet, self._background, self._folder.samples_path
+            self.config.samples, self._workers, self._background, self._folder.samples_path
         )
         self._outside = OutsideGroups(
             self.config,
@@ -136,32 +146,32 @@ class RolloutController(Controller):
         """The newest lines of `samples.jsonl`: what the model wrote, of the last batch read."""
         return self._samples.newest
 
+    async def measures_free_memory(self) -> bool:
+        if not self.engine.takes_free_memory:
+            return False
+        nodes = [it for it in await self.scheduler.nodes() if it.purpose.takes(self.role)]
+        return any(node.facts.num_devices for node in nodes)
+
     async def start_async(self) -> None:
         """Starts the workers and builds the engine in each.
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
-        if self.config.samples.show and not self.has_display:
-            logger.warning(
-                "samples.show=true has no effect in a loop without a `Run`: print "
-                "rollout.newest_samples, or read them with `python -m areal_sc samples %s`",
-                self.scheduler.config.run_dir,
-            )
-        configs = [self.engine.of_worker(index) for index in range(self.config.num_workers)]
-        await self._launch(ROLLOUT_ROLE, configs)
+        first, spares = await self._scaling.first_orders(adopts=self._adopts)
+        await self._launch(first, spares)
         self._workers.track(self.fleet.members)
-        self._workers.check_room()
         await self._workers.initialize()
-        self._recovery = Recovery(
+        recovery = Recovery(
             self.fleet,
-            {member.name: [member] for member in self.fleet.members},
+            {member.name: [member] for member in self.fleet.members if member.has_lived},
             self.fleet.config.max_deaths,
             self._workers.bring_up,
             self._give_up,
-            self._workers.recount_soon,
+            self._workers.set.recount_soon,
         )
-        self._recovery.on_outage = self.on_outage
-        self._workers.is_ready = self._recovery.is_ready
+        self._workers.set.is_ready = recovery.is_ready
+        self._recover_by(recovery)
+        self._scaling.begin(recovery, spares)
         self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:
@@ -188,11 +198,14 @@ class RolloutController(Controller):
         Raises: WorkflowError: the workflow or dataset cannot be used, or a stream ended.
             ConfigError: all of `total_steps` are trained. TooManyRejections: most episodes are
             rejected. WorkerLost: a worker died too often. WaitTimeout: no group ended for longer
-            than a group may take. RunFolderError: the journal cannot be written.
+            than a group may take. RunFolderError: the journal cannot be written. StepsLost: trained
+            steps are lost, see `TrainController.load_snapshot`.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
-        self._begin_journal()
+        if self.groups.ledger.journal is None:
+            self._begin_journal(INITIAL_STATE.training)
+        await self._scaling.wait_for_room()
         batch = await self.groups.next_batch(source)
         self._samples.begin(batch)
         return batch
@@ -207,7 +220,8 @@ class RolloutController(Controller):
         `prepare_batch`.
 
         Raises: WorkflowError: every group was rejected, or a stream ended. WorkerLost: a worker
-            died too often. WaitTimeout: the stores have no room for so many groups.
+            died too often. WaitTimeout: the stores have no room for so many groups. StepsLost: as
+            of `prepare_batch`.
         """
         source = await self._register_async(prompts, workflow)
         self._outside.forget()
@@ -235,7 +249,7 @@ class RolloutController(Controller):
             num_prompts: None: all; a stream has no such number, so it has to be given.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
         Raises: WorkflowError: every prompt was rejected, or a stream ended. WorkerLost: a worker
-            died too often.
+            died too often. StepsLost: as of `prepare_batch`.
         """
         source = await self._register_async(prompts, workflow)
         num_wanted = source.num_wanted(num_prompts, "num_prompts")
@@ -257,18 +271,61 @@ class RolloutController(Controller):
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
 
+    async def take_over_async(self, *, goes_on: bool) -> FoundRuns:
+        """Finds out what workers of an earlier start do and hold; to be called after `start_async`.
+
+        Args:
+            goes_on: the run goes on where the journal ends; else nothing of theirs is needed.
+        Raises: RunFolderError: the journal cannot be read, or not be written.
+        """
+        if goes_on and self._journal.exists():
+            self.groups.take_over(self._journal.take_up(self.groups.ledger))
+        found = await self._workers.take_over(self.groups.ledger)
+        self.groups.go_on(found)
+        await self._journal.durable()
+        return found
+
     async def state_async(self) -> RolloutState:
-        """What a new controller needs to go on from here; see `restore`."""
+        """What is needed to go on from here; see `go_back`."""
         return RolloutState(self.groups.ledger.snapshot(), self.rejections.snapshot())
 
     async def account_async(self) -> dict[str, Any]:
         """Where every group ever admitted is; see `Ledger.account`."""
         return self.groups.ledger.account()
 
-    def restore(self, state: RolloutState) -> None:
-        """Goes on from `state`, before the first batch; unconsumed groups are generated again."""
-        self.groups.restore(state.training)
-        self.rejections.restore(state.rejections)
+    async def go_back_async(self, state: RolloutState) -> None:
+        """Leaves the present, and goes on from a snapshot's state, or from `INITIAL_STATE`.
+
+        Groups that run are given up; prompts that are not trained in `state` come again, once
+        workers get weights. So `TrainController.load_snapshot` comes before, and `share_weights`
+        after. Rejections stay; before the first batch they become those of `state`.
+        """
+        if self.groups.ledger.journal is None:
+            self.rejections.restore(state.rejections)
+            self._begin_journal(state.training)
+        self.groups.go_back(newest_lineage(self._folder), state.training)
+        self._outside.go_back()
+        await self._journal.durable()
+
+    @property
+    def num_workers(self) -> int:
+        """Of those that stay, or are to come; `scale` changes it."""
+        return len(self._workers.set.staying)
+
+    async def scale_async(self, num_workers: int) -> None:
+        """Changes the number of workers while the run goes on; returns when that is certain.
+
+        New ones start beside training, on further nodes if need be, with the present weights. Those
+        that are too many get no new groups, and end when all of theirs is done with. An earlier
+        start's number holds for one that finds its workers.
+
+        Raises: ConfigError: there are not enough devices, too little room in the stores of those
+            that stay, or servers whose number is fixed. SchedulerSilent: no node can be asked for.
+            RunFolderError: as of the journal.
+        """
+        self._check_loop()
+        self.engine.check_scaling()
+        await self._scaling.scale(num_workers, "as the script has asked for")
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
@@ -280,77 +337,24 @@ class RolloutController(Controller):
         await self._workers.pause(False)
         self.groups.resume()
 
-    async def record_version_async(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
-        """Notes that a policy version exists; `receive_weights` with it follows.
-
-        Args:
-            trained_rows: the rows whose training made it.
-        Raises: RunFolderError: the journal cannot be written.
-        """
-        self.groups.record_version(version, trained_rows)
-        await self._journal.durable()
-
-    def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:
-        """Whether some of these rows were in a batch that was formed anew."""
-        return any(map(self.groups.ledger.was_taken_back, rows))
-
-    def receive_weights(self, weights: WeightsReference) -> None:
-        """A new policy version exists: workers begin to pull it, admission counts from it."""
-        self.groups.begin_version(weights.version)
-        self._workers.updates.receive(weights)
-        self.groups.admit()
-        self._background.notify()
-
-    def renew_weights(self, weights: WeightsReference) -> None:
-        """The weights of the current version are to be had elsewhere from now on."""
-        self._workers.updates.renew(weights)
-
-    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
-        """Trained rows stay, in case that their step has to be repeated.
-
-        Args:
-            first_step: those of this step and later ones, as far as the stores have room.
-            is_being_covered: a snapshot is being written. Admission waits for its end rather than
-                that rows go which it will cover.
-        """
-        self.groups.keep_rows(first_step, is_being_covered=is_being_covered)
-        self._background.notify()
-
     @property
     def has_let_go_of_rows(self) -> bool:
-        """Whether rows that no snapshot on the disk covers had to go, for lack of room."""
-        return self.groups.kept_rows.has_let_go
+        """Whether rows that no snapshot on the disk covers had to go, or wait to: for lack of
+        room, or because their worker is to leave."""
+        return self.groups.kept_rows.has_let_go or self._scaling.wants_snapshot
 
-    async def hold_updates_async(self) -> int:
-        """Waits until no worker updates its weights; none begins before `receive_weights`.
+    def _begin_journal(self, state: LedgerState) -> None:
+        """Goes back to `state` from what earlier starts have left; a new journal begins with it."""
+        lineage = newest_lineage(self._folder)
+        self.groups.ledger.go_back(lineage, state)
+        self.groups.ledger = self._journal.take_up(self.groups.ledger)
+        self.groups.ledger.go_back(lineage, state)
 
-        Returns: the oldest version that a worker holds.
-        """
-        return await self._workers.updates.hold()
-
-    def end_hold(self) -> None:
-        """The version that updates were held for does not come."""
-        self._workers.updates.end_hold()
-
-    async def wait_for_weights_async(self) -> None:
-        """Waits until every worker holds the newest version, but for those that are lost.
-
-        These get it when they are started again, before anything else.
-        """
-        await self._workers.updates.wait_until_newest()
-
-    @property
-    def current_members(self) -> list[Member]:
-        """The workers that hold weights; those that are started again have to pull some first."""
-        return self._workers.updates.current_members
-
-    def _begin_journal(self) -> None:
-        """With the first batch, also after `restore`: its first record is the state by then."""
-        ledger = self.groups.ledger
-        if ledger.journal is None:
-            ledger.begin_lineage(self._folder.lineage)
-            self._journal.begin(ledger.snapshot)
-            ledger.journal = self._journal.append
+    def _tell_groups(self, status: RoleStatus) -> None:
+        self.groups.tell(status)
+        leaving = {state.name for state in self._workers.set.leaving}
+        for worker in status.workers:
+            worker.state = LEAVING if worker.name in leaving else worker.state
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
         self._workers.note_loss(member)
@@ -358,7 +362,7 @@ class RolloutController(Controller):
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
-        self._background.fail(cause)
+        self._background.fail(self.worker_lost or cause)
 
     def _note_progress(self, member: Member) -> None:
         if self._recovery is not None:
@@ -392,8 +396,9 @@ class RolloutController(Controller):
     prepare_batch = blocking(prepare_batch_async, before=Controller._copy_prompts)
     rollout_batch = blocking(rollout_batch_async, before=Controller._copy_prompts)
     evaluate = blocking(evaluate_async, before=Controller._copy_prompts)
+    scale = blocking(scale_async)
     pause = blocking(pause_async)
     resume = blocking(resume_async)
-    wait_for_weights = blocking(wait_for_weights_async)
     state = blocking(state_async)
+    go_back = blocking(go_back_async)
     account = blocking(account_async)

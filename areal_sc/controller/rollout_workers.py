@@ -1,5 +1,6 @@
 """The rollout workers, as their controller tracks them: load, policy version, stored shards.
 
+set          which workers there are, and who of them takes a group: see `worker_set`
 groups       each is one call of the worker that was chosen for it. A run whose caller is cancelled
              goes on in the background until the worker, which is told to end it, has replied: only
              then nothing more can be sealed in its room
@@ -9,37 +10,36 @@ stores       a group reserves its worst-case bytes in a worker's store and in it
 weights      see `weight_updates`
 deaths       a worker that is lost, or of no use any more, is left out of everything until it has
              been started again: with the shards that outlived it, a new engine and the newest
-             weights, in this order. Its runs end with `WorkerLost`
+             weights, in this order. Its runs end with `WorkerLost`; where it is not back soon, its
+             rows are taken for lost
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.group import Group, RolloutSource
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.member import Member
+from areal_sc.controller.rollout_takeover import FoundRuns, find_runs
+from areal_sc.controller.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weight_updates import (
-    NO_VERSION,
-    RPC_MARGIN_S,
     RolloutWorkerState,
     WeightUpdates,
     begin_in_turns,
     goes_on,
 )
-from areal_sc.controller.worker_choice import WorkerLoads, WorkerQueue
-from areal_sc.controller.worker_store import Needs, WorkerStore
+from areal_sc.controller.worker_set import WorkerSet
+from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import ArealError, ConfigError, PeerLost, RpcTimeout, WorkerError, WorkerLost
+from areal_sc.errors import ArealError, PeerLost, RpcTimeout, WorkerError, WorkerLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
-from areal_sc.transport.shards.arena import block_span
 from areal_sc.workers import calls
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 
 REPORT_TIMEOUT_S: Final = 5.0
 """A worker whose event loop turns tells at once what its episodes do."""
+
+ROWS_AWAITED_S: Final = 60.0
+"""A lost worker's next life tells in time which rows are left, or they are generated again: its
+machine may be gone, and another one in place of it be waited for."""
 
 
 class RolloutWorkers:
@@ -56,10 +60,10 @@ class RolloutWorkers:
         needs: whose shards stay.
 
     Attributes:
-        updates: the weights of the workers.
+        set: the workers.
+        updates: their weights.
         on_room: called whenever room in a store is free again.
         on_progress: called with each worker that has given rows, or an evaluated episode.
-        is_ready: whether a worker gives signs of life; one that does not gets no new groups.
         on_rows_lost: called with the runs whose shards are gone with a worker.
     """
 
@@ -68,38 +72,46 @@ class RolloutWorkers:
     ) -> None:
         self.on_room: Callable[[], None] = lambda: None
         self.on_progress: Callable[[Member], None] = lambda member: None
-        self.is_ready: Callable[[Member], bool] = lambda member: True
         self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
         self._engine = engine
-        self._config = config = engine.config
+        self._config = engine.config
         self._fleet = fleet
         self._background = background
-        self._needs = needs
-        self._states: list[RolloutWorkerState] = []
-        self._loads = WorkerLoads([], 0, {})
-        self._queue = WorkerQueue(self._loads, background)
-        self.updates = WeightUpdates(engine, fleet, background, self._recount)
+        self.set = WorkerSet(engine.config, background, needs)
+        self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
+        self.updates.states = self.set.states
+        self._is_ledger_known = True
         self._is_paused = False
-        self._is_recount_due = False
         self._has_warned = False
-        self._group_bytes = max_group_bytes(config)
 
-    def track(self, members: Iterable[Member]) -> None:
-        """The workers are up."""
-        self._states = [
-            RolloutWorkerState(member, number, WorkerStore(self._needs))
-            for number, member in enumerate(members)
-        ]
-        self.updates.states = self._states
-        nodes = [state.member.worker.node for state in self._states]
-        per_worker = max(1, self._config.store_bytes // self._group_bytes)
-        self._loads = WorkerLoads(nodes, per_worker, self._groups_by_node(per_worker))
-        self._queue = WorkerQueue(self._loads, self._background)
+    def track(self, members: Sequence[Member]) -> None:
+        """The first workers. If an earlier start has left some, `take_over` follows.
+
+        Raises: ConfigError: as of `check_room`.
+        """
+        self._is_ledger_known = not any(member.is_adopted for member in members)
+        self.set.track(members)
+
+    async def take_over(self, ledger: Ledger) -> FoundRuns:
+        """Finds out what workers of an earlier start do and hold."""
+        self.updates.take_over(ledger.version)
+        found = await find_runs(self._states, self._fleet, ledger)
+        self._is_ledger_known = True
+        self.set.recount_soon()
+        self.sweep()
+        return found
 
     async def initialize(self) -> None:
-        """Workers build their engines, which start what they need."""
-        await self._fleet.call_all(
-            calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
+        """Workers build their engines, which start what they need.
+
+        Raises: WorkerError, ModelError: as of a new worker. One of an earlier start may be lost.
+        """
+        adopted = [member for member in self._fleet.members if member.is_adopted]
+        new = [it for it in self._fleet.members if it.has_lived and not it.is_adopted]
+        method, limit_s = calls.INITIALIZE_ENGINE, self._initialize_timeout_s
+        await asyncio.gather(
+            self._fleet.call_each(method, [None] * len(new), members=new, timeout_s=limit_s),
+            self._fleet.call_living(method, None, adopted, timeout_s=limit_s),
         )
 
     def note_loss(self, member: Member) -> None:
@@ -107,11 +119,24 @@ class RolloutWorkers:
         for state in self._states:
             if state.member is member:
                 state.is_up = state.are_rows_known = False
-                state.version = NO_VERSION
-                state.holds.clear()
-                if state.update is not None:
-                    state.update.cancel()
-                self._recount(state)
+                self.updates.note_loss(state)
+                self.set.recount(state)
+                self._background.start(self._give_up_rows(state), f"rows of {state.name}")
+        self._background.notify()
+
+    async def _give_up_rows(self, state: RolloutWorkerState) -> None:
+        life = state.member.worker
+        await asyncio.sleep(ROWS_AWAITED_S)
+        is_there = state in self._states and state.member.worker is life
+        if is_there and not state.are_rows_known:
+            logger.warning("worker=%s is not back: its rows are taken for lost", state.name)
+            self._note_rows(state, ())  # whatever turns up later
+
+    def _note_rows(self, state: RolloutWorkerState, held: tuple[str, ...]) -> None:
+        lost = state.store.note_adopted(held)
+        state.are_rows_known = True
+        self.set.recount(state)
+        self.on_rows_lost(lost)
         self._background.notify()
 
     async def bring_up(self, members: Sequence[Member]) -> None:
@@ -127,12 +152,9 @@ class RolloutWorkers:
 
     async def _bring_back(self, state: RolloutWorkerState) -> None:
         member = state.member
-        held = await self._fleet.call(member, calls.ADOPTED_SHARDS, None)
-        lost = state.store.note_adopted(held)
-        state.are_rows_known = True
-        self._recount(state)
-        self.on_rows_lost(lost)
-        self._background.notify()
+        what = "the start to read what an earlier one has left, and which rows it needs"
+        await self._background.wait_until(lambda: self._is_ledger_known, what)
+        self._note_rows(state, await self._fleet.call(member, calls.ADOPTED_SHARDS, None))
         await self._fleet.call(
             member, calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
         )
@@ -140,9 +162,14 @@ class RolloutWorkers:
         while is_paused != self._is_paused:
             is_paused = self._is_paused
             await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
-        state.is_up = True
+        state.is_up = state.has_served = True
+        self.set.renew()
         self.sweep_one(state)
         await self.updates.bring_to_newest(state)
+
+    @property
+    def _states(self) -> Sequence[RolloutWorkerState]:
+        return self.set.states
 
     @property
     def _initialize_timeout_s(self) -> float:
@@ -150,7 +177,6 @@ class RolloutWorkers:
 
     @property
     def up_members(self) -> list[Member]:
-        """The workers that can be called."""
         return [state.member for state in self._states if state.is_up]
 
     async def pause(self, is_paused: bool) -> None:
@@ -162,7 +188,7 @@ class RolloutWorkers:
     def are_rows_known(self, *workers: str | None) -> bool:
         """Whether it is certain that the rows are there which these workers hold.
 
-        It is not while one is being started again, until it has told which ones outlived it.
+        Of one that is being started again, it is not yet.
         """
         return all(state.are_rows_known for state in self._states if state.name in workers)
 
@@ -174,28 +200,16 @@ class RolloutWorkers:
             if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
                 raise outcome
 
-    def has_room(self, num_queued: int) -> bool:
-        """Whether the stores hold one more group at its worst-case size beside the queued ones."""
-        return num_queued + self._loads.num_stored < self._loads.max_groups
+    def may_leave(self, state: RolloutWorkerState) -> bool:
+        """Whether nobody misses a worker that is to leave."""
+        is_known = self._is_ledger_known
+        return is_known and self.set.is_idle(state) and self.updates.may_leave(state)
 
-    def check_room(self) -> None:
-        """The limits that are set were checked before; how much memory is free shows only here.
-
-        Raises: ConfigError: the stores do not hold one training batch at its worst-case size.
-        """
-        wanted = self._config.train_batch_groups
-        if self._loads.max_groups < wanted:
-            raise ConfigError(
-                "transport.shared_memory: expected room for a batch, that is for "
-                f"rollout.train_batch_groups={wanted} groups "
-                f"({describe_largest_group(self._config)}), but what is free there, and the limits "
-                f"of the stores, leave room for {self._loads.max_groups}; give more room, a "
-                "smaller rollout.max_context_tokens, smaller batches, or another folder"
-            )
-
-    async def take(self, version: int) -> RolloutWorkerState:
-        """As `WorkerQueue.take`. Whoever takes it calls `run_group` before the next await."""
-        return self._states[await self._queue.take(version)]
+    def let_go(self, state: RolloutWorkerState) -> None:
+        """The worker leaves, and is none of these any more."""
+        state.is_up = False
+        self.updates.note_loss(state)
+        self.set.remove(state)
 
     async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
         """Reply of a call that may take as long as a group.
@@ -203,7 +217,19 @@ class RolloutWorkers:
         Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
             answer: it is of no use any more. Typed errors of the method.
         """
-        return await self._call(state, method, args, self._config.group_timeout_s + RPC_MARGIN_S)
+        state.num_calls += 1
+        try:
+            limit_s = self._config.group_timeout_s + RPC_MARGIN_S
+            return await self._call(state, method, args, limit_s)
+        finally:
+            state.num_calls -= 1
+
+    async def call_named(self, name: str, method: Method[A, R], args: A) -> R:
+        """Reply of the worker of that name. Raises: WorkerLost: it does no work. As `call`."""
+        member = next((member for member in self.up_members if member.name == name), None)
+        if member is None:
+            raise WorkerLost(f"worker {name} is being started again, or has left")
+        return await self._fleet.call(member, method, args)
 
     async def _call(
         self,
@@ -216,6 +242,9 @@ class RolloutWorkers:
         try:
             return await self._fleet.call(member, method, args, timeout_s=timeout_s)
         except (PeerLost, RpcTimeout, WorkerError) as error:
+            if isinstance(error, RpcTimeout) and error.silent == member.name:
+                setting = "rollout.group_timeout_s, transport.call_timeout_s"
+                raise await self._fleet.lose_hung(error, [member], setting) from error
             loss = self._fleet.lose(member, incarnation, f"is of no use any more: {error}")
             if loss is error:
                 raise
@@ -241,21 +270,26 @@ class RolloutWorkers:
         return {state.name: report for state, report in zip(up, reports, strict=True)}
 
     async def run_group(
-        self, state: RolloutWorkerState, group: Group, source: RolloutSource
+        self, state: RolloutWorkerState, group: Group, source: RolloutSource | None
     ) -> GroupReply:
         """Plays the group's episodes on the worker. Cancelled, the run is given up.
 
+        When the controller ends, no run is: its worker ends with it, or belongs to a later start of
+        the script, which joins the run.
+
+        Args:
+            source: None: the worker has begun the run, which is joined.
         Raises: WorkerLost: as of `call`; nothing has come of the run, and nothing will.
         """
         run = GroupAttempt(group.group_id, group.attempt)
         state.store.begin(run)
-        self._recount(state)
+        self.set.recount(state)
         request = calls.RunGroup(
             group.group_id,
             group.attempt,
             group.admitted_version,
             group.prompt,
-            source.workflow,
+            source.workflow if source is not None else 0,
             self._config.group_size,
         )
         call = self._background.hold(
@@ -264,7 +298,9 @@ class RolloutWorkers:
         try:
             reply = await asyncio.shield(call)
         except asyncio.CancelledError:
-            self._background.start(self._give_up(state, run, call), f"end of group {run.group_id}")
+            if not self._background.is_closing:
+                end = self._give_up(state, run, call)
+                self._background.start(end, f"end of group {run.group_id}")
             raise
         except ArealError:
             self._end_run(state, run, None)
@@ -311,49 +347,13 @@ class RolloutWorkers:
     ) -> None:
         """The worker has ended the run; the shards of `batch` take its room, if there are any."""
         state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
-        self._recount(state)
+        self.set.recount(state)
         if batch is None:
             self._background.notify()
 
-    def recount_soon(self) -> None:
-        """Some workers give signs of life again, or none any more; of many that is told at once."""
-        if not self._is_recount_due:
-            self._is_recount_due = True
-            asyncio.get_running_loop().call_soon(self._recount_all)
-
-    def _recount_all(self) -> None:
-        self._is_recount_due = False
-        for state in self._states:
-            self._recount(state)
-        self._background.notify()
-
-    def _recount(self, state: RolloutWorkerState) -> None:
-        """The worker's version, or a number of its groups, has changed."""
-        self._loads.note(
-            state.number,
-            version=state.version if self.is_ready(state.member) else NO_VERSION,
-            num_running=state.store.num_running,
-            num_held=state.store.num_held,
-        )
-
-    def _groups_by_node(self, per_worker: int) -> dict[str, int]:
-        """Groups of the longest rows that each node holds."""
-        workers = [state.member.worker for state in self._states]
-        num_workers = Counter(worker.node for worker in workers)
-        num_groups = {node: per_worker * count for node, count in num_workers.items()}
-        if self._config.node_store_bytes:
-            of_node = self._config.node_store_bytes // self._group_bytes
-            num_groups = {node: min(n, of_node) for node, n in num_groups.items()}
-        for worker in workers:
-            if room := worker.store_room_bytes:  # 0: not known
-                # a limit counts shards; of the memory itself their blocks take whole pages
-                fitting = room // block_span(self._group_bytes)
-                num_groups[worker.node] = min(num_groups[worker.node], fitting)
-        return num_groups
-
     def sweep(self) -> None:
         """Workers begin to forget the shards that nobody needs any more."""
-        self._background.start(begin_in_turns(self._states, self.sweep_one), "sweeps")
+        self._background.start(begin_in_turns(list(self._states), self.sweep_one), "sweeps")
 
     def sweep_one(self, state: RolloutWorkerState) -> bool:
         """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
@@ -376,6 +376,6 @@ class RolloutWorkers:
             except WorkerLost:
                 return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
-            self._recount(state)
+            self.set.recount(state)
             self.on_room()
             self._background.notify()

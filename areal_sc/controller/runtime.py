@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from areal_sc.disk import Disk
 from areal_sc.ids import random_id
+from areal_sc.run_owner import RunTerm
 from areal_sc.transport.rpc.transport import Transport, ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
 
 
@@ -29,6 +30,14 @@ class Runtime:
     disk: Disk = field(default_factory=Disk)
 
     @classmethod
-    def create(cls, keys: RunKeys) -> Runtime:
-        """The real one: ZMQ with the run's keys, and random ids."""
-        return cls(transport=ZmqTransport(authenticator=CurveAuthenticator(keys, "controller")))
+    def create(cls, keys: RunKeys, term: RunTerm | None = None) -> Runtime:
+        """The real one: ZMQ with the run's keys, and random ids.
+
+        Args:
+            term: of this process; None: nobody refuses what it does.
+        """
+        client = CurveClient.of_controller(keys)
+        if term is None:
+            return cls(transport=ZmqTransport(client=client))
+        transport = ZmqTransport(client=client, term=term.number)
+        return cls(transport=transport, disk=Disk(term.check))

@@ -183,8 +183,19 @@ class Supervisor:
         """Of one unit."""
         return self._units[unit].state
 
+    def add(self, unit: str) -> None:
+        """A further unit, which is being started."""
+        self._units[unit] = _Unit(unit)
+
+    def remove(self, unit: str) -> None:
+        """Nothing that is still told of it changes anything."""
+        del self._units[unit]
+
     def on(self, event: Event) -> Action | None:
         """What is to be done about an event; None: nothing."""
+        unit_named = getattr(event, "unit", "")
+        if unit_named and unit_named not in self._units:
+            return None
         match event:
             case Started(name, incarnations):
                 unit = self._units[name]

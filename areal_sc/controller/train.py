@@ -26,39 +26,41 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_sc.algorithms.advantages import normalized_advantages
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.journal import ledger_on_disk
+from areal_sc.controller.member import Member
 from areal_sc.controller.publication import Publisher
 from areal_sc.controller.rank_layout import with_sealed_field
+from areal_sc.controller.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.rank_writes import RankWrites
-from areal_sc.controller.ranks import Ranks, RowsNeeded
+from areal_sc.controller.ranks import Ranks
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train_history import (
     ComputedLogprobs,
     PPOUpdated,
+    RowsNeeded,
     SFTUpdated,
     Source,
 )
-from areal_sc.controller.train_step import TrainStep, trained_content
+from areal_sc.controller.train_step import TrainStep, trained_content, with_advantages
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import (
+    ROWS_GONE,
     ArealError,
     ConfigError,
-    ShardGone,
     WorkerLost,
 )
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
+from areal_sc.run_lineage import begin_lineage, newest_lineage
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import Operation
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.row_file import PromptSource
 
@@ -77,6 +79,7 @@ class TrainController(Controller):
 
     Attributes:
         version: policy version = number of published training steps.
+        found: the ranks of an earlier start, if they go on; None: they were started.
     Raises: ConfigError: the role is `rollout`, or no lower-case word.
     """
 
@@ -99,10 +102,18 @@ class TrainController(Controller):
         self._folder = RunFolder(scheduler.config.run_dir)
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
-            self.config, self.fleet, self._publisher, self._tell_rows_needed, self._give_up
+            self.config,
+            self.fleet,
+            self._publisher,
+            self._tell_rows_needed,
+            self._give_up,
+            self._tell_steps_lost,
         )
+        self._tell_more = self._ranks.tell
+        self._ranks.memory.on_warning = lambda text: self.on_warning(text)
         self._step = TrainStep(self._ranks)
         self._writes = RankWrites(self._ranks, self.fleet)
+        self.found: FoundRanks | None = None
         self._readers: set[RolloutController] = set()  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
@@ -118,12 +129,17 @@ class TrainController(Controller):
         Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
             module of the loss.
         """
-        lineage = self._folder.begin_lineage()
-        shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
-        num_ranks = self.config.parallel.num_ranks
-        await self._launch(self.role, [self.config] * num_ranks, self._loss.search_path())
-        self._recovery = await self._ranks.start(lineage)
-        self._recovery.on_outage = self.on_outage
+        ranks, search_path = range(self.config.parallel.num_ranks), self._loss.search_path()
+        await self._launch([self._order(rank, self.config, search_path) for rank in ranks])
+        ledger = ledger_on_disk(self._folder.ledger, self._runtime.disk)
+        policy = (ledger.lineage, ledger.version) if ledger else (newest_lineage(self._folder), 0)
+        self.found = await find_ranks(self.fleet, *policy)
+        if self.found is not None:
+            recovery = self._ranks.take_over(self.found)
+        else:
+            shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
+            recovery = await self._ranks.start(begin_lineage(self._folder))
+        self._recover_by(recovery)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -156,8 +172,8 @@ class TrainController(Controller):
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             parts.append(selected.take(rows))
         try:
-            shards = await self._ranks.repeated(lambda: self._ranks.compute_logprobs(parts))
-        except ShardGone as error:
+            shards = await self._ranks.repeated(lambda: self._ranks.calls.compute_logprobs(parts))
+        except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         self._ranks.history.note(ComputedLogprobs(parts, shards))
         await asyncio.sleep(0)
@@ -168,16 +184,7 @@ class TrainController(Controller):
 
         Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
         """
-        ppo = self.config.ppo
-        advantages = normalized_advantages(
-            [row.reward for row in batch.rows],
-            [row.group_id for row in batch.rows],
-            [row.episode for row in batch.rows],
-            mean=ppo.advantage_mean,
-            std=ppo.advantage_std,
-            eps=ppo.advantage_eps,
-        )
-        return batch.with_advantages([float(a) for a in advantages])
+        return with_advantages(batch, self.config.ppo)
 
     async def ppo_update_async(self, batch: BatchMetadata) -> dict[str, float]:
         """One optimizer update per PPO minibatch.
@@ -205,7 +212,7 @@ class TrainController(Controller):
         updated = PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
         try:
             metrics = await self._update(updated)
-        except ShardGone as error:
+        except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         if self.version == operation.version:
             self._step.num_updates = number + 1
@@ -220,7 +227,7 @@ class TrainController(Controller):
         version advances at once.
         """
         dataset = await self._sources.register_prompts_async(prompts)
-        version, num_shares = self.version, self._ranks.layout.num_shares
+        version, num_shares = self.version, self._ranks.calls.layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
         await self._sources.make_readable(dataset, *indices)
         operation = self._ranks.operation("sft_update", [dataset, indices])
@@ -245,7 +252,7 @@ class TrainController(Controller):
 
         async def announce(weights: WeightsReference) -> None:
             await rollout.record_version_async(version, self._step.rows)
-            self._note_reader(rollout, version)
+            self._note_published(rollout, version)
             self._advance(version)
             rollout.receive_weights(weights)
 
@@ -262,7 +269,7 @@ class TrainController(Controller):
         version = self.version
 
         async def announce(weights: WeightsReference) -> None:
-            self._note_reader(rollout, version)
+            self._note_published(rollout, version)
             rollout.receive_weights(weights)
 
         async def share() -> None:
@@ -296,13 +303,13 @@ class TrainController(Controller):
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
 
+        At any time, also after `StepsLost`. Step 0 without a snapshot is the initial model.
+
         Raises: CheckpointError: it cannot be read.
         """
-        lineage = self._folder.begin_lineage()
-        operation = Operation(lineage, step, "load_snapshot")
-        snapshot = calls.Snapshot(operation, SnapshotPlace.disk)
-        await self._ranks.repeated(lambda: self.fleet.call_all(calls.LOAD_SNAPSHOT, snapshot))
-        self._ranks.history.begin(lineage, Source(step, SnapshotPlace.disk))
+        has_snapshot = step > 0 or self._folder.snapshot_path(step).exists()
+        place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
+        await self._ranks.load(begin_lineage(self._folder), Source(step, place))
         self._begin_version()
 
     def note_snapshot(self, step: int) -> None:
@@ -331,7 +338,7 @@ class TrainController(Controller):
     def _split(self, batch: BatchMetadata) -> list[list[list[int]]]:
         """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
         num_minibatches = min(self.config.ppo.num_minibatches, len(batch.episodes))
-        return self._ranks.layout.split(self._computed(batch), num_minibatches)
+        return self._ranks.calls.layout.split(self._computed(batch), num_minibatches)
 
     def _computed(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch without advantages, where tokens without one go through the model as well."""
@@ -353,19 +360,31 @@ class TrainController(Controller):
         version = self.version
         try:
             return await self._ranks.repeated(lambda: self._ranks.update(update))
-        except ShardGone:
+        except ROWS_GONE:
             raise
         except ArealError:  # unlike one that is given up, it does not go on in the workers
             self._ranks.history.drop(version, update)
             raise
 
-    def _note_reader(self, rollout: RolloutController, version: int) -> None:
+    def note_reader(self, rollout: RolloutController) -> None:
+        """Its workers have got weights from an earlier start of this controller."""
         self._readers.add(rollout)
+
+    def begin_step_anew(self) -> None:
+        """Rows of the step that goes on are gone: the ranks go back to its beginning."""
+        self._ranks.begin_step_anew()
+
+    def _note_published(self, rollout: RolloutController, version: int) -> None:
+        self.note_reader(rollout)
         self._ranks.note_published(version, rollout.renew_weights)
 
     def _tell_rows_needed(self, needed: RowsNeeded) -> None:
         for rollout in self._readers:
             rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
+
+    def _tell_steps_lost(self, why: str) -> None:
+        for rollout in self._readers:
+            rollout.lose_steps(why)
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
         super()._note_loss(member, loss)

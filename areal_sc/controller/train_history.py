@@ -72,6 +72,18 @@ class BegunWrite:
 Call = ComputedLogprobs | PPOUpdated | SFTUpdated | BegunWrite
 
 
+class RowsNeeded(NamedTuple):
+    """Which rows of earlier steps stay.
+
+    Attributes:
+        first_step: they are those of this step and later ones.
+        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
+    """
+
+    first_step: int
+    is_being_covered: bool
+
+
 class Source(NamedTuple):
     """A state that ranks can begin from."""
 
@@ -101,12 +113,23 @@ class TrainHistory:
         self.lineage = lineage
         self.version = version = source.version
         self._durable = source
+        self._is_durable = True
         self._first = version  # whose calls are known, as are those of all later ones
         self._in_memory: list[int] = []
         self._writes: set[BegunWrite] = set()
         self._calls: dict[int, list[Call]] = {}
         self._unused: deque[tuple[int, ComputedLogprobs]] = deque()
         self._moved: dict[str, ShardReference] = {}
+
+    def take_over(self, lineage: int, version: int, in_memory: Sequence[int]) -> None:
+        """The ranks are where an earlier start of the script has left them.
+
+        What it asked of them is not known. So they can begin from this version again only if it has
+        a snapshot in memory; else from the next one that is taken.
+        """
+        self.begin(lineage, Source(version, SnapshotPlace.disk))
+        self._is_durable = False
+        self._in_memory = [earlier for earlier in in_memory if earlier == version]
 
     @property
     def rows_from(self) -> int:
@@ -123,7 +146,7 @@ class TrainHistory:
     def sources(self) -> list[Source]:
         """What the ranks can begin from, newest first."""
         found = [Source(version, SnapshotPlace.memory) for version in self._in_memory]
-        found.append(self._durable)
+        found += [self._durable] if self._is_durable else []
         known = [source for source in found if source.version >= self._first]
         return sorted(known, reverse=True, key=lambda source: source.version)
 
@@ -203,8 +226,8 @@ class TrainHistory:
 
     def note_durable(self, version: int) -> None:
         """The snapshot on the disk is whole."""
-        if version > self._durable.version:
-            self._durable = Source(version, SnapshotPlace.disk)
+        if self._durable.version < version <= self.version:
+            self._durable, self._is_durable = Source(version, SnapshotPlace.disk), True
             self._forget()
 
     def note_unreadable(self, source: Source) -> None:

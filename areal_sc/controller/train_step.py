@@ -8,6 +8,8 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+from areal_sc.algorithms.advantages import normalized_advantages
+from areal_sc.config.schema import PPOConfig
 from areal_sc.controller.ranks import Ranks
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.errors import ArealError, BatchLost
@@ -86,3 +88,16 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
     given = [columns for columns in batch.columns if "proximal_logprobs" not in columns.dtypes]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
     return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
+
+
+def with_advantages(batch: BatchMetadata, ppo: PPOConfig) -> BatchMetadata:
+    """The batch with one advantage per row, from the rows' rewards, groups and episodes."""
+    advantages = normalized_advantages(
+        [row.reward for row in batch.rows],
+        [row.group_id for row in batch.rows],
+        [row.episode for row in batch.rows],
+        mean=ppo.advantage_mean,
+        std=ppo.advantage_std,
+        eps=ppo.advantage_eps,
+    )
+    return batch.with_advantages([float(advantage) for advantage in advantages])

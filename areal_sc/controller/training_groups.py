@@ -22,9 +22,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.admission import Admission
 from areal_sc.controller.background import Background
 from areal_sc.controller.evaluation import mean_metrics
 from areal_sc.controller.group import Group, GroupState, MakeReadable, RolloutSource
@@ -32,13 +34,15 @@ from areal_sc.controller.group_deaths import GroupDeaths, rejected_reply
 from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.ledger_records import LedgerState
-from areal_sc.controller.rejections import STALE, Rejections
+from areal_sc.controller.rejections import STALE, Rejections, main_cause
+from areal_sc.controller.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy
-from areal_sc.errors import ConfigError, StepsLost, WorkerLost
-from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
+from areal_sc.controller.weight_updates import RolloutWorkerState
+from areal_sc.errors import StepsLost, WorkerLost
+from areal_sc.metadata import BatchMetadata, RowMetadata, concat
+from areal_sc.run_status import RoleStatus
 from areal_sc.workers.calls import GroupAttempt, GroupReply
-from areal_sc.workflows.prompts import prompt_at
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +57,12 @@ class TrainingGroups:
 
     Attributes:
         version: the policy version that admission and batch forming count from.
-        total_steps: training steps that the run will make; nothing is admitted beyond what they
-            need. None admits without end.
+        admission: how many groups may begin.
         num_finished: groups that gave rows, since the start of this process.
         run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
+        on_batch: called when the batch of the next step is formed.
+        begun_step: the ranks have begun this step for an earlier start of the script; -1: none.
     """
 
     def __init__(
@@ -73,10 +78,10 @@ class TrainingGroups:
         self.ledger = Ledger()
         self.kept_rows = KeptRows()
         self.version = 0
-        self.total_steps: int | None = config.total_steps or None
         self.num_finished = 0
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
+        self.begun_step = -1
         self._config = config
         self._workers = workers
         self._rejections = rejections
@@ -87,19 +92,34 @@ class TrainingGroups:
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
+        self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
+        self.on_batch: Callable[[], None] = lambda: None
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
         self._suspects = asyncio.Lock()
         self._lost: set[int] = set()  # groups of that batch whose rows are gone
+        self._steps_lost = ""  # why no batch can be trained
         self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
         workers.on_room = self.admit
+        workers.set.num_queued = lambda: self.ledger.num(GroupState.queued)
 
     @property
     def num_open(self) -> int:
         """Groups that are queued or running."""
         return self.ledger.num(GroupState.queued) + self.ledger.num(GroupState.running)
+
+    def tell(self, status: RoleStatus) -> None:
+        """Adds how many groups and steps there are, and what is waited for."""
+        status.total_steps = self.admission.total_steps
+        status.num_open, status.num_finished = self.num_open, self.num_finished
+        status.waits += self._background.waits()
+
+    @property
+    def has_lost_batch(self) -> bool:
+        """Whether rows of the batch of the current version are gone."""
+        return bool(self._lost)
 
     @property
     def num_awaited(self) -> int:
@@ -114,24 +134,22 @@ class TrainingGroups:
         """As `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for too long. StepsLost: see `_take_back`.
+            a group. WaitTimeout: nothing changed for long. StepsLost: `lose_steps`, `_take_back`.
         """
-        if self.total_steps is not None and self.version >= self.total_steps:
-            raise ConfigError(
-                f"there is no batch for policy version {self.version}: total_steps is "
-                f"{self.total_steps}; train fewer steps, or raise it"
-            )
+        if self._batch is None:
+            self.admission.note_asked(self.version)
         self._source = source
         self.admit()
         if self._batch is not None:  # it is asked for again, because rows of it are gone, say
             await self._workers.notice_losses({shard.node_id for shard in self._batch.shards})
         while True:
             self._background.raise_failure()
+            if self._steps_lost:
+                raise StepsLost(self._steps_lost)
             if self._lost:
                 self._take_back()
             if self._batch is not None:
-                owners = {shard.node_id for shard in self._batch.shards}
-                if self._workers.are_rows_known(*owners):
+                if self._workers.are_rows_known(*{shard.node_id for shard in self._batch.shards}):
                     await self._durable()
                     return self._batch
                 await self._background.wait("workers to tell what they still hold of the batch")
@@ -142,10 +160,10 @@ class TrainingGroups:
                 self._workers.sweep()
             if decision.groups is not None:
                 unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
-                if not unknown:
+                if unknown:
+                    await self._background.wait(f"{unknown[0].worker} to tell what it still holds")
+                else:
                     self._consume(decision.groups)
-                    continue
-                await self._background.wait(f"{unknown[0].worker} to tell what it still holds")
                 continue
             self.admit()
             await self._background.wait(
@@ -202,13 +220,12 @@ class TrainingGroups:
     def _take_back(self) -> None:
         """Groups of the current batch that have lost their rows run again; it is formed anew.
 
-        Raises: StepsLost: its step is recorded as trained, though the version was not announced.
+        Raises: StepsLost: its step is recorded as trained, though not announced, or `begun_step`.
         """
-        if self.ledger.version > self.version:
+        if self.ledger.version > self.version or self.begun_step == self.version:
             raise StepsLost(
-                f"step {self.version + 1} was trained, and cannot be repeated: the train workers "
-                "died before its weights were announced, and rows of it are gone; run the same "
-                "command again: it goes on from the newest snapshot on the disk"
+                f"rows of step {self.version + 1} are gone, and it was trained, or begun by an "
+                "earlier start of the script: it cannot be repeated"
             )
         logger.warning(
             "step=%d its batch is formed anew: the rows of %d groups are gone",
@@ -224,6 +241,7 @@ class TrainingGroups:
     def _requeue(self, group: Group) -> None:
         self.ledger.requeue(group.group_id, "its rows are gone with their worker")
         self._restored[group.group_id] = group
+        self.admission.note_finished(self.ledger.num(GroupState.finished))
 
     def end(self) -> None:
         """Nothing more is admitted, whatever room comes back, until the next batch is asked for."""
@@ -243,36 +261,60 @@ class TrainingGroups:
         if self._source is None or self._is_paused or self._background.has_failed:
             return
         while self._restored and self._has_slot:
-            group_id = next(iter(self._restored))
-            self._start(self._restored.pop(group_id), self._source)
+            group = self._restored.pop(next(iter(self._restored)))
+            self._start(group, self._run(group, self._source))
         if self._lost:
             return
         num_counted = self.ledger.num_admitted_not_rejected
-        num_admissible = self._policy.num_admissible(self.version, num_counted)
-        if self.total_steps is not None:
-            needed = self.total_steps * self._config.train_batch_groups
-            num_admissible = min(num_admissible, needed - num_counted)
-        for _ in range(num_admissible):
+        for _ in range(self.admission.num_admissible(self.version, num_counted)):
             num_queued = self.ledger.num(GroupState.queued)
             if not self._has_slot:
                 return
-            if not self._workers.has_room(num_queued):
+            if not self._workers.set.has_room(num_queued):
                 self._make_room()
                 return
-            group = self.ledger.admit(self._next_prompt(self._source), self.version)
-            self._start(group, self._source)
+            # prompts of stale groups come again first
+            prompt = self.ledger.returned_prompt or self._source.next_prompt(
+                self.ledger.num_prompts_taken, self._config.seed
+            )
+            group = self.ledger.admit(prompt, self.version)
+            self._start(group, self._run(group, self._source))
 
-    @property
-    def num_prompts_taken(self) -> int:
-        """Position in the dataset, counted over all epochs."""
-        return self.ledger.num_prompts_taken
+    def take_over(self, ledger: Ledger) -> None:
+        """Goes on from what an earlier start of the script has left; `go_on` follows."""
+        self.ledger, self.version = ledger, ledger.version
+        self.admission.go_on(self.version, ledger.num_admitted_not_rejected)
+        if groups := ledger.kept_groups(self.version):  # its step is not trained yet
+            self._form_batch(groups, [group.batch for group in groups if group.batch])
 
-    def restore(self, state: LedgerState) -> None:
-        """Goes on from `state`, before the first batch; unconsumed groups run again."""
+    def go_on(self, found: FoundRuns) -> None:
+        """Runs that were found are joined; what else is queued, or ran, runs again."""
+        self.lose_rows(found.lost)
+        found.num_again += len(self._restored) + len(self._lost)
+        for group, worker in found.reconcile(self.ledger):
+            self._start(group, self._join(group, worker))
+        queued = (g for g in self.ledger.unconsumed() if g.state is GroupState.queued)
+        self._restored = {group.group_id: group for group in queued}
+
+    def lose_steps(self, why: str) -> None:
+        """As `RolloutController.lose_steps`."""
+        self._steps_lost = why
+        self._background.notify()
+
+    def go_back(self, lineage: int, state: LedgerState) -> None:
+        """As `RolloutController.go_back_async`; `admit` follows when workers may get weights."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+        self._restored.clear()
+        self._batch, self._steps_lost, self.begun_step = None, "", -1
+        self._lost.clear()
+        self.ledger.go_back(lineage, state)
         self.version = state.version
-        self.ledger = Ledger.restore(state)
-        self.ledger.requeue_all("the workers of before are gone")
-        self._restored = {group.group_id: group for group in self.ledger.unconsumed()}
+        self.admission.forget()
+        self.kept_rows.release(self.ledger, self.version)
+        self._workers.updates.forget()
+        self._workers.sweep()
 
     def _make_room(self) -> None:
         """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
@@ -283,23 +325,13 @@ class TrainingGroups:
     def _has_slot(self) -> bool:
         return self.num_open - len(self._restored) < self._config.max_concurrent_groups
 
-    def _next_prompt(self, source: RolloutSource) -> PromptReference:
-        """Prompts of stale groups come again first; else the next ones of the dataset.
+    def _start(self, group: Group, work: Coroutine[Any, Any, None]) -> None:
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._tasks.get(group.group_id) is ended:  # else the group runs again, in another
+                del self._tasks[group.group_id]
 
-        Its rows are shuffled in each epoch, unless it is a stream, which has its order.
-        """
-        if (returned := self.ledger.returned_prompt) is not None:
-            return returned
-        index = self.num_prompts_taken
-        if source.num_prompts is not None:
-            index = prompt_at(index, source.num_prompts, self._config.seed)
-        return source.prompt(index, self._config.seed)
-
-    def _start(self, group: Group, source: RolloutSource) -> None:
-        group_id = group.group_id
-        task = self._background.start(self._run(group, source), f"group {group_id}")
-        self._tasks[group_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(group_id, None))
+        task = self._tasks[group.group_id] = self._background.start(work, f"group {group.group_id}")
+        task.add_done_callback(forget)
 
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
@@ -309,8 +341,8 @@ class TrainingGroups:
         while reply is None:
             async with deaths.turn:
                 await self._durable()  # its admission, or new attempt, before a worker hears of it
-                worker = await self._workers.take(group.admitted_version)
-                attempt = self.ledger.start(group.group_id, worker.name)
+                worker = await self._workers.set.take(group.admitted_version)
+                self.ledger.start(group.group_id, worker.name)
                 try:
                     reply = await self._workers.run_group(worker, group, source)
                 except WorkerLost as death:  # says nothing of the group, unless it is to blame
@@ -318,27 +350,46 @@ class TrainingGroups:
                     self.ledger.requeue(group.group_id, f"{worker.name} was lost")
                     if rejection := deaths.note(death):
                         reply = rejected_reply(group, rejection, self._config.group_size)
+        self._end(group, worker, reply)
+
+    async def _join(self, group: Group, worker: RolloutWorkerState) -> None:
+        """As `_run`, of a run that an earlier start of the script has begun."""
+        try:
+            reply = await self._workers.run_group(worker, group, None)
+        except WorkerLost:
+            self.run_again[worker.name] += 1
+            self.ledger.requeue(group.group_id, f"{worker.name} was lost")
+            self._restored[group.group_id] = group
+            self.admit()
+        else:
+            self._end(group, worker, reply)
+
+    def _end(self, group: Group, worker: RolloutWorkerState, reply: GroupReply) -> None:
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
-            self.ledger.reject(group.group_id, _main_cause(reply))
-        elif self.ledger.finish(group.group_id, attempt, reply.batch, reply.metrics):
+            self.ledger.reject(group.group_id, main_cause(reply.rejected))
+        elif self.ledger.finish(group.group_id, reply.run.attempt, reply.batch, reply.metrics):
             self.num_finished += 1
+            self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
             self._workers.sweep_one(worker)
         self._rejections.check_rate()
         self.admit()
 
     def _consume(self, groups: Sequence[Group]) -> None:
+        self._form_batch(groups, self.ledger.consume([g.group_id for g in groups], self.version))
+        self.admission.note_batch(self.ledger.num(GroupState.finished))
+        self.on_batch()
+        self.admit()
+
+    def _form_batch(self, groups: Sequence[Group], batches: Sequence[BatchMetadata]) -> None:
         self.batch_metrics = mean_metrics([group.metrics for group in groups])
-        ids = [group.group_id for group in groups]
-        batches = self.ledger.consume(ids, self.version)
         self._batch = concat(
             batches,
             batch_id=self._new_id(),
             global_step=self.version,
             min_token_version=self._policy.min_token_version(self.version),
         )
-        self.admit()
 
     def _reject_stale(self, groups: Iterable[Group]) -> None:
         """Refunds the groups and ends them where they run; their prompts are admitted anew."""
@@ -348,10 +399,3 @@ class TrainingGroups:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
             self.ledger.reject(group.group_id, STALE, returns_prompt=True)
-
-
-def _main_cause(reply: GroupReply) -> str:
-    """Why most of the rejected episodes were; "empty" when the group gave no rows at all."""
-    if not reply.rejected:
-        return "empty"
-    return max(reply.rejected, key=lambda same: same.num_episodes).first.cause

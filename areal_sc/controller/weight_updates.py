@@ -1,6 +1,7 @@
 """Which policy version each rollout worker holds, and its way to the newest one.
 
-consumes     new versions; workers that are there again after a restart
+consumes     new versions; workers that are there again after a restart; see `weight_sources` for
+             whom each of them reads from
 waits for    the reply of each worker that updates; as many do so at one time as may stand still
 unblocked by that reply, its deadline, or the loss of the worker
 
@@ -23,10 +24,11 @@ from msgspec.structs import replace
 from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.controller.background import Background
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
+from areal_sc.controller.weight_sources import RPC_MARGIN_S, Refused, WeightSources
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import TransportError, WorkerError
+from areal_sc.errors import RpcTimeout, TransportError, WorkerError
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS
 
@@ -34,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 UPDATE_STEPS: Final = 4
 """A weight update has so many steps; each may take `weight_update.step_timeout_s`."""
-
-RPC_MARGIN_S: Final = 60.0
-"""A call may take this much longer than what it asks for, whose time limit the worker keeps."""
 
 RETRY_S: Final = 0.5
 """Between two attempts to read the same weights."""
@@ -48,16 +47,24 @@ BEGUN_PER_TURN: Final = 32
 """So many calls of workers begin in one turn of the event loop; that takes some milliseconds."""
 
 
+_ALL: Final = 1 << 40
+"""More servers than there will ever be."""
+
+
 @dataclass(eq=False)
 class RolloutWorkerState:
     """One rollout worker, through all its lives.
 
     Attributes:
-        number: its place in the list of all workers.
+        number: its index within its role; no other worker has it as long as this one is there.
         store: the groups that take room in its store.
         version: the policy version that its engine holds; NO_VERSION: it must get one first.
         is_up: its engine is built, so that all its methods can be called.
         are_rows_known: it is known which shards its present life holds.
+        has_served: so far; then its store counts as room.
+        is_leaving: it is to end as soon as nothing of it is needed, and its store is no room.
+        is_closed: it gets no new groups any more.
+        num_calls: of groups and evaluations, that it has not answered.
         holds: evaluations that it skips publications for.
         update: the weight update that goes on, or the last one.
         sweep: the sweep of its store that goes on, or the last one.
@@ -69,6 +76,10 @@ class RolloutWorkerState:
     version: int = 0
     is_up: bool = True
     are_rows_known: bool = True
+    has_served: bool = True
+    is_leaving: bool = False
+    is_closed: bool = False
+    num_calls: int = 0
     holds: set[HeldWorker] = field(default_factory=set)
     update: asyncio.Task[None] | None = None
     sweep: asyncio.Task[None] | None = None
@@ -106,22 +117,57 @@ class WeightUpdates:
         self._background = background
         self._on_version = on_version
         self._weights: WeightsReference | None = None
+        self._is_forgotten = False
         self._are_held = False
         self._round: asyncio.Task[None] | None = None
         # of workers, so that `max_unavailable` servers stand still at one time
-        num_servers = config.max_unavailable or config.num_workers * engine.num_servers
+        num_servers = config.max_unavailable or _ALL
         self._slots = asyncio.Semaphore(max(1, num_servers // engine.num_servers))
+        self._sources = WeightSources(
+            config,
+            fleet,
+            lambda: (state.member for state in self.states if not self._is_newest(state)),
+        )
 
     def receive(self, weights: WeightsReference) -> None:
         """Workers begin to update to the new version."""
         self._weights = weights
-        self._are_held = False
+        self._sources.begin(weights)
+        self._are_held = self._is_forgotten = False
         self.begin_all()
+
+    def forget(self) -> None:
+        """A new lineage has begun: what workers hold, or still get, is of no use any more.
+
+        None does any work before `receive`. Where nothing was received yet, they hold their first
+        weights, and go on.
+        """
+        if self._weights is not None or self._is_forgotten:
+            self._weights = None
+            self._are_held = self._is_forgotten = True
+            for state in self.states:
+                self._set_version(state, NO_VERSION)
+
+    def take_over(self, version: int) -> None:
+        """Workers hold what an earlier start of the script has given them, up to that version.
+
+        Others do no work before `receive`.
+        """
+        self._is_forgotten = version > 0
 
     def renew(self, weights: WeightsReference) -> None:
         """The weights that workers update to are to be had elsewhere."""
-        if self._weights is not None and self._weights.version == weights.version:
+        if self._weights is not None and self._weights.policy == weights.policy:
             self._weights = weights
+            self._sources.begin(weights)
+
+    def note_loss(self, state: RolloutWorkerState) -> None:
+        """The worker updates to nothing, and nobody reads from it, until it is there again."""
+        state.version = NO_VERSION
+        state.holds.clear()
+        if state.update is not None:
+            state.update.cancel()
+        self._sources.forget(state.member)
 
     async def hold(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive`.
@@ -141,6 +187,15 @@ class WeightUpdates:
         self._are_held = False
         self.begin_all()
 
+    def note_hold(self, state: RolloutWorkerState) -> None:
+        """An evaluation holds the worker, or lets go of it."""
+        self._on_version(state)
+
+    def may_leave(self, state: RolloutWorkerState) -> bool:
+        """Whether no weight update counts on the worker, and no evaluation on its weights."""
+        is_settled = self._is_newest(state) or not state.is_up
+        return is_settled and not (self._are_held or state.is_updating or state.holds)
+
     @property
     def current_members(self) -> list[Member]:
         """The workers that hold weights. Only they take part in a broadcast: the others pull."""
@@ -155,7 +210,7 @@ class WeightUpdates:
 
     async def bring_to_newest(self, state: RolloutWorkerState) -> None:
         """The weights of a worker that was started again."""
-        if self._weights is None:  # it has built its engine with the first ones
+        if self._weights is None and not self._is_forgotten:  # its engine has the first ones
             self._set_version(state, 0)
         self._begin(state)
         await self._background.wait_until(
@@ -170,7 +225,7 @@ class WeightUpdates:
         """
         is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
         held = HeldWorker(
-            self, self._background, keeps_weights=len(self.states) > 1 and not is_broadcast
+            self, self._background, keeps_weights=self._num_staying > 1 and not is_broadcast
         )
         try:
             yield held
@@ -178,11 +233,15 @@ class WeightUpdates:
             held.release()
             self.begin_all()
 
+    @property
+    def _num_staying(self) -> int:
+        return sum(not state.is_leaving for state in self.states)
+
     def begin_all(self) -> None:
         """Every worker that may begins to update, if it has to."""
         if not self._are_held:
             self._round = self._background.start(
-                begin_in_turns(self.states, self._begin), "weight updates"
+                begin_in_turns(list(self.states), self._begin), "weight updates"
             )
 
     def _begin(self, state: RolloutWorkerState) -> bool:
@@ -193,7 +252,7 @@ class WeightUpdates:
         return True
 
     def _is_newest(self, state: RolloutWorkerState) -> bool:
-        return self._weights is None or state.version == self._weights.version
+        return state.version == (self._weights.version if self._weights else 0)
 
     def _set_version(self, state: RolloutWorkerState, version: int) -> None:
         state.version = version
@@ -208,29 +267,54 @@ class WeightUpdates:
         loop, incarnation = asyncio.get_running_loop(), state.member.worker.incarnation
         timeout_s = update_timeout_s(self._engine)
         retry_limit_s = timeout_s if self._fleet.config.max_deaths else 0.0
-        async with self._slots:
-            began_s = loop.time()
-            while self._weights and not (self._is_newest(state) or state.holds):
-                weights = self._weights
-                if state.version == NO_VERSION:
-                    weights = replace(weights, broadcast=None)
-                try:
-                    await self._fleet.call(
-                        state.member, UPDATE_WEIGHTS, weights, timeout_s=timeout_s
-                    )
-                except WorkerError as error:
-                    self._fleet.lose(state.member, incarnation, f"has kept old weights: {error}")
-                    return  # once it is started again, new ones come first
-                except TransportError as error:
-                    if loop.time() - began_s >= retry_limit_s:
-                        raise
-                    logger.warning("worker=%s reads its weights again: %s", state.name, error)
-                    await asyncio.sleep(RETRY_S)
-                    if self._are_held:
-                        return  # the next version will be another update
-                else:
+        refused: Refused = set()
+        failing_since_s: float | None = None
+        while (weights := self._wanted(state)) is not None:
+            num_refused, began_s = len(refused), loop.time()
+            try:
+                await self._sources.bring_near(state.member, weights, refused)
+                async with self._slots:
+                    if (weights := self._wanted(state)) is None:
+                        return
+                    if self._sources.wants_copy(state.member, weights):
+                        continue  # there are newer weights by now
                     began_s = loop.time()
+                    async with self._sources.reading(state.member, weights, refused) as source:
+                        if self._wanted(state) != weights:
+                            continue  # a source was waited for, and the run has gone on, or back
+                        await self._fleet.call(
+                            state.member, UPDATE_WEIGHTS, source, timeout_s=timeout_s
+                        )
+            except WorkerError as error:
+                self._fleet.lose(state.member, incarnation, f"has kept old weights: {error}")
+                return  # once it is started again, new ones come first
+            except TransportError as error:
+                if isinstance(error, RpcTimeout) and error.silent == state.name:
+                    setting = "weight_update.step_timeout_s"
+                    await self._fleet.lose_hung(error, [state.member], setting)
+                    return  # as above
+                logger.warning("worker=%s reads its weights again: %s", state.name, error)
+                if len(refused) > num_refused:
+                    continue  # from elsewhere
+                failing_since_s = failing_since_s or began_s
+                if loop.time() - failing_since_s >= retry_limit_s:
+                    raise
+                await asyncio.sleep(RETRY_S)
+                if self._are_held:
+                    return  # the next version will be another update
+            else:
+                refused.clear()
+                failing_since_s = None
+                if self._weights and self._weights.lineage == weights.lineage:
                     self._set_version(state, weights.version)
+
+    def _wanted(self, state: RolloutWorkerState) -> WeightsReference | None:
+        """What the worker is to have next; None: it stays as it is."""
+        if self._weights is None or self._is_newest(state) or state.holds:
+            return None
+        if state.version == NO_VERSION:
+            return replace(self._weights, broadcast=None)
+        return self._weights
 
 
 class HeldWorker:
@@ -257,18 +341,21 @@ class HeldWorker:
         """It may update its weights again."""
         if self._state is not None:
             self._state.holds.discard(self)
+            self._updates.note_hold(self._state)
             self._state = None
 
     def _lives(self, state: RolloutWorkerState) -> bool:
         is_same = state.member.worker.incarnation == self._incarnation
-        return is_same and state.version != NO_VERSION
+        is_going = state.is_leaving and self not in state.holds
+        return is_same and state.version != NO_VERSION and not is_going
 
     async def _choose(self) -> None:
         self.release()
         able: list[RolloutWorkerState] = []
 
         def is_any_able() -> bool:
-            able[:] = [s for s in self._updates.states if s.version != NO_VERSION]
+            states = self._updates.states
+            able[:] = [s for s in states if s.version != NO_VERSION and not s.is_leaving]
             return bool(able)
 
         await self._background.wait_until(is_any_able, "a rollout worker to evaluate on")
@@ -276,6 +363,7 @@ class HeldWorker:
         self._state, self._incarnation = state, state.member.worker.incarnation
         if self._keeps_weights:
             state.holds.add(self)
+            self._updates.note_hold(state)
             await self._background.wait_until(
                 lambda: not state.is_updating, f"{state.name} to update its weights"
             )

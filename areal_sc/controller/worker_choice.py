@@ -4,6 +4,9 @@ consumes     groups, each with the oldest policy version that it may start on
 waits for    a worker that holds that version and has room
 unblocked by every change that `Background` tells of: a weight update, a group's end, a sweep
 
+All groups of a step may be admitted at the moment at which a version exists, and some worker is the
+first that holds it. So while others are about to, nobody gets more than its share of the groups.
+
 A step hands hundreds of groups to thousands of workers. So the workers' counts lie in arrays that
 are compared at once, and one task serves all groups: if each looked for itself, every change would
 wake hundreds of them.
@@ -25,24 +28,28 @@ GROUPS_PER_TURN: Final = 32
 
 
 class WorkerLoads:
-    """Counts of groups, by the worker's number: its place in the list of all.
+    """Counts of groups, by the worker's number.
 
     Args:
-        nodes: each worker's node.
+        nodes: each worker's node; "": there is no worker of that number.
         max_on_worker: groups that one store holds.
         max_on_node: node -> groups that its stores hold together.
+        promised: groups that each worker was chosen for, as `promise` says; None: none.
 
     Attributes:
         num_stored: groups that take room in a store, on all workers together: running ones, and
             those whose rows lie there.
-        max_groups: that all stores hold.
     """
 
     def __init__(
-        self, nodes: Sequence[str], max_on_worker: int, max_on_node: Mapping[str, int]
+        self,
+        nodes: Sequence[str],
+        max_on_worker: int,
+        max_on_node: Mapping[str, int],
+        promised: Mapping[int, int] | None = None,
     ) -> None:
         self.num_stored = 0
-        self.max_groups = sum(max_on_node.values())
+        max_on_node = {**max_on_node, "": 0}
         number = {node: i for i, node in enumerate(max_on_node)}
         self._node = np.array([number[node] for node in nodes], np.intp)
         self._max_on_worker = max_on_worker
@@ -51,41 +58,71 @@ class WorkerLoads:
         self._version, self._running, self._held, self._promised = np.zeros(
             (4, len(nodes)), np.int64
         )
+        self._gets_newest = np.zeros(len(nodes), np.bool_)
+        for worker, num_groups in (promised or {}).items():
+            self.promise(worker, num_groups)
 
-    def note(self, worker: int, *, version: int, num_running: int, num_held: int) -> None:
-        """The worker's counts are these now."""
+    def note(
+        self,
+        worker: int,
+        *,
+        version: int,
+        num_running: int,
+        num_held: int,
+        gets_newest: bool = False,
+    ) -> None:
+        """The worker's counts are these now.
+
+        Args: gets_newest: it will soon hold the newest version, if it does not yet.
+        """
         num_new = num_running + num_held - int(self._running[worker] + self._held[worker])
         self._on_node[self._node[worker]] += num_new
         self.num_stored += num_new
         self._version[worker] = version
         self._running[worker] = num_running
         self._held[worker] = num_held
+        self._gets_newest[worker] = gets_newest
 
     def promise(self, worker: int, num_groups: int) -> None:
         """The worker was chosen for groups that do not run yet, or, negative, no longer."""
         self._promised[worker] += num_groups
         self._on_node[self._node[worker]] += num_groups
 
-    def least_loaded(self, version: int) -> int | None:
+    @property
+    def promised(self) -> dict[int, int]:
+        """Groups that workers were chosen for, and that do not run yet."""
+        return {int(worker): int(self._promised[worker]) for worker in self._promised.nonzero()[0]}
+
+    def least_loaded(self, version: int, num_waiting: int = 1) -> int | None:
         """The worker that holds `version` or a later one, has room, and runs the fewest groups.
 
-        Of several the first; None: there is no such worker.
+        Args:
+            num_waiting: groups that are to be shared out.
+        Returns: of several the first; None: there is no such worker, or it has its share.
         """
         if not len(self._node):
             return None
         busy = self._running + self._promised
-        is_able = self._version >= version
-        is_able &= busy + self._held < self._max_on_worker
-        is_able &= (self._on_node < self._max_on_node)[self._node]
+        has_room = busy + self._held < self._max_on_worker
+        has_room &= (self._on_node < self._max_on_node)[self._node]
+        is_able = has_room & (self._version >= version)
         worker = int(np.where(is_able, busy, np.iinfo(np.int64).max).argmin())
-        return worker if is_able[worker] else None
+        if not is_able[worker]:
+            return None
+        shares = is_able | (has_room & self._gets_newest)
+        num_groups = int(busy[shares].sum()) + num_waiting
+        return worker if busy[worker] * int(shares.sum()) < num_groups else None
 
 
 class WorkerQueue:
-    """Hands out workers, to groups of the oldest version first."""
+    """Hands out workers, to groups of the oldest version first.
+
+    Attributes:
+        loads: of the workers that there are now.
+    """
 
     def __init__(self, loads: WorkerLoads, background: Background) -> None:
-        self._loads = loads
+        self.loads = loads
         self._background = background
         self._waiting: dict[int, deque[asyncio.Future[int]]] = {}
         self._serving: asyncio.Task[None] | None = None
@@ -106,7 +143,7 @@ class WorkerQueue:
             raise
         finally:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._loads.promise(waiter.result(), -1)  # the caller counts it from here on
+                self.loads.promise(waiter.result(), -1)  # the caller counts it from here on
 
     async def _serve_all(self) -> None:
         try:
@@ -131,6 +168,7 @@ class WorkerQueue:
     def _serve_some(self) -> int:
         """How many groups got a worker."""
         num_served = 0
+        num_waiting = sum(map(len, self._waiting.values()))
         for version in sorted(self._waiting):
             waiters = self._waiting[version]
             while waiters:
@@ -139,10 +177,10 @@ class WorkerQueue:
                     continue
                 if num_served == GROUPS_PER_TURN:
                     return num_served
-                worker = self._loads.least_loaded(version)
+                worker = self.loads.least_loaded(version, num_waiting - num_served)
                 if worker is None:
                     return num_served  # nor is there one for later versions
-                self._loads.promise(worker, 1)
+                self.loads.promise(worker, 1)
                 waiters.popleft().set_result(worker)
                 num_served += 1
             del self._waiting[version]

@@ -13,7 +13,7 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from areal_sc.transport.shards.ids import parse_shard_id
@@ -64,6 +64,11 @@ class WorkerStore:
         """Whether a shard lies in the store that nobody needs any more."""
         return not all(map(self._needs, self._shards.values()))
 
+    @property
+    def needs_any(self) -> bool:
+        """Whether a shard lies in the store that somebody needs."""
+        return any(map(self._needs, self._shards.values()))
+
     def begin(self, run: GroupAttempt) -> None:
         """The worker is asked to run a group."""
         self._runs.add(run)
@@ -73,8 +78,12 @@ class WorkerStore:
         self._runs.remove(run)
         self._shards.update(dict.fromkeys(shard_ids, run))
 
+    def expect(self, shards: Mapping[str, GroupAttempt]) -> None:
+        """These shards are there, as the ledger says; `note_adopted` with what is there follows."""
+        self._shards = dict(shards)
+
     def note_adopted(self, shard_ids: Iterable[str]) -> list[GroupAttempt]:
-        """The worker was started again, and holds these shards of its earlier lives.
+        """The worker was started again, or taken over, and holds these shards.
 
         Returns: the runs whose shards are gone. Unknown shards, of runs whose reply was lost, take
             room until they are swept.

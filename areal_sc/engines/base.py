@@ -158,7 +158,15 @@ class RankPosition:
 
 
 class TrainEngine(Protocol):
-    """One rank of the trained model. Called from one thread; every rank gets the same calls."""
+    """One rank of the trained model. Called from one thread; every rank gets the same calls.
+
+    Attributes:
+        shares_files: whether every rank sees the folders that it is told to write to; set before
+            `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
+            the one of rank 0 with an export.
+    """
+
+    shares_files: bool
 
     def create_rendezvous(self, host: str) -> str:
         """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
@@ -168,8 +176,14 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def initialize(self, rank: int, world_size: int, init_method: str) -> RankPosition:
-        """Meets the other ranks and loads the model; returns which part this rank has in it."""
+    def initialize(
+        self, rank: int | None = None, world_size: int = 1, init_method: str = "env://"
+    ) -> RankPosition:
+        """Meets the other ranks and loads the model; returns which part this rank has in it.
+
+        Args:
+            rank: None: this process is the rank that torchrun made it, or the only one.
+        """
         ...
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
@@ -215,11 +229,12 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def flat_parts(self) -> tuple[dict[str, torch.Tensor], torch.dtype]:
-        """What this rank publishes of the parameters, and the dtype that it is published in.
+    def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
+        """What this rank publishes of the parameters: without values, and then the values.
 
-        Under Hugging Face names, 1-D; they may be live. What the ranks give of a name, one after
-        the other in their order, are the values of the whole parameter.
+        Under Hugging Face names, 1-D, in the dtype of publication. What the ranks give of a name,
+        one after the other in their order, are the values of the whole parameter. The values may
+        be live; all ranks must go through all of them together.
         """
         ...
 

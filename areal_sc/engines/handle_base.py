@@ -6,7 +6,7 @@ else, imports the class that runs in the workers: a script which only steers nev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,12 +15,28 @@ from typing import Any, ClassVar, Self, TypeVar
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_context import model_context
 from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.schema import ActorConfig, Device, GRPOConfig, RolloutConfig
+from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.schema import (
+    ActorConfig,
+    Device,
+    GRPOConfig,
+    RolloutConfig,
+    WeightUpdateMethod,
+)
 from areal_sc.config.store_room import live_row_bytes
-from areal_sc.config.worker_plan import Plan, WorkerPlan
+from areal_sc.config.worker_plan import DTYPE_BYTES, Plan, WorkerPlan
+from areal_sc.engines.training.snapshot_index import SnapshotIndex
+from areal_sc.errors import CheckpointError, ConfigError
 from areal_sc.hub import is_hub_name, local_model
 
 C = TypeVar("C", ActorConfig, RolloutConfig)
+
+FLOAT32_BYTES = 4
+ADAM_STATES = 2
+_LIVE_WEIGHT_VERSIONS = 2
+"""Published weights: the newest, and the one before while it is still being pulled."""
+_MEMORY_SNAPSHOTS = 2
+"""One is being written while the one before is still needed."""
 
 
 def with_local_model(config: C) -> C:
@@ -38,18 +54,29 @@ class TrainHandle:
     """A training engine, each rank of which is a worker.
 
     Attributes:
+        kind: of the engine.
         worker_class: `module:name` of the engine.
+    Raises: ConfigError: the settings name another engine.
     """
 
     config: ActorConfig
     config_class: ClassVar[type[ActorConfig]] = ActorConfig
+    kind: ClassVar[TrainEngineKind]
     worker_class: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.config.engine != self.kind:
+            raise ConfigError(
+                f"actor.engine: expected {self.kind} with {type(self).__name__}, got "
+                f"{self.config.engine}; make_actor(config.actor) gives the engine that is set"
+            )
 
     def build(self) -> Any:
         """The engine of one rank, not yet initialised. Imports torch.
 
-        Raises: ModelError: as `with_local_model`.
+        Raises: ModelError: as `with_local_model`. ConfigError: as `check`.
         """
+        self.check(None)
         return resolve_name(self.worker_class)(with_local_model(self.config))
 
     @property
@@ -62,6 +89,20 @@ class TrainHandle:
         """What one worker computes on: kind, and number of CUDA devices."""
         return self.config.device, 1
 
+    def check(self, count_devices: Callable[[], int] | None) -> None:
+        """What this engine asks of its settings, and of the machine.
+
+        Args:
+            count_devices: CUDA devices of this machine, if it is the one that it will run on.
+        Raises: ConfigError: names the setting, its value, and what is allowed.
+        """
+
+    def check_model(self, folder: Path) -> None:
+        """Whether it can train a model on its ranks, as far as `config.json` tells.
+
+        Raises: ConfigError: not on so many ranks. ModelError: not at all, or the file is broken.
+        """
+
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
     ) -> list[WorkerPlan]:
@@ -73,6 +114,40 @@ class TrainHandle:
             machine: what is left for this role.
         """
         raise NotImplementedError
+
+    def plan_rank(
+        self, index: int, device: str, share: int, *, parameter_bytes: int, optimizer_bytes: int
+    ) -> WorkerPlan:
+        """The process of one rank.
+
+        Args:
+            share: numbers of the model that it publishes, and has in snapshots.
+        """
+        is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
+        num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
+        state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * share
+        num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_every_steps else 0
+        return WorkerPlan(
+            role="train",
+            index=index,
+            device=device,
+            parameter_bytes=parameter_bytes,
+            optimizer_bytes=optimizer_bytes,
+            store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
+            copy_bytes=state_bytes,
+            snapshot_bytes=num_snapshots * state_bytes,
+        )
+
+    def check_snapshot(self, folder: Path) -> None:
+        """Reads all of a snapshot.
+
+        Raises: CheckpointError: it is damaged, incomplete, or of another format.
+        """
+        try:
+            index = SnapshotIndex.read(folder)
+            index.check_content(folder, range(len(index.files)))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -112,8 +187,8 @@ class GeneratorHandle:
 
     @property
     def num_workers(self) -> int:
-        """Processes, one engine each."""
-        return self.config.num_workers
+        """Processes, one engine each; most that there may be."""
+        return self.config.most_workers
 
     @property
     def devices(self) -> tuple[Device, int]:
@@ -122,7 +197,7 @@ class GeneratorHandle:
 
     @property
     def takes_free_memory(self) -> bool:
-        """Whether it takes a share of the GPU memory that is free when it starts."""
+        """Whether it takes a share of the GPU memory that is free when it starts on a GPU."""
         return False
 
     @property
@@ -143,6 +218,12 @@ class GeneratorHandle:
     def of_worker(self, index: int) -> RolloutConfig:
         """The settings of one worker of `rollout.num_workers`."""
         return replace(self.config, seed=self.config.seed + index)
+
+    def check_scaling(self) -> None:
+        """Whether there can be more workers, or fewer, while a run goes on.
+
+        Raises: ConfigError: names the setting that fixes their number.
+        """
 
     def check(self, run: GRPOConfig) -> None:
         """What this engine asks of the settings of a run.

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.plain import from_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig, RolloutEngine
 from areal_sc.engines.fsdp.handle import FSDPPPOActor, FSDPSFTActor
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.local.handle import LocalGenerator
+from areal_sc.engines.megatron.handle import MegatronPPOActor
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
+from areal_sc.engines.servers.vllm.handle import VLLMEngine
 from areal_sc.errors import ConfigError
 
 __all__ = [
@@ -23,29 +26,43 @@ __all__ = [
     "FSDPPPOActor",
     "FSDPSFTActor",
     "LocalGenerator",
+    "MegatronPPOActor",
     "SGLangEngine",
+    "VLLMEngine",
     "handle_from_plain",
     "make_actor",
     "make_generator",
 ]
 
-_TRAINERS = (FSDPPPOActor, FSDPSFTActor)
+_TRAINERS = MappingProxyType(
+    {
+        TrainEngineKind.fsdp: FSDPPPOActor,
+        TrainEngineKind.megatron: MegatronPPOActor,
+    }
+)
 
 _GENERATORS = MappingProxyType(
-    {RolloutEngine.local: LocalGenerator, RolloutEngine.sglang: SGLangEngine}
+    {
+        RolloutEngine.local: LocalGenerator,
+        RolloutEngine.sglang: SGLangEngine,
+        RolloutEngine.vllm: VLLMEngine,
+    }
 )
 
 LEFT_FILES = tuple({kind.left_files for kind in _GENERATORS.values() if kind.left_files})
 """Patterns of the names of files that killed servers leave in shared memory."""
 
 _HANDLES: Mapping[str, Any] = MappingProxyType(
-    {handle.__name__: handle for handle in (*_TRAINERS, *_GENERATORS.values())}
+    {
+        handle.__name__: handle
+        for handle in (*_TRAINERS.values(), FSDPSFTActor, *_GENERATORS.values())
+    }
 )
 
 
 def make_actor(config: ActorConfig) -> TrainHandle:
-    """The training engine of a run's settings."""
-    return FSDPPPOActor(config)
+    """The training engine that `actor.engine` names."""
+    return _TRAINERS[TrainEngineKind(config.engine)](config)
 
 
 def make_generator(config: RolloutConfig) -> GeneratorHandle:

@@ -18,13 +18,26 @@ LONGROPE = "longrope"
 DYNAMIC = "dynamic"
 
 
-def length_dependent_rope(config: Any) -> set[str]:
-    """Which of the two the layers of a model with this Hugging Face configuration have."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+def rope_limits(config: Any) -> dict[str, int]:
+    """Up to which length of a row its rotary embeddings depend on positions alone.
+
+    Args:
+        config: Hugging Face configuration of a model.
+    Returns: the limit of each of the two kinds that its layers have; {} where there is none.
+    """
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
     # one set of parameters, or one for each type of layer
     each = [parameters, *(p for p in parameters.values() if isinstance(p, Mapping))]
-    types = [str(p.get("rope_type")) for p in each]
-    return {kind for kind in (LONGROPE, DYNAMIC) if any(kind in name for name in types)}
+    limits: dict[str, int] = {}
+    for one in each:
+        kind = str(one.get("rope_type"))
+        if LONGROPE in kind:
+            limit = int(one["original_max_position_embeddings"])
+            limits[LONGROPE] = min(limit, limits.get(LONGROPE, limit))
+        elif DYNAMIC in kind:
+            limits[DYNAMIC] = int(text_config.max_position_embeddings)
+    return limits
 
 
 def rotate_rows_by_own_length(model: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from areal_sc.errors import EngineFailed
+from areal_sc.transport.sockets.interface import family_of
 from areal_sc.weights import BucketLayout, WeightGroup
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -64,6 +65,20 @@ def in_byte_order(bucket: Iterable[NamedTensor]) -> list[NamedTensor]:
     return sorted(bucket, key=lambda item: -item[1].element_size())
 
 
+def cut(flat: torch.Tensor, layout: BucketLayout) -> list[NamedTensor]:
+    """The tensors of a bucket, as views of its bytes, [n] uint8."""
+    dtypes = [getattr(torch, dtype) for dtype in layout.dtypes]
+    parts = torch.split(flat, _sizes(layout))
+    each = zip(layout.names, parts, dtypes, layout.shapes, strict=True)
+    return [(name, part.view(dtype).view(shape)) for name, part, dtype, shape in each]
+
+
+def _sizes(layout: BucketLayout) -> list[int]:
+    """Bytes of each tensor."""
+    both = zip(layout.shapes, layout.dtypes, strict=True)
+    return [prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in both]
+
+
 class _GroupMember:
     """A rank of a weight group. Blocking: to be used from a thread."""
 
@@ -87,9 +102,15 @@ class _GroupMember:
         options.timeout = self._timeout
         try:
             work = self._work = self._group.broadcast([flat], options)
-            while cancelled is not None and not work.is_completed():
-                if cancelled.wait(_POLL_S):
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            # NCCL's `wait` returns at once, so that nothing would bound the use of what came
+            while not work.is_completed():
+                if cancelled is None:
+                    time.sleep(_POLL_S)
+                elif cancelled.wait(_POLL_S):
                     raise RuntimeError("it was given up")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"it took more than {self._timeout.total_seconds():g} s")
             work.wait()
         except RuntimeError as error:
             raise EngineFailed(
@@ -180,14 +201,9 @@ class WeightReceiver(_GroupMember):
 
         Raises: EngineFailed: rank 0 gave it up, a rank is gone, or it took too long.
         """
-        dtypes = [getattr(torch, dtype) for dtype in layout.dtypes]
-        sizes = [
-            prod(shape) * dtype.itemsize for shape, dtype in zip(layout.shapes, dtypes, strict=True)
-        ]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        flat = torch.empty(sum(_sizes(layout)), dtype=torch.uint8, device=self._device)
         self._broadcast(flat)
-        parts = zip(layout.names, torch.split(flat, sizes), dtypes, layout.shapes, strict=True)
-        return [(name, part.view(dtype).view(shape)) for name, part, dtype, shape in parts]
+        return cut(flat, layout)
 
 
 def listening_store(host: str, timeout: timedelta) -> TCPStore:
@@ -195,7 +211,7 @@ def listening_store(host: str, timeout: timedelta) -> TCPStore:
 
     torch's own would listen on every interface of the machine.
     """
-    with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
+    with socket.create_server((host, 0), family=family_of(host), backlog=_BACKLOG) as listener:
         port: int = listener.getsockname()[1]
         return TCPStore(
             host,

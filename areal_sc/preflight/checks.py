@@ -14,58 +14,32 @@ from omegaconf import MISSING
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
-from areal_sc.config.machine import (
-    count_cuda_devices,
-    interface_names,
-    resolved_device,
-    why_not_listen,
-)
+from areal_sc.config.machine import count_cuda_devices, resolved_device
 from areal_sc.config.model_context import known_context
 from areal_sc.config.model_folder import check_model_folder
+from areal_sc.config.named_scheduler import own_scheduler
+from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import (
-    ClipCenter,
+    ActorConfig,
     Device,
     Dtype,
     GRPOConfig,
-    LrSchedule,
     NormScope,
     Resume,
     WeightUpdateMethod,
 )
 from areal_sc.config.sharing import differing_sections
+from areal_sc.config.slurm_jobs import nodes_for
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
-from areal_sc.hub import fetch_model, is_hub_name, local_model
+from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
+from areal_sc.preflight.settings_warnings import settings_warnings
+from areal_sc.transport.sockets.interface import Interface
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
 """Heartbeats that must be missing before a worker gives its controller up."""
-
-_IDLE = (
-    # with this setting at this value, these have no effect; why, where that is not plain
-    ("actor.optimizer.schedule", LrSchedule.constant, ["actor.optimizer.min_lr_ratio"], ""),
-    ("actor.ppo.use_behavior_weight", False, ["actor.ppo.behavior_weight_cap"], ""),
-    ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
-    ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
-    (
-        "rollout.max_rejection_rate",
-        1,
-        ["rollout.rejection_window"],
-        "no share of rejections ends the run",
-    ),
-    (
-        "checkpoint.every_steps",
-        0,
-        ["checkpoint.every_minutes", "checkpoint.keep"],
-        "only the final model is kept",
-    ),
-    (
-        "actor.ppo.num_minibatches",
-        1,
-        ["actor.ppo.clip_low", "actor.ppo.clip_high"],
-        "the only update starts at the clip's centre",
-    ),
-)
 
 
 def check_config(
@@ -87,14 +61,16 @@ def check_config(
         if not is_met:
             raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
+    is_local = config.scheduler.type == SchedulerType.local
+    make_actor(config.actor).check(count_devices if is_local else None)
+    _check_mesh(config.actor)
     loss_of(config.actor.ppo).search_path()  # raises where there is none
-    make_generator(config.rollout).check(config)
+    generator = make_generator(config.rollout)
+    generator.check(config)
+    if config.rollout.autoscale.max:
+        generator.check_scaling()
     return [
-        *_distribution_warnings(config),
-        *_effect_warnings(config),
-        *_step_warnings(config),
-        *_kept_row_warnings(config),
-        *_rank_warnings(config),
+        *settings_warnings(config),
         *_check_devices(config, count_devices),
     ]
 
@@ -103,9 +79,11 @@ def check_models(config: GRPOConfig) -> None:
     """Checks that the models that the workers load are there; downloads those of the hub.
 
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
+        ConfigError: the trained one cannot be spread over its ranks.
     """
     for path, revision in _models(config):
         check_model_folder(local_model(path, revision))
+    _check_mesh(config.actor)
 
 
 def fetch_models(config: GRPOConfig) -> bool:
@@ -124,6 +102,13 @@ def fetch_models(config: GRPOConfig) -> bool:
     for path, revision in named:
         fetch_model(path, revision)
     return bool(named)
+
+
+def _check_mesh(actor: ActorConfig) -> None:
+    """Raises: ConfigError, ModelError: the model is there, and cannot be spread over the ranks."""
+    folder = cached_model(actor.path, actor.revision)
+    if folder:
+        make_actor(actor).check_model(folder)
 
 
 def _models(config: GRPOConfig) -> set[tuple[str, str]]:
@@ -152,12 +137,9 @@ def _check_names(config: GRPOConfig) -> None:
         raise ConfigError(
             "resume: must needs the run that overwrite=true would delete; give one of them"
         )
-    if (why := why_not_listen(config.transport.bind)) is not None:
-        raise ConfigError(
-            "transport.bind: expected an IPv4 address of this machine, one of its network "
-            f"interfaces ({', '.join(interface_names())}), or 0.0.0.0 for all (ports are chosen by "
-            f"the system), got {config.transport.bind!r}: {why}"
-        )
+    own_scheduler(config.scheduler.type)  # raises where there is none
+    if config.scheduler.type == SchedulerType.local:  # else it is for the nodes to tell
+        Interface.of(config.transport.bind)
 
 
 def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
@@ -226,6 +208,19 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         f"at least {least:g} ({MIN_HEARTBEATS_TO_ORPHAN} heartbeats of "
         "scheduler.heartbeat_interval_s)",
     )
+    autoscale, num_workers = config.rollout.autoscale, config.rollout.num_workers
+    if autoscale.max:
+        yield (
+            "rollout.num_workers",
+            autoscale.min <= num_workers <= autoscale.max,
+            f"from rollout.autoscale.min={autoscale.min} to rollout.autoscale.max={autoscale.max}",
+        )
+        yield (
+            "rollout.max_staleness",
+            config.rollout.max_staleness > 0,
+            "at least 1 with rollout.autoscale.max (a synchronous trainer always waits for "
+            "generation, so that its waits do not say how many workers it needs)",
+        )
     yield (
         "rollout.max_unavailable",
         update.method != WeightUpdateMethod.collective or not config.rollout.max_unavailable,
@@ -242,7 +237,7 @@ def _check_store(config: GRPOConfig) -> None:
     """Each limit leaves room for the groups of a batch that may lie there, each as a whole."""
     rollout = config.rollout
     num_groups = {
-        "store_bytes": -(-rollout.train_batch_groups // rollout.num_workers),
+        "store_bytes": -(-rollout.train_batch_groups // rollout.fewest_workers),
         "node_store_bytes": rollout.train_batch_groups,  # all workers are on one node
     }
     for name, count in num_groups.items():
@@ -259,23 +254,26 @@ def _check_store(config: GRPOConfig) -> None:
 def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list[str]:
     """Returns: a warning, where float32 is computed on CUDA."""
     actor, rollout = config.actor, config.rollout
+    most = "autoscale.max" if rollout.most_workers > rollout.num_workers else "num_workers"
     roles = (
-        ("actor", make_actor(actor), actor.dtype, "parallel.data", actor.parallel.num_ranks),
-        ("rollout", make_generator(rollout), rollout.dtype, "num_workers", rollout.num_workers),
+        ("actor", make_actor(actor), actor.dtype, "parallel", actor.parallel.num_ranks),
+        ("rollout", make_generator(rollout), rollout.dtype, most, rollout.most_workers),
     )
-    if all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):
+    is_own = config.scheduler.type not in list(SchedulerType)  # what it lends, it will tell
+    if is_own or all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):
         return []
-    num_devices = count_devices()
+    is_local = config.scheduler.type == SchedulerType.local
+    where = "of this machine" if is_local else "asked of SLURM"
     slow = []
     for role, handle, dtype, setting, num_workers in roles:
-        device = handle.devices[0]
+        device, num_taken = handle.devices
+        num_devices = count_devices() if is_local else _asked_devices(config, role, num_taken)
         if resolved_device(device, num_devices, f"{role}.device") == Device.cpu:
             continue
         if num_workers > num_devices:
             raise ConfigError(
                 f"{role}.{setting}: expected at most {num_devices} with {role}.device={device} "
-                f"(the CUDA devices of this machine), got {num_workers}; {role}.device=cpu needs "
-                "none"
+                f"(the CUDA devices {where}), got {num_workers}; {role}.device=cpu needs none"
             )
         if dtype == Dtype.float32:
             slow.append(f"{role}.dtype=float32")
@@ -285,79 +283,22 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list
     ]
 
 
-def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Settings by which the trained distribution is not the one that was sampled from."""
-    generation = config.generation
-    for name, cuts in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
-        if cuts:
-            yield (
-                f"generation.{name}={value_at(generation, name)} cuts the sampled distribution, "
-                "the trainer's is over the whole vocabulary"
-            )
+def _asked_devices(config: GRPOConfig, role: str, num_taken: int) -> int:
+    """CUDA devices of the nodes that a role may have, all of them together.
 
-
-def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Settings that the user changed and that change nothing."""
-    defaults = GRPOConfig()
-    for cause, idle_value, keys, why in _IDLE:
-        for key in keys:
-            value = value_at(config, key)
-            if value_at(config, cause) != idle_value or value == value_at(defaults, key):
-                continue
-            if key.startswith("actor.ppo.clip_") and (
-                config.actor.ppo.clip_center != ClipCenter.proximal
-            ):
-                continue
-            reason = f": {why}" if why else ""
-            yield f"{key}={value} has no effect with {cause}={str(idle_value).lower()}{reason}"
-
-
-def _step_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Settings that take no effect in so few training steps."""
-    optimizer, defaults = config.actor.optimizer, GRPOConfig()
-    if 0 < optimizer.total_steps <= optimizer.warmup_steps:
-        yield (
-            f"actor.optimizer.warmup_steps={optimizer.warmup_steps} is not below "
-            f"actor.optimizer.total_steps={optimizer.total_steps}: lr is never reached"
+    Args:
+        num_taken: by one worker, which is on one node.
+    Raises: ConfigError: no node has as many.
+    """
+    name = Purpose.train if role == "actor" else Purpose.rollout
+    num_nodes, request = nodes_for(config.scheduler.slurm, name)
+    asked, device = request.gpus_per_node, value_at(config, role).device
+    if asked < num_taken and (asked or device == Device.cuda):
+        raise ConfigError(
+            f"scheduler.slurm.gpus_per_node: expected at least {num_taken}, which one worker of "
+            f"{role} takes, got {asked} (scheduler.slurm.{name}.gpus_per_node is of its nodes "
+            f"alone; {role}.device=cpu needs none)"
         )
-    for section in ("evaluation", "checkpoint"):
-        every = value_at(config, f"{section}.every_steps")
-        is_default = every == value_at(defaults, f"{section}.every_steps")
-        if every > config.total_steps and not is_default:
-            yield (
-                f"{section}.every_steps={every} has no effect with total_steps={config.total_steps}"
-            )
-
-
-def _kept_row_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Steps whose rows stay until a snapshot is on the disk, against snapshots and stores."""
-    checkpoint, rollout = config.checkpoint, config.rollout
-    wanted = min(checkpoint.every_steps, checkpoint.keep_rows_steps)
-    if checkpoint.memory_every_steps == 0 and wanted < checkpoint.every_steps:
-        yield (
-            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: without snapshots in memory "
-            "the run ends when a train worker dies later than so many steps after a snapshot"
-        )
-    if not rollout.max_context_tokens:  # of a model that is not there yet
-        return
-    limits = [rollout.num_workers * rollout.store_bytes, rollout.node_store_bytes]
-    num_groups = min(limit for limit in limits if limit) // max_group_bytes(rollout)
-    # what is admitted, and the batch that is trained, come first
-    num_steps = num_groups // rollout.train_batch_groups - (rollout.max_staleness + 2)
-    if num_steps < wanted:
-        yield (
-            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: the stores have room for "
-            f"the rows of {max(0, num_steps)} steps beside those in use "
-            f"({describe_largest_group(rollout)}), so snapshots are written more often; raise "
-            "rollout.store_bytes, or lower it"
-        )
-
-
-def _rank_warnings(config: GRPOConfig) -> Iterator[str]:
-    rollout, ranks = config.rollout, config.actor.parallel.data
-    rows = rollout.train_batch_groups * rollout.group_size // config.actor.ppo.num_minibatches
-    if rows < ranks:
-        yield (
-            f"actor.parallel.data={ranks}: a minibatch has {rows} rows, so some ranks are idle "
-            "in it"
-        )
+    if asked and name is Purpose.rollout and not config.scheduler.slurm.gang:
+        return max(num_nodes * asked, config.rollout.most_workers)  # the run asks for more nodes
+    return num_nodes * asked

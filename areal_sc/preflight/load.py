@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -13,11 +13,9 @@ from areal_sc.config.arguments import parse_arguments
 from areal_sc.config.loader import compose_config, config_text
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.model_context import take_context
-from areal_sc.config.schema import GRPOConfig, Resume
-from areal_sc.errors import ConfigError, ModelError
-from areal_sc.preflight.checks import check_config, check_models, fetch_models
-from areal_sc.preflight.plan import plan
-from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.errors import ConfigError
+from areal_sc.preflight.checks import check_config, fetch_models
 
 T = TypeVar("T")
 C = TypeVar("C", bound=GRPOConfig)
@@ -114,7 +112,10 @@ def load_config(
         for warning in warnings:
             _logger.warning("%s", warning)
         if arguments.dry_run:
-            sys.stdout.write("\n".join(_dry_run(config, makes_model=makes_model)) + "\n")
+            # reads run folders, which needs more modules than a script waits for
+            from areal_sc.preflight.dry_run import dry_run
+
+            sys.stdout.write("\n".join(dry_run(config, makes_model=makes_model)) + "\n")
             raise SystemExit(0)
     return config
 
@@ -128,25 +129,3 @@ def _command_line() -> list[str]:
             'load_config({"run_dir": ..., "total_steps": ..., "actor.path": ...})'
         )
     return sys.argv[1:]
-
-
-def _dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
-    """What the run would start, and where; refused in the order in which the run would be."""
-    folder = RunFolder(config.run_dir)
-    opening = folder.preview(
-        config_text=config_text(config), resume=config.resume.value, overwrite=config.overwrite
-    )
-    try:
-        check_models(config)
-    except ModelError:
-        if not makes_model:
-            raise
-        yield f"model {config.actor.path}: not there yet, the script makes it"
-    yield from plan(config).lines()
-    longest = config.rollout.max_context_tokens or "as many as the model takes"
-    yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
-    yield f"run folder {folder.path}: would {opening.value}"
-    if opening is Opening.resume and config.resume is Resume.must:
-        yield "  a loop without a `Run` would refuse --resume"
-    elif opening is Opening.resume:
-        yield "  a loop without a `Run` would start again from nothing"

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from areal_sc.config.machine import Machine, resolved_device, this_machine
+from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.model_folder import ModelShape, read_model_shape
-from areal_sc.config.placement import DevicePlacement
-from areal_sc.config.schema import Device, GRPOConfig
+from areal_sc.config.placement import Purpose
+from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.worker_plan import HOST, Plan, WorkerPlan
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
+from areal_sc.schedulers.base import Node, placed
+from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE, NodeFacts, WorkerOrder
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A machine that workers may get.
+
+    Attributes:
+        name: for messages; "": this machine.
+    """
+
+    name: str
+    machine: Machine
+    purpose: Purpose = Purpose.any
 
 
 def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Plan:
     """The processes that a run would start on this machine, and an estimate of their memory.
+
+    Raises: as `plans`.
+    """
+    return plans(config, [PlannedNode("", probe())])[""]
+
+
+def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, Plan]:
+    """The processes that a run would start on each node, by its name, and their memory.
 
     Trainers start first, so generation has the CUDA memory that they leave.
 
@@ -26,38 +50,64 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
         ConfigError: what can be counted beforehand is already more than there is.
         ModelError: the model folder exists and cannot be read.
     """
-    machine = probe()
     folder = cached_model(config.actor.path, config.actor.revision)
     shape = read_model_shape(folder) if folder else None
-    placement = DevicePlacement(machine.num_cuda_devices)
+    placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
 
     def workers_of(
-        role: str, handle: TrainHandle | GeneratorHandle, beside: Machine
-    ) -> list[WorkerPlan]:
+        role: str, handle: TrainHandle | GeneratorHandle, machines: Sequence[Machine]
+    ) -> list[list[WorkerPlan]]:
         kind, count = handle.devices
-        workers = []
-        for index in range(handle.num_workers):
-            devices = ["cpu"]
-            if resolved_device(kind, machine.num_cuda_devices) == Device.cuda:
-                devices = [f"cuda:{device}" for device in placement.place(role, index, count)]
-            workers += handle.plan_worker(index, shape or ModelShape(), devices, beside)
-        return workers
+        orders = [
+            WorkerOrder(role, index, "", {}, kind, 0, count) for index in range(handle.num_workers)
+        ]
+        planned = []
+        for part, machine in zip(placed(orders, placed_on).values(), machines, strict=True):
+            workers: list[WorkerPlan] = []
+            for order in part:
+                devices = [f"cuda:{device}" for device in order.devices] or ["cpu"]
+                workers += handle.plan_worker(order.index, shape or ModelShape(), devices, machine)
+            planned.append(workers)
+        return planned
 
-    trainers = workers_of("train", make_actor(config.actor), machine)
-    generator = make_generator(config.rollout)
-    generators = workers_of("rollout", generator, _machine_beside(trainers, machine))
-    available: dict[str, int | None] = {HOST: machine.host_memory_bytes}
-    available |= {f"cuda:{i}": memory for i, memory in enumerate(machine.cuda_memory_bytes)}
-    result = Plan((*trainers, *generators), available, shape is not None)
-    if not result.fits:
-        way_out = generator.way_out(result) or (
-            "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
-            "rollout.store_bytes, or more actor.parallel.data, need less on a device"
-        )
+    machines = [node.machine for node in nodes]
+    trainers = workers_of(TRAIN_ROLE, make_actor(config.actor), machines)
+    least = max(worker.store_bytes for workers in trainers for worker in workers)
+    if config.actor.store_bytes < least:
         raise ConfigError(
-            f"the run does not fit into memory; {way_out}\n" + "\n".join(result.lines())
+            f"actor.store_bytes: expected at least {least} (a rank's share of two versions of the "
+            "weights: one is sealed while the one before is still read), got "
+            f"{config.actor.store_bytes}"
         )
-    return result
+    generator = make_generator(config.rollout)
+    beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
+    generators = workers_of(ROLLOUT_ROLE, generator, beside)
+    results = {}
+    for node, *workers in zip(nodes, trainers, generators, strict=True):
+        available: dict[str, int | None] = {HOST: node.machine.host_memory_bytes}
+        memory = enumerate(node.machine.cuda_memory_bytes)
+        available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
+        results[node.name] = Plan((*workers[0], *workers[1]), available, shape is not None)
+        _check_fits(results[node.name], node.name, generator)
+    return results
+
+
+def _check_fits(result: Plan, node: str, generator: GeneratorHandle) -> None:
+    """Raises: ConfigError."""
+    if result.fits:
+        return
+    way_out = generator.way_out(result) or (
+        "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
+        "rollout.store_bytes, or more ranks of actor.parallel, need less on a device"
+    )
+    where = f" of {node}" if node else ""
+    raise ConfigError(
+        f"the run does not fit into memory{where}; {way_out}\n" + "\n".join(result.lines())
+    )
+
+
+def _facts_of(node: PlannedNode) -> NodeFacts:
+    return NodeFacts(node.name, node.name, node.machine.num_cuda_devices, "", "", "")
 
 
 def _machine_beside(trainers: Sequence[WorkerPlan], machine: Machine) -> Machine:

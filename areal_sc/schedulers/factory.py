@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import ConfigError
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
+
+logger = logging.getLogger(__name__)
+
+MakeScheduler = Callable[[SchedulerConfig, RunFolder | None], Scheduler]
+
+_BUILT_IN: Final[dict[str, MakeScheduler]] = {
+    SchedulerType.local: LocalScheduler,
+    SchedulerType.slurm: SlurmScheduler,
+}
 
 
 def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> Scheduler:
@@ -20,9 +35,11 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
         ConfigError: there is none of that name.
         RunFolderError: another process runs in the folder, or it cannot be used.
     """
-    schedulers = {"local": LocalScheduler}
-    if config.type not in schedulers:
-        raise ConfigError(
-            f"scheduler.type: expected one of {sorted(schedulers)}, got {config.type!r}"
+    make: MakeScheduler = own_scheduler(config.type) or _BUILT_IN[config.type]
+    if folder is None and config.run_only:
+        logger.warning(
+            "only a `Run` reads these settings, and this loop has none: %s; write it with "
+            "`with Run(config) as run:` (examples/own_loop.py)",
+            ", ".join(config.run_only),
         )
-    return schedulers[config.type](config, folder)
+    return make(config, folder)

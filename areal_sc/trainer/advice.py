@@ -1,15 +1,93 @@
-"""One line of advice for a run whose staleness goes far over its bound."""
+"""Lines of advice for a run: each kind once."""
 
 from __future__ import annotations
 
-from areal_sc.config.schema import OverBound, RolloutConfig
-from areal_sc.trainer.metrics import StepMetrics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
 
-MAX_TAIL = 2
+from areal_sc.config.schema import GRPOConfig, OverBound, RolloutConfig
+from areal_sc.engines.handles import make_generator
+from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.planning.advice import make_plan, shared_cores, shares_devices
+from areal_sc.trainer.quantities import percent, short_duration
+
+NUM_STEPS: Final = 16
+"""Steps that have to agree before a line is told of them."""
+MAX_WAIT_SHARE: Final = 0.3
+"""Of their time, that the trainer may wait for generation."""
+MIN_BUSY_SHARE: Final = 0.4
+"""Of their time, that generation should be busy."""
+MAX_ANSWERS: Final = 1024
+"""Of a step: with more of them a plan takes minutes, which the end of a run does not wait for."""
+WORTH: Final = 0.1
+"""Of a step, that another operating point has to save to be worth a line at the end of a run."""
+
+MAX_TAIL: Final = 2
 """A group older than this many times the bound is far over it."""
 
-MAX_LOST_SHARE = 0.1
+MAX_LOST_SHARE: Final = 0.1
 """Masked or wasted share of tokens above which the bound costs more than it should."""
+
+
+class Adviser:
+    """Says each thing once."""
+
+    def __init__(self, config: GRPOConfig, run_dir: Path) -> None:
+        self._config = config
+        self._see_plan = f"`python -m areal_sc plan {run_dir}` says what another split would give"
+        self._newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS + 1)
+        self._has_told_tail = False
+        self._has_told_balance = False
+
+    def on_step(self, metrics: StepMetrics) -> Iterator[str]:
+        """What a step gives reason for."""
+        self._newest.append(metrics)
+        if not self._has_told_tail and (text := tail_advice(self._config.rollout, metrics)):
+            self._has_told_tail = True
+            yield text
+        if not self._has_told_balance and (text := self._balance()):
+            self._has_told_balance = True
+            yield f"{text}: {self._see_plan}"
+
+    def at_end(self, steps: Sequence[StepMetrics]) -> str | None:
+        """What another operating point would have saved, if it is worth a line.
+
+        Args:
+            steps: of the whole run.
+        """
+        rollout = self._config.rollout
+        if rollout.train_batch_groups * rollout.group_size > MAX_ANSWERS:
+            return None
+        plan = make_plan(steps, self._config, num_cores=shared_cores(self._config))
+        if plan is None or not plan.settings or plan.saved_share < WORTH:
+            return None
+        return (
+            f"with {plan.settings} a step would take about {short_duration(plan.advised.step_s)}, "
+            f"not {short_duration(plan.present.step_s)}: {self._see_plan}"
+        )
+
+    def _balance(self) -> str | None:
+        """Whether one side waits for the other for most of the time."""
+        if len(self._newest) <= NUM_STEPS:
+            return None
+        before, *steps = self._newest
+        spent_s = sum(step.step_time_s for step in steps)
+        wait_share = sum(step.wait_s for step in steps) / spent_s
+        if wait_share > MAX_WAIT_SHARE:
+            return f"the trainer waits for generation {percent(wait_share)} of the time"
+        if shared_cores(self._config) is not None or shares_devices(self._config):
+            return None  # what one side leaves the other takes
+        generator = make_generator(self._config.rollout)
+        num_servers = steps[-1].num_rollout_workers * generator.num_servers
+        busy_s = [step.counters.get("busy_s") for step in (before, steps[-1])]
+        if busy_s[0] is None or busy_s[1] is None or not num_servers:
+            return None
+        busy_share = (busy_s[1] - busy_s[0]) / (spent_s * num_servers)
+        if 0 <= busy_share < MIN_BUSY_SHARE:
+            return f"generation is busy {percent(busy_share)} of the time only"
+        return None
 
 
 def tail_advice(config: RolloutConfig, metrics: StepMetrics) -> str | None:

@@ -21,19 +21,21 @@ import hashlib
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from areal_sc.controller.ledger_records import LedgerState
-from areal_sc.controller.rollout import RolloutController, RolloutState
+from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.train import TrainController
-from areal_sc.durable import commit_folder, partial_of
-from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.durable import commit_folder, partial_of, remove
+from areal_sc.errors import CheckpointError, RunFolderError, StepsLost
 from areal_sc.run_folder import RunFolder
+from areal_sc.trainer.beside import BesideTraining
 
 if TYPE_CHECKING:
     from areal_sc.trainer.run import Run
@@ -44,13 +46,13 @@ CONTROLLERS = "controllers.msgpack"
 FORMAT = 3
 _KIND = b"areal_sc-controllers"
 
-_FAILURES = (OSError, RunFolderError, CheckpointError)
-"""Errors of writing, a full disk for example."""
+_FAILURES = (OSError, RunFolderError, CheckpointError, StepsLost)
+"""Errors of writing: a full disk, for example, or the run goes back."""
 
 _Kind = Literal["snapshot", "model"]
 
 
-class Checkpoints:
+class Checkpoints(BesideTraining):
     """Writes snapshots and models when they are due, one of each kind at a time.
 
     Every rank copies its state, and training goes on while that is written. The metrics file gets
@@ -63,10 +65,10 @@ class Checkpoints:
         self._actor = actor
         self._rollout = rollout
         self._snapshot_began_s = time.monotonic()
+        run.checkpoints = self
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._running: dict[_Kind, tuple[int, Future[None]]] = {}
-        for leftover in run.folder.checkpoints.glob("*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed meanwhile
+        run.beside.append(self)
 
     def after_step(self) -> None:
         """Begins what is due; at the last step nothing is, and what is being written is ended."""
@@ -75,13 +77,19 @@ class Checkpoints:
         due = [] if is_last else self._due(step)
         self.collect(wait=is_last or bool(due))
         for kind in due:  # a model waits for a snapshot that has just been begun
-            try:
-                written = self._begin(kind, step)
-            except _FAILURES as error:
-                written = Future()
-                written.set_exception(error)
-            ended = self._thread.submit(self._complete, kind, step, written)
-            self._running[kind] = step, ended
+            self._start(kind, step)
+
+    def before_going_back(self) -> None:
+        """Ends what was begun."""
+        self.collect()
+
+    def finish(self) -> None:
+        """Ends what was begun, and leaves a snapshot of the present step."""
+        step = self._actor.version
+        self.collect()
+        if not self._run.folder.snapshot_path(step).exists():
+            self._start("snapshot", step)
+            self.collect()
 
     def collect(self, *, wait: bool = True) -> None:
         """Ends with what was begun; without `wait`, with what is complete."""
@@ -112,11 +120,23 @@ class Checkpoints:
             due.append("model")
         return due
 
+    def _start(self, kind: _Kind, step: int) -> None:
+        try:
+            written = self._begin(kind, step)
+        except _FAILURES as error:
+            written = Future()
+            written.set_exception(error)
+        ended = self._thread.submit(self._complete, kind, step, written)
+        self._running[kind] = step, ended
+
     def _begin(self, kind: _Kind, step: int) -> Future[None]:
         """Returns once the ranks have copied their state; they write it meanwhile."""
         if kind == "model":
             return self._actor.begin_save_hf(self._model_folder(step))
         folder = self._unfinished(step)
+        for leftover in self._run.folder.checkpoints.glob("*.partial"):
+            if leftover != folder:  # of a start that was killed; its ranks may still write here
+                shutil.rmtree(leftover, ignore_errors=True)
         self._snapshot_began_s = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
         self._run.folder.write_atomic(folder / CONTROLLERS, _sealed(self._rollout.state()))
@@ -129,7 +149,7 @@ class Checkpoints:
             if kind == "snapshot":
                 commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
                 self._actor.note_snapshot(step)
-                self._delete_outdated(step)
+                self._delete_outdated()
         except _FAILURES as error:
             if kind == "snapshot":
                 shutil.rmtree(self._unfinished(step), ignore_errors=True)
@@ -137,10 +157,8 @@ class Checkpoints:
             raise
         self._run.log.event(kind, step=step)
 
-    def _delete_outdated(self, step: int) -> None:
-        # Newer ones, which could not be read when the run went on from here, do not count.
-        own = [path for path in self._run.folder.snapshots() if _step_of(path) <= step]
-        for outdated in own[: -self._run.config.checkpoint.keep]:
+    def _delete_outdated(self) -> None:
+        for outdated in self._run.folder.snapshots()[: -self._run.config.checkpoint.keep]:
             shutil.rmtree(outdated, ignore_errors=True)
 
     def _unfinished(self, step: int) -> Path:
@@ -153,24 +171,37 @@ class Checkpoints:
 def load_latest_snapshot(
     folder: RunFolder, actor: TrainController, rollout: RolloutController
 ) -> tuple[int, list[str]]:
-    """Goes back to the newest snapshot that can be read.
+    """Goes back to the newest snapshot that can be read; without any, to the initial model.
+
+    Newer ones are set aside: later snapshots of their steps will be of another history.
 
     Returns: its step, and a warning for each newer one that could not be read.
-    Raises: CheckpointError: none can be read. RunFolderError: one is of a newer areal_sc.
+    Raises: CheckpointError: none can be read. RunFolderError: one is of a newer areal_sc, or cannot
+        be set aside.
     """
     warnings: list[str] = []
-    for path in reversed(folder.snapshots()):
+    unreadable: list[Path] = []
+    snapshots = folder.snapshots()
+    if not snapshots:
+        actor.load_snapshot(0)
+        rollout.go_back(INITIAL_STATE)
+        return 0, []
+    for path in reversed(snapshots):
         step = _step_of(path)
         try:
             state = _read_state(path / CONTROLLERS, step)
             actor.load_snapshot(step)
         except CheckpointError as error:
             warnings.append(
-                f"snapshot {path} cannot be read ({error}); going back to the one before"
+                f"snapshot {path} cannot be read ({error}); going back to the one before; it is "
+                f"kept as unreadable-{path.name}"
             )
             logger.warning(warnings[-1])
+            unreadable.append(path)
             continue
-        rollout.restore(state)
+        for newer in unreadable:
+            _set_aside(newer)
+        rollout.go_back(state)
         return step, warnings
     raise CheckpointError(
         f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)
@@ -182,10 +213,29 @@ def newest_ledger(folder: RunFolder) -> LedgerState | None:
 
     Raises: RunFolderError: as `load_latest_snapshot`.
     """
+    states = (state for _, state in readable_states(folder))  # `load_latest_snapshot` warns
+    return next((s.training for s in states if not isinstance(s, CheckpointError)), None)
+
+
+def readable_states(folder: RunFolder) -> Iterator[tuple[Path, RolloutState | CheckpointError]]:
+    """The snapshots, newest first, each with its controllers' state, or why that cannot be read.
+
+    Raises: RunFolderError: as `load_latest_snapshot`.
+    """
     for path in reversed(folder.snapshots()):
-        with suppress(CheckpointError):  # `load_latest_snapshot` warns
-            return _read_state(path / CONTROLLERS, _step_of(path)).training
-    return None
+        try:
+            yield path, _read_state(path / CONTROLLERS, _step_of(path))
+        except CheckpointError as error:
+            yield path, error
+
+
+def _set_aside(snapshot: Path) -> None:
+    aside = snapshot.with_name(f"unreadable-{snapshot.name}")
+    try:
+        remove(aside)
+        snapshot.rename(aside)
+    except OSError as error:
+        raise RunFolderError(f"cannot rename {snapshot}: {error.strerror}") from error
 
 
 def _step_of(snapshot: Path) -> int:

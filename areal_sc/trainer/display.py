@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Phase:
     Attributes:
         total: number of units to do; None where it is not known.
         unit: what is counted, in the plural: `steps`.
+        doing: what it is doing now.
+        since: Unix time of its begin.
     """
 
     name: str
@@ -61,15 +64,20 @@ class Phase:
     unit: str
     display: Display
     done: int = 0
+    doing: str = ""
+    since: float = field(default_factory=time.time)
     bar: Any = None  # of a live display
 
     def advance(self, n: int = 1) -> None:
         """Counts `n` more of the phase's units as done."""
         self.done += n
+        self.display.on_phases(self.display.open_phases)
         self.display.show_progress(self, n)
 
     def update(self, text: str) -> None:
         """Says what the phase is doing now."""
+        self.doing = text
+        self.display.on_phases(self.display.open_phases)
         self.display.show_status(self, text)
 
     @property
@@ -81,6 +89,8 @@ class Phase:
 class Display(Tracker):
     """A tracker that shows what it is told, and phases, notes and warnings.
 
+    `on_phases` is told whenever a phase begins, goes on or ends, of all that are open.
+
     This one is for files and pipes: one `key=value` line an event, without control codes. Lines are
     written past rich: they are never wrapped, coloured or cut.
     """
@@ -89,6 +99,9 @@ class Display(Tracker):
         self._console = console
         self._run_dir = run_dir
         self._total_steps = total_steps
+        self._outages: Sequence[str] = ()
+        self.open_phases: list[Phase] = []
+        self.on_phases: Callable[[Sequence[Phase]], None] = lambda phases: None
         if run_dir is not None:
             self.show_folder(run_dir)
 
@@ -97,12 +110,16 @@ class Display(Tracker):
         """Shows progress while it is open; phases may be nested."""
         phase = Phase(name, total, unit, self)
         began = self._console.get_time()
+        self.open_phases.append(phase)
+        self.on_phases(self.open_phases)
         self.begin_phase(phase)
         outcome = "stopped"
         try:
             yield phase
             outcome = "ended"
         finally:
+            self.open_phases.remove(phase)
+            self.on_phases(self.open_phases)
             self.end_phase(phase, outcome, self._console.get_time() - began)
 
     def show_folder(self, run_dir: Path) -> None:
@@ -158,6 +175,13 @@ class Display(Tracker):
         """Shows that something is worse than it should be; the run goes on."""
         self._line("WARNING", warning=text)
 
+    def show_outages(self, outages: Sequence[str]) -> None:
+        """Shows what is being repaired now; nothing, when all is well again."""
+        for outage in outages:
+            if outage not in self._outages:
+                self.warning(outage)
+        self._outages = outages
+
     def on_finish(self, summary: Summary) -> None:
         self._line(finished=self._run_dir, **asdict(summary))
 
@@ -189,14 +213,14 @@ def _word(value: Any) -> str:
 
 
 class _Bars(Progress):
-    """Progress bars, and what is shown below them."""
+    """Progress bars, and what is shown below them: what is wrong now, then samples."""
 
+    wrong: RenderableType | None = None
     below: RenderableType | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        if self.below is not None:
-            yield self.below
+        yield from (part for part in (self.wrong, self.below) if part is not None)
 
 
 class LiveDisplay(Display):
@@ -283,6 +307,11 @@ class LiveDisplay(Display):
 
     def warning(self, text: str) -> None:
         self._print(Text.assemble(("warning: ", "bold yellow"), Text.from_ansi(text).plain))
+
+    def show_outages(self, outages: Sequence[str]) -> None:
+        """Below the bars, as long as they go on."""
+        lines = [Text(outage, style="yellow") for outage in outages]
+        self._bars.wrong = Group(*lines) if lines else None
 
     def on_finish(self, summary: Summary) -> None:
         self.close()

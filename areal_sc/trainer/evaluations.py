@@ -7,13 +7,16 @@ from typing import Any
 
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout import RolloutController
+from areal_sc.errors import StepsLost
+from areal_sc.trainer.beside import BesideTraining
 from areal_sc.trainer.metrics import EvaluationResult
+from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.row_file import PromptSource
 
 
-class Evaluations:
+class Evaluations(BesideTraining):
     """Begins evaluations, and tells what they gave to everybody who follows the run.
 
     Args:
@@ -35,6 +38,8 @@ class Evaluations:
         self._workflow = workflow
         self._running: Future[EvaluationOutcome] | None = None
         self._named: dict[str, Any] = {}  # what is known of its result
+        self._recorded: set[tuple[str, int]] = set()
+        run.beside.append(self)
         if prompts is not None:
             rollout.register(prompts, workflow)  # what is wrong shows before a worker is started
 
@@ -46,7 +51,7 @@ class Evaluations:
             temperature: None: that of the run.
         """
         self.collect()
-        if self._prompts is None:
+        if self._prompts is None or (name, self._rollout.version) in self._recorded:
             return
         self._running = self._rollout.begin_evaluation(
             self._prompts,
@@ -66,7 +71,13 @@ class Evaluations:
         if self._running is None or not (wait or self._running.done()):
             return
         running, self._running = self._running, None
-        outcome = running.result()  # bounded by the groups' own time limit
+        try:
+            outcome = running.result()  # bounded by the groups' own time limit
+        except StepsLost as error:  # the next call that trains says so, and the run goes back
+            self._run.display.warning(
+                f"the evaluation of step {self._named['step']} is lost: {error}"
+            )
+            return
         if outcome.first_rejection is not None:
             self._run.display.warning(
                 f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
@@ -81,6 +92,23 @@ class Evaluations:
             workflow=outcome.metrics,
         )
         self._run.tell(lambda tracker: tracker.on_evaluation(result))
+
+    def take_over(self, history: History) -> None:
+        """What an earlier start has recorded is not done again; what it had begun is."""
+        evaluations = history.evaluations
+        self._recorded = {(result.name, result.step) for result in evaluations}
+        version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
+        due = version - version % every_steps if every_steps else 0
+        is_done = any(r.name == "periodic" and r.step >= due for r in evaluations)
+        if due > 0 and not is_done and version < self._run.config.total_steps:
+            self.begin("periodic")
+
+    def gone_back(self, step: int) -> None:
+        """The run has gone back to a step; an evaluation of a later one is of no use any more."""
+        self._recorded = {(name, at) for name, at in self._recorded if at <= step}
+        if self._running is not None and self._named["step"] > step:
+            self._running.cancel()
+            self._running = None
 
     def after_step(self) -> None:
         """Every `evaluation.every_steps` steps but the last begins one."""

@@ -19,11 +19,16 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_sc import interrupts
-from areal_sc.errors import ArealError, ConfigError, RemoteError, RunFolderError
-from areal_sc.process import open_files_advice
+from areal_sc.errors import (
+    ArealError,
+    ConfigError,
+    RemoteError,
+    RunFolderError,
+    exit_code_of,
+)
+from areal_sc.interrupts import SNAPSHOT_SIGNAL
+from areal_sc.process import be_deaf, open_files_advice
 from areal_sc.run_folder import Opening, RunFolder
-
-EXIT_UNEXPECTED = 1
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
@@ -42,6 +47,7 @@ class Terminated(KeyboardInterrupt):
     def __init__(self, stopped_by: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(stopped_by.name)
         self.stopped_by = stopped_by
+        self.exit_code = 128 + stopped_by
 
 
 def run_script(
@@ -54,7 +60,8 @@ def run_script(
 
     A failure is shown as one block. SIGTERM and SIGHUP (unless it is ignored, as under nohup)
     unwind `main` as Ctrl-C does, once; further ones are ignored, so that the clean-up can finish.
-    Must be called in the main thread.
+    SIGUSR1 has a meaning while a run trains; elsewhere nothing happens. Must be called in the main
+    thread.
 
     Args:
         main: takes the command line's arguments.
@@ -95,19 +102,19 @@ def report_failure(
     block = _Block(console or Console(stderr=True))
     if isinstance(error, KeyboardInterrupt):
         stopped_by = error.stopped_by if isinstance(error, Terminated) else signal.SIGINT
-        by = stopped_by.name if isinstance(error, Terminated) else "Ctrl-C"
+        by = "Ctrl-C" if stopped_by == signal.SIGINT else stopped_by.name
         if run_dir is not None:
             _append_to_log(run_dir, "INFO", f"stopped by {by}\n")
         with suppress(OSError):  # there may be no terminal any more
             block.text(f"stopped by {by}", style="yellow")
             _show_way_on(block, run_dir, is_stopped=True)
-        return 128 + stopped_by
+        return exit_code_of(error)
     cause = error
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    title, text, exit_code = "The run ended with an unexpected error", "", EXIT_UNEXPECTED
+    title, text, exit_code = "The run ended with an unexpected error", "", exit_code_of(cause)
     if isinstance(cause, ArealError):
-        title, text, exit_code = cause.title, str(cause), cause.exit_code
+        title, text = cause.title, str(cause)
     block.text(f"ERROR {title}", style="bold red")
     block.text(text or f"{type(cause).__name__}: {cause}", "  ")
     if isinstance(cause, ConfigError):
@@ -185,7 +192,7 @@ def _show_way_on(block: _Block, run_dir: Path | None, *, is_stopped: bool) -> No
         return
     if opening is Opening.restart and is_stopped:
         block.text("there is no snapshot yet: the same command starts again from nothing")
-    elif opening is Opening.resume:
+    elif opening in (Opening.resume, Opening.attach) and folder.snapshots():
         block.text(f"newest snapshot: {folder.snapshots()[-1]}; this command goes on from it:")
         kept = (arg for arg in sys.orig_argv if arg.lower() not in _NO_WAY_ON)
         block.text(shlex.join(kept), "  ")
@@ -205,7 +212,7 @@ def _reasons(error: BaseException) -> Iterator[str]:
 
 def _append_to_log(run_dir: Path, level: str, text: str) -> Path | None:
     """Adds to the run's log; None where that is not possible."""
-    path = run_dir / "logs" / "controller.log"
+    path = RunFolder(run_dir).log_path("controller")
     try:
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{datetime.now():%H:%M:%S} {level} controller: {text}")
@@ -230,6 +237,8 @@ def _stop_signals_raise() -> Iterator[list[signal.Signals]]:
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.getsignal(number)
             signal.signal(number, stop)
+    if signal.getsignal(SNAPSHOT_SIGNAL) == signal.SIG_DFL:
+        before[SNAPSHOT_SIGNAL] = signal.signal(SNAPSHOT_SIGNAL, be_deaf)
     try:
         yield arrived
     finally:

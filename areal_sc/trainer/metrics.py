@@ -80,6 +80,9 @@ class StepMetrics(_Record):
     Attributes:
         step: number of training steps done, this one included.
         reward: mean over episodes, of the means over their rows.
+        lead: steps that generation may be ahead of training; see `controller/admission.py`.
+        slack: how long the batch stood complete before it was asked for, less how long it was
+            waited for, in steps; None where it is not known.
         num_rows: rows trained on.
         num_rejected_groups: groups rejected since the step before.
         rejected_episodes: episodes rejected since the step before, by cause.
@@ -92,6 +95,13 @@ class StepMetrics(_Record):
         wait_s: waiting for the batch, that is for generation.
         train_s: proximal log-probabilities, advantages and updates.
         sync_s: publication of the weights.
+        num_train_workers: ranks.
+        num_rollout_workers: those that are to stay, also while one is started again.
+        max_staleness: as set.
+        group_time_s: of groups that ended since the step before, from their start on a worker until
+            their rows were sealed; None where none ended.
+        longest_tokens_mean, longest_tokens_std, longest_tokens_max: generated tokens of a group's
+            longest row, over groups of the batch.
         controller_bytes: bytes on the controllers' sockets since the step before.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
         counters: all that workers and controllers count, summed; since the start of the workers.
@@ -110,11 +120,20 @@ class StepMetrics(_Record):
     wait_s: float
     train_s: float
     sync_s: float
+    lead: float | None = None
+    slack: float | None = None
     num_rejected_groups: int = 0
     rejected_episodes: Mapping[str, int] = field(default_factory=dict)
     num_masked_tokens: int = 0
     num_wasted_tokens: int = 0
     mean_sequence_length: float = 0.0
+    num_train_workers: int = 0
+    num_rollout_workers: int = 0
+    max_staleness: int = 0
+    group_time_s: float | None = None
+    longest_tokens_mean: float = 0.0
+    longest_tokens_std: float = 0.0
+    longest_tokens_max: int = 0
     controller_bytes: int = 0
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class MetricsLog(Tracker):
         self._append("evaluation", result.to_record())
 
     def event(self, name: str, **values: Any) -> None:
-        """Something else worth keeping: started, resumed, snapshot, worker restarted, ..."""
+        """Something else worth keeping: resumed, went_back, snapshot, workers_restarted, ..."""
         self._append("event", {"name": name, **values})
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class History:
-    """A run's steps and evaluations, without those that it went back behind when it was resumed.
+    """A run's steps and evaluations, without those that it has gone back behind.
 
     Attributes:
         num_worker_restarts: of workers that were lost, in all of its starts.
@@ -74,7 +74,7 @@ class History:
                         found.append(StepMetrics.from_record(record))
                     case "evaluation":
                         found.append(EvaluationResult.from_record(record))
-                    case "event" if record["name"] == "resumed":
+                    case "event" if record["name"] in ("resumed", "went_back"):
                         found = [earlier for earlier in found if earlier.step <= record["step"]]
                     case "event" if record["name"] == "workers_restarted":
                         num_restarts += len(record["workers"])

@@ -1,7 +1,9 @@
-"""Deaths of workers as a user reads them: one sentence for each, once all is well again.
+"""Deaths of workers as a user reads them: what is being repaired, then one sentence for each.
 
     lost ──► an outage begins, or one of the same cause gets one worker more
     back ──► when the last of its workers is back, the outage is told
+
+Those that go on are shown meanwhile.
 
 One event, a fork server's death say, takes several workers along; they make one outage.
 """
@@ -9,7 +11,7 @@ One event, a fork server's death say, takes several workers along; they make one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,9 +40,8 @@ class Outage:
     num_groups: int
 
     def __str__(self) -> str:
-        *others, last = self.workers
-        names = f"{', '.join(others)} and {last}" if others else last
-        text = f"{names} {self.cause}; started again in {short_duration(self.duration_s)}"
+        duration = short_duration(self.duration_s)
+        text = f"{_listed(self.workers)} {self.cause}; started again in {duration}"
         if self.num_groups:
             is_one = self.num_groups == 1
             text += "; 1 group runs again" if is_one else f"; {self.num_groups} groups run again"
@@ -54,21 +55,27 @@ class _Open:
     units: set[str] = field(default_factory=set)
     num_before: dict[str, int] = field(default_factory=dict)  # of each worker
 
+    def __str__(self) -> str:
+        return f"{_listed(self.num_before)} {self.cause}; being started again"
+
 
 class Outages:
     """Makes outages of what controllers tell; see `OnOutage`.
 
     Args:
+        show: is called with the sentences of those that go on, whenever they change.
         tell: is called with each outage that is over.
         groups_run_again: how often groups had to run again, by the worker that was lost.
     """
 
     def __init__(
         self,
+        show: Callable[[Sequence[str]], None],
         tell: Callable[[Outage], None],
         groups_run_again: Callable[[], Mapping[str, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._show = show
         self._tell = tell
         self._groups_run_again = groups_run_again
         self._clock = clock
@@ -78,12 +85,14 @@ class Outages:
         """A unit is lost; without a cause, it is back."""
         if cause is not None:
             self._lose(unit, cause)
-            return
-        for outage in self._open:
-            outage.units.discard(unit)
-            if not outage.units:
-                self._tell(self._ended(outage))
+        else:
+            for outage in self._open:
+                outage.units.discard(unit)
+        over = [outage for outage in self._open if not outage.units]
         self._open = [outage for outage in self._open if outage.units]
+        self._show([str(outage) for outage in self._open])
+        for outage in over:
+            self._tell(self._ended(outage))
 
     def _lose(self, unit: str, error: WorkerError) -> None:
         worker, cause = _worker_and_cause(unit, error)
@@ -106,6 +115,11 @@ class Outages:
             self._clock() - outage.began_s,
             sum(num_now.get(worker, 0) - num for worker, num in outage.num_before.items()),
         )
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _worker_and_cause(unit: str, error: WorkerError) -> tuple[str, str]:

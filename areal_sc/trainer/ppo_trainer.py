@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.train import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
-from areal_sc.errors import BatchLost
+from areal_sc.errors import StepLost
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import Summary
@@ -74,7 +74,7 @@ class PPOTrainer(Run):
                         evaluations.collect(wait=step.number == 1)  # the first sees no publication
                         with step.timed("sync"):
                             actor.publish_weights(rollout)
-                    except BatchLost as error:  # with the memory of a node
+                    except StepLost as error:  # its rows went with the memory of a node
                         step.lose(error)
                         continue
                     step.record(batch, stats)

@@ -7,12 +7,43 @@ is on the disk before its snapshot begins; and no lineage may get a number for a
 
 from __future__ import annotations
 
-from areal_sc.controller.journal import newest_policy
+from collections.abc import Iterator
+
+from areal_sc.controller.journal import ledger_on_disk
 from areal_sc.disk import Disk
-from areal_sc.errors import RunFolderError
+from areal_sc.engines.handle_base import TrainHandle
+from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
-from areal_sc.trainer.checkpoints import newest_ledger
+from areal_sc.run_lineage import check_lineage
+from areal_sc.trainer.checkpoints import newest_ledger, readable_states
 from areal_sc.trainer.metrics_log import History
+
+
+def describe_resume(folder: RunFolder, actor: TrainHandle) -> Iterator[str]:
+    """What a run would go on from, and what of it is damaged; reads all of it, writes nothing.
+
+    Raises: RunFolderError: as of `check_resumed`. CheckpointError: no snapshot can be read.
+    """
+    yield from check_resumed(folder)
+    for path, state in readable_states(folder):
+        try:
+            if isinstance(state, CheckpointError):
+                raise state
+            for engine in (path / "engine", *path.glob("engine-*")):
+                actor.check_snapshot(engine)
+        except CheckpointError as error:
+            yield f"snapshot {path} cannot be read ({error}); it would go back to the one before"
+            continue
+        ledger = state.training
+        yield f"it would go on after step {ledger.version}, of lineage {ledger.lineage}: {path}"
+        written = ledger_on_disk(folder.ledger, Disk())
+        if written is not None and written.version > ledger.version:
+            yield (
+                f"the journal knows version {written.version} of lineage {written.lineage}: steps "
+                f"after {ledger.version} would be trained anew"
+            )
+        return
+    raise CheckpointError(f"no snapshot in {folder.checkpoints} can be read")
 
 
 def check_resumed(folder: RunFolder) -> list[str]:
@@ -22,12 +53,13 @@ def check_resumed(folder: RunFolder) -> list[str]:
     Raises: RunFolderError: a file is damaged, or does not fit the others.
     """
     warnings = []
-    ledger, written = newest_ledger(folder), newest_policy(folder.ledger, Disk())
+    ledger, on_disk = newest_ledger(folder), ledger_on_disk(folder.ledger, Disk())
+    written = None if on_disk is None else (on_disk.lineage, on_disk.version)
     if written is not None:
-        folder.check_lineage(written[0])
+        check_lineage(folder, written[0])
     if ledger is None:  # no snapshot can be read: loading them ends the run
         return []
-    folder.check_lineage(ledger.lineage)
+    check_lineage(folder, ledger.lineage)
     if written is None:
         warnings.append(
             f"there is no journal in {folder.ledger}: the account of the run begins with its "

@@ -13,9 +13,9 @@ Training itself is the caller's: `PPOTrainer` is a run whose loop is written alr
 from __future__ import annotations
 
 import logging
-import os
+import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -31,23 +31,30 @@ from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train import TrainController
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.log import logging_to
 from areal_sc.preflight.checks import check_config, check_models
+from areal_sc.process import process_age_s
 from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.run_status import Phase as StatusPhase
 from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
-from areal_sc.trainer.advice import tail_advice
-from areal_sc.trainer.checkpoints import load_latest_snapshot
-from areal_sc.trainer.display import Display, make_display
+from areal_sc.trainer.advice import Adviser
+from areal_sc.trainer.beside import BesideTraining
+from areal_sc.trainer.checkpoints import Checkpoints, load_latest_snapshot
+from areal_sc.trainer.display import Display, Phase, make_display
+from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed
-from areal_sc.trainer.steps import Step, count
+from areal_sc.trainer.retreats import Retreats
+from areal_sc.trainer.steps import Step, count, rejections_in
+from areal_sc.trainer.stopping import stop_wishes
 from areal_sc.trainer.trackers.background import BackgroundTracker
 from areal_sc.trainer.trackers.base import RunDescription, Tracker
 from areal_sc.trainer.trackers.kinds import make_tracker
@@ -66,12 +73,17 @@ class Run:
     Attributes:
         scheduler: starts the workers; its fork server begins to import at once.
         log: the metrics file.
+        checkpoints: what writes its snapshots, once there is one.
+        beside: what goes on beside training.
     """
 
     folder: RunFolder
     scheduler: Scheduler
     display: Display
     log: MetricsLog
+    checkpoints: Checkpoints | None = None
+    _retreats: Retreats
+    _adviser: Adviser
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
         self.config = config
@@ -82,8 +94,9 @@ class Run:
         self._opening = Opening.start
         self._began = time.monotonic()
         self._first_step_s: float | None = None
-        self._has_advised = False
         self._shown_samples: tuple[Sample, ...] = ()
+        self._counted: Mapping[str, float] = {}
+        self.beside: list[BesideTraining] = []
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
@@ -98,7 +111,7 @@ class Run:
                 overwrite=self.config.overwrite,
             )
             stack.callback(self.folder.close)
-            stack.enter_context(_log_of_run(self.folder))
+            stack.enter_context(_log_of_run(self.folder, self.config.scheduler.max_log_bytes))
             for warning in warnings:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
@@ -107,6 +120,7 @@ class Run:
                 run_dir=self.folder.path, total_steps=self.config.total_steps
             )
             stack.callback(self.display.close)
+            self.display.on_phases = self._note_phases
             self.log = MetricsLog(self.folder.metrics_path)
             stack.callback(self.log.close)
             for tracker in trackers:
@@ -133,6 +147,8 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._is_open = False
+        if error is not None:
+            self.scheduler.status.note_end(error)
         self._stack.__exit__(kind, error, trace)
 
     @contextmanager
@@ -143,25 +159,41 @@ class Run:
 
         As with `start`, every worker is gone when the block has ended. A step ends when the next
         one is asked for, and must have published its weights by then. A loop that catches
-        `BatchLost` calls `step.lose(error)`, and goes on with the next step.
+        `StepLost` calls `step.lose(error)`, and goes on with the next step: the same one, or, when
+        train workers cannot go on from where they died, one after the newest snapshot.
 
         Raises: ModelError: a model cannot be used. CheckpointError: no snapshot can be read. And
             what `start` raises.
         """
         check_models(self.config)  # before any worker is started
-        if self._opening is Opening.resume:
+        if self._has_snapshot:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
         rollout.rejections.on_warning = self.display.warning
-        outages = Outages(self._tell_outage, lambda: rollout.groups.run_again)
+        outages = Outages(
+            self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
+        )
         actor.on_outage = rollout.on_outage = outages.note
-        rollout.has_display = True
+        rollout.on_scaled = self._tell_scaled
+        self._retreats = Retreats(self.config.scheduler.max_deaths)
+        self._adviser = Adviser(self.config, self.folder.path)
+        actor.on_warning = self.display.warning
         with ExitStack() as stack:
             with self.display.phase("start-up"):
-                stack.enter_context(start(actor, rollout))
-                if self._opening is Opening.resume:
+                taken = stack.enter_context(start(actor, rollout))
+                if taken is not None:
+                    self._take_over(taken, rollout)
+                elif self._has_snapshot:
                     self._resume(actor, rollout)
+                elif self._opening is Opening.attach:
+                    self._begin_again()
             yield stack.enter_context(closing(self._steps(actor, rollout)))
+
+    @property
+    def _has_snapshot(self) -> bool:
+        """Whether there is one to go on from."""
+        is_attached = self._opening is Opening.attach
+        return self._opening is Opening.resume or (is_attached and bool(self.folder.snapshots()))
 
     def tell(self, event: Callable[[Tracker], None]) -> None:
         """Calls one of their methods for everybody who follows the run."""
@@ -196,6 +228,8 @@ class Run:
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json())
         self.tell(lambda tracker: tracker.on_finish(summary))
+        if advice := self._adviser.at_end(history.steps):
+            self.display.note(advice)
         return summary
 
     def _begin_trackers(self) -> None:
@@ -215,6 +249,10 @@ class Run:
         self.display.warning(str(outage))
         self.log.event("workers_restarted", **asdict(outage))
 
+    def _tell_scaled(self, before: int, num_workers: int, why: str) -> None:
+        self.display.note(f"{num_workers} rollout workers instead of {before}: {why}")
+        self.log.event("scaled", before=before, num_workers=num_workers, cause=why)
+
     def _tracker_id(self) -> str:
         """The run's name for trackers, from the first start on."""
         path = self.folder.tracker_id_path
@@ -228,24 +266,89 @@ class Run:
         return name
 
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
+        steps = History.read(self.folder.metrics_path).steps
+        step = self._load_newest(actor, rollout)
+        last = steps[-1].step if steps else step
+        lost = f"; {last - step} later steps are lost, and trained again" if last > step else ""
+        self.display.note(f"resumed after step {step}{lost}")
+        self.log.event("resumed", step=step)
+
+    def _go_back(self, actor: TrainController, rollout: RolloutController, lost: StepsLost) -> None:
+        """In place, to the newest snapshot, or to the initial model; workers stay."""
+        begun_at = actor.version
+        while True:
+            self._retreats.note(begun_at, lost)
+            for other in self.beside:
+                other.before_going_back()
+            try:
+                step = self._load_newest(actor, rollout)
+                break
+            except StepsLost as again:
+                lost = again
+        self.log.event("went_back", from_step=begun_at, step=step, cause=str(lost))
+        self.display.warning(f"went back from step {begun_at} to step {step}: {lost}")
+
+    def _load_newest(self, actor: TrainController, rollout: RolloutController) -> int:
         step, warnings = load_latest_snapshot(self.folder, actor, rollout)
         for warning in warnings:
             self.display.warning(warning)
+        for other in self.beside:
+            other.gone_back(step)
         actor.share_weights(rollout)
-        self.display.note(f"resumed after step {step}")
-        self.log.event("resumed", step=step)
+        return step
+
+    def _begin_again(self) -> None:
+        """Workers of an earlier start live, but the ranks cannot go on; nothing was saved."""
+        self.log.event("resumed", step=0)
+        self.display.warning(
+            "the run starts again from nothing: the train workers of the start before could not "
+            "go on (the log says why), and there is no snapshot"
+        )
+
+    def _take_over(self, taken: TakenOver, rollout: RolloutController) -> None:
+        """An earlier start was killed, and its workers live: nothing is loaded."""
+        history = History.read(self.folder.metrics_path)
+        last = history.steps[-1] if history.steps else None
+        self._counted = last.counters if last else {}
+        rollout.rejections.restore(rejections_in(self._counted))
+        if taken.version and (last is None or last.step < taken.version):
+            self.display.warning(
+                f"step {taken.version} was trained, but the script was killed before it could "
+                f"record that: {self.folder.metrics_path} lacks it"
+            )
+        self.display.note(str(taken))
+        self.log.event("reattached", step=taken.version, **taken.of_workers())
+        for other in self.beside:
+            other.take_over(history)
 
     def _steps(
         self, actor: TrainController, rollout: RolloutController
     ) -> Generator[Step, None, None]:
-        total, counters = self.config.total_steps, count(actor, rollout)
+        total, counted = self.config.total_steps, count(actor, rollout)
+        # those of workers that have lived on; what they did without a script counts
+        counters = {name: min(n, self._counted.get(name, n)) for name, n in counted.items()}
         tell = partial(self._tell_step, rollout)
-        with self.display.phase("training", total, "steps") as phase:
+        settings = self.config.checkpoint
+        limit_s = settings.stop_within_s if self.checkpoints and settings.every_steps else 0.0
+        with (
+            self.display.phase("training", total, "steps") as phase,
+            stop_wishes(limit_s, partial(self._tell_stop, actor)) as stop,
+        ):
+            actor.fleet.on_wish = stop.on_wish
             phase.advance(actor.version)
-            while actor.version < total:
+            while True:
+                if stop.takes_snapshot() and self.checkpoints is not None:
+                    self.checkpoints.finish()
+                if stop.asked_by is not None and self.checkpoints is not None:
+                    raise Terminated(stop.asked_by)
+                if actor.version >= total:
+                    return
                 step = Step(actor, rollout, counters, tell)
                 yield step
-                if step.is_lost:
+                if isinstance(step.lost, StepsLost):
+                    self._go_back(actor, rollout, step.lost)
+                    phase.advance(actor.version - phase.done)
+                if step.lost is not None:
                     continue
                 if actor.version != step.number:
                     raise RuntimeError(
@@ -255,27 +358,37 @@ class Run:
                 counters = step.counters
                 phase.advance()
 
+    def _tell_stop(self, actor: TrainController, asked_by: signal.Signals) -> None:
+        name = "Ctrl-C" if asked_by == signal.SIGINT else asked_by.name
+        self.display.note(
+            f"{name}: finishing step {actor.version + 1} and its snapshot, in "
+            f"{self.config.checkpoint.stop_within_s:g} s at most; {name} again stops now"
+        )
+
+    def _note_phases(self, phases: Sequence[Phase]) -> None:
+        self.scheduler.status.note_phases(
+            [StatusPhase(p.name, p.since, p.done, p.total, p.unit, p.doing) for p in phases]
+        )
+
     def _tell_step(self, rollout: RolloutController, metrics: StepMetrics) -> None:
         if self._first_step_s is None:
-            self._first_step_s = _process_age_s()
+            self._first_step_s = process_age_s()
         self.tell(lambda tracker: tracker.on_step(metrics))
         samples = rollout.newest_samples
         if self.config.samples.show and samples and samples is not self._shown_samples:
             self._shown_samples = samples
             self.display.show_samples([s for s in samples if s.group == samples[0].group])
-        advice = tail_advice(self.config.rollout, metrics)
-        if advice and not self._has_advised:  # once a run
-            self._has_advised = True
+        for advice in self._adviser.on_step(metrics):
             self.display.warning(advice)
 
 
 @contextmanager
-def _log_of_run(folder: RunFolder) -> Iterator[None]:
+def _log_of_run(folder: RunFolder, max_bytes: int) -> Iterator[None]:
     """The script's log is the run's; an error that ends the run tells `run_script` its folder."""
-    path = folder.logs / "controller.log"
+    path = folder.log_path("controller")
     with ExitStack() as stack:
         try:
-            stack.enter_context(logging_to("controller", path))
+            stack.enter_context(logging_to("controller", path, max_bytes))
         except OSError as error:
             raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
         try:
@@ -283,10 +396,3 @@ def _log_of_run(folder: RunFolder) -> Iterator[None]:
         except BaseException as error:
             error.run_dir = folder.path  # type: ignore[attr-defined]
             raise
-
-
-def _process_age_s() -> float:
-    """Seconds since this process was started."""
-    started_ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")

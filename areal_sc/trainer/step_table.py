@@ -58,6 +58,10 @@ def _mean_and_max(mean: float, maximum: int) -> str:
     return text if len(text) <= 7 else f"{mean:.0f}/{maximum}"
 
 
+def _in_steps(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
 COLUMNS = (
     Column(("step",), "step", 4, 0, str),
     Column(("reward",), "reward", 6, 1),
@@ -74,6 +78,8 @@ COLUMNS = (
         ("group_staleness_mean", "group_staleness_max"),
         *("groups", 7, 9, _mean_and_max, "staleness"),
     ),
+    Column(("lead",), "lead", 4, 13, _in_steps),
+    Column(("slack",), "slack", 5, 14, _in_steps),
     Column(("generated_tokens_per_s",), "gen", 5, 10, heading="tokens/s"),
     Column(("trained_tokens_per_s",), "train", 5, 11, heading="tokens/s"),
     Column(("step_time_s",), "time", 6, 4, short_duration),

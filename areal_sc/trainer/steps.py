@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
+from areal_sc.controller.ledger_records import WENT_BACK
+from areal_sc.controller.rejections import STALE, RejectionCounts
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.staleness import StalenessStats
 from areal_sc.controller.train import TrainController
-from areal_sc.errors import BatchLost
+from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.trainer.metrics import StepMetrics
 
@@ -29,7 +32,9 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
     counters = {
         "wasted_tokens": rollout.rejections.wasted_tokens,
         **{f"{_REJECTED}{c}": n for c, n in rollout.rejections.by_cause().items()},
-        "rejected_groups": sum(rollout.account()["rejected"].values()),
+        "rejected_groups": sum(
+            n for r, n in rollout.account()["rejected"].items() if r != WENT_BACK
+        ),
         "controller_bytes": actor.num_bytes + rollout.num_bytes,
         "worker_restarts": actor.num_restarts + rollout.num_restarts,
         **actor.publication_stats,
@@ -40,13 +45,24 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
     return counters
 
 
+def rejections_in(counters: Mapping[str, float]) -> RejectionCounts:
+    """What was rejected when `count` gave these."""
+    episodes = {
+        name.removeprefix(_REJECTED): int(n)
+        for name, n in counters.items()
+        if name.startswith(_REJECTED)
+    }
+    num_stale = episodes.pop(STALE, 0)
+    return RejectionCounts(episodes, num_stale)
+
+
 class Step:
     """A training step that goes on; it begins when it is made.
 
     Attributes:
         number: from 1.
         counters: as of the end of the step before; once it is recorded, of its own.
-        is_lost: it ends without a new version.
+        lost: why it ends without a new version; None: it does not.
     """
 
     def __init__(
@@ -58,7 +74,7 @@ class Step:
     ) -> None:
         self.number = actor.version + 1
         self.counters = counters
-        self.is_lost = False
+        self.lost: StepLost | None = None
         self._actor = actor
         self._rollout = rollout
         self._tell = tell
@@ -74,10 +90,10 @@ class Step:
         finally:
             self._spent[part] += time.monotonic() - began
 
-    def lose(self, error: BatchLost) -> None:
-        """Ends the step, whose rows are gone; the next one has the same number, and a new batch."""
-        logger.warning("step=%d begins anew: %s", self.number, error)
-        self.is_lost = True
+    def lose(self, error: StepLost) -> None:
+        """Ends the step; the next one has its number or, after `StepsLost`, an earlier one."""
+        logger.warning("step=%d is lost: %s", self.number, error)
+        self.lost = error
 
     def record(self, batch: BatchMetadata, stats: Mapping[str, float]) -> StepMetrics:
         """Ends the step, and tells what was measured of it.
@@ -98,6 +114,8 @@ class Step:
             group_staleness_max=staleness.group_max,
             token_staleness_mean=staleness.token_mean,
             token_staleness_max=staleness.token_max,
+            lead=self._rollout.groups.admission.lead,
+            slack=self._rollout.groups.admission.slack,
             num_rows=batch.total_batch_size,
             num_generated_tokens=new("generated_tokens"),
             num_trained_tokens=staleness.num_tokens_trained,
@@ -114,6 +132,10 @@ class Step:
             wait_s=self._spent["wait"],
             train_s=self._spent["train"],
             sync_s=self._spent["sync"],
+            num_train_workers=self._actor.engine.num_workers,
+            num_rollout_workers=self._rollout.num_workers,
+            max_staleness=self._rollout.config.max_staleness,
+            **of_groups(batch, before, now),
             controller_bytes=new("controller_bytes"),
             workflow=self._rollout.batch_metrics,
             train=stats,
@@ -128,3 +150,23 @@ def _mean_reward(batch: BatchMetadata) -> float:
     """Mean over episodes, of the means over their rows."""
     means = [sum(batch.rows[row].reward for row in rows) / len(rows) for rows in batch.episodes]
     return sum(means) / len(means)
+
+
+def of_groups(
+    batch: BatchMetadata, before: Mapping[str, float], now: Mapping[str, float]
+) -> dict[str, Any]:
+    """Those fields of `StepMetrics` that tell of groups.
+
+    Args:
+        before, now: counters at the end of the step before, and of this one.
+    """
+    longest: dict[int, int] = {}
+    for row in batch.rows:
+        longest[row.group_id] = max(row.num_loss_tokens, longest.get(row.group_id, 0))
+    num, group_s = (now.get(k, 0.0) - before.get(k, 0.0) for k in ("finished_groups", "group_s"))
+    return {
+        "group_time_s": group_s / num if num > 0 and group_s >= 0 else None,
+        "longest_tokens_mean": statistics.fmean(longest.values()),
+        "longest_tokens_std": statistics.pstdev(longest.values()),
+        "longest_tokens_max": max(longest.values()),
+    }

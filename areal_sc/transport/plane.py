@@ -7,6 +7,7 @@ without            shards lie in the process's own memory; everybody pulls over 
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from typing import Final
 
 from areal_sc.config.schema import TransportConfig
@@ -87,6 +88,10 @@ class DataPlane:
         self.store.adopt()
         await self._server.start()
         return self._server.methods()
+
+    def end_sessions(self, known: Container[str]) -> None:
+        """Ends those of callers whose public keys are not known any more."""
+        self._server.end_sessions(known)
 
     def stats(self) -> PlaneStats:
         """What is held now, and counters since the start."""

@@ -1,27 +1,37 @@
 """The agent of a node: starts, watches and ends the workers there, and owns their shared memory.
 
-    script ── RPC, CURVE with the run's keys ──► agent ══ socket pair ══► fork server ──► workers
+    script ── RPC, CURVE ──────────────────────► agent ══ socket pair ══► fork server ──► workers
       controllers: LAUNCH, WATCH,                  ▲                                        │
-                   STOP, LOG_TAIL                  └────────── one socket pair each ────────┘
+                   STOP, STACKS                    └────────── one socket pair each ────────┘
                                                           WorkerReport once, then beats
 
     WorkerOrder ─► WorkerSpec ─► process ─► WorkerReport ─► Beat, Beat, … ─► EndedWorker
 
 One process a node, started as `python -m areal_sc.workers.agent <run id> <SchedulerConfig as JSON>`
-on this machine or any other. When it listens, it writes its `NodeFacts` to its standard output, one
-line of JSON, or a string that says why the node cannot be used.
+on this machine, with the script's public key on its standard input. When it listens, it writes its
+`NodeFacts` to its standard output, one line of JSON, or a string that says why the node cannot be
+used. On any other machine the address follows at which it tells them to the script, and after the
+key the secret to do so. An agent has no secret of the run: it makes its own keys, obeys the owner
+of the script's, and passes on what the script sends for each worker.
 
     consumes     calls of the controllers, reports and beats of workers, the ends of processes
     waits for    a call, a worker, or the end
     unblocked by SIGTERM; the death of its fork server; or no word of a controller for
-                 `orphan_timeout_s`. Until workers run, it is enough that the standard input is open
+                 `orphan_timeout_s`. As long as no workers run, it is enough that the script answers
+                 when the agent joins again, or, on the script's machine, that the standard input is
+                 open. If the script says that the agent was replaced, it ends at once
+
+On a node of a cluster SIGTERM says that the node is taken away soon. So an agent whose workers are
+in use tells the script, which ends them when it has saved what they did; the second SIGTERM is the
+end. SIGUSR1 asks for a snapshot. The cluster sends both to all processes: no other one obeys.
 
 The fork server must be single-threaded, and ZMQ has threads: so it is a process of its own, forked
 before anything else happens. Processes die with whoever forked them, and a fork server whose agent
 is stopped ends by itself. So whatever becomes of the agent, no worker is left.
 
 An agent deletes the run's shared memory and its keys when the run ends. One whose fork server has
-died leaves them to its successor, which the scheduler starts, and which takes over what it finds.
+died, while a script has the run's folder, leaves them to its successor, which the scheduler starts,
+and which takes over what it finds.
 """
 
 from __future__ import annotations
@@ -29,46 +39,66 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from msgspec import json
 
+from areal_sc.agent_files import AgentFile
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import ArealError, ConfigError, WorkerError, WorkerStartError
+from areal_sc.errors import (
+    ArealError,
+    ConfigError,
+    WorkerError,
+    WorkerStartError,
+)
+from areal_sc.file_lock import HeldLock
 from areal_sc.fork_server import ForkServer
 from areal_sc.ids import random_id
-from areal_sc.log import log_tail, setup_logging
-from areal_sc.process import allow_open_files, name_process
+from areal_sc.log import keep_logs_bounded, setup_logging
+from areal_sc.process import allow_open_files, be_deaf, name_process
 from areal_sc.run_folder import RunFolder
+from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.security.curve import CurveAuthenticator
-from areal_sc.transport.security.keys import RunKeys
-from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
-from areal_sc.transport.sockets.interface import Interface
+from areal_sc.transport.security.curve import CurveServer
+from areal_sc.transport.security.keys import KeyPair
+from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.sockets.interface import Interface, host_of
 from areal_sc.workers.entry import PRELOAD
+from areal_sc.workers.joining import Invitation, place_of_this_process, read_introduction
 from areal_sc.workers.left_files import delete_left_files
+from areal_sc.workers.node_files import NodeFolder
+from areal_sc.workers.script_heard import ScriptHeard
 from areal_sc.workers.spec import (
+    DESCRIBE,
+    END,
     LAUNCH,
-    LOG_TAIL,
+    STACKS,
     STOP,
+    STOP_RUN,
     WATCH,
     Beat,
     Launch,
     Launched,
+    LivingWorker,
     News,
+    NodeDescription,
     NodeFacts,
     Stop,
     Watch,
+    Wish,
     WorkerOrder,
     WorkerSpec,
+    WorkerStacks,
 )
+from areal_sc.workers.wishes import CLUSTER_SIGNALS, Wishes
 from areal_sc.workers.worker_processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
@@ -79,43 +109,61 @@ class Agent:
 
     Args:
         run_id: names this start of the script.
-        config: the run's; `run_dir` is absolute.
-        keys: of the run.
+        controller_key: public key of those who may call it.
+        keys: its own.
         fork_server: of this process.
         num_devices: CUDA devices of this node.
+        node: its run folder, the script's or one in its place.
+        invitation: to the script on another machine; None: the agent tells of itself by its output.
     """
 
     def __init__(
         self,
         run_id: str,
-        config: SchedulerConfig,
-        keys: RunKeys,
+        controller_key: bytes,
+        keys: KeyPair,
         fork_server: ForkServer,
         num_devices: int,
+        node: NodeFolder,
+        invitation: Invitation | None = None,
     ) -> None:
         self._run_id = run_id
-        self._config = config
+        self._node = node
+        self._config = config = node.config
         self._fork_server = fork_server
         self._num_devices = num_devices
         self._folder = RunFolder(config.run_dir)
-        self._memory_root = memory_root(config.transport.shared_memory, self._folder.path)
-        self._interface = Interface.of(config.transport.bind)
+        self._memory_root = node.memory_root()
+        self._keys = keys
+        self._invitation = invitation
+        script_host = "" if invitation is None else host_of(invitation.address)
+        self._interface = Interface.of(config.transport.bind, script_host)
         self._memory: ArenaFolder | None = None
         self._incarnation = random_id()
         self._server = RpcServer(
             [
+                DESCRIBE.served_by(self.describe),
                 LAUNCH.served_by(self.launch),
                 WATCH.served_by(self.watch),
                 STOP.served_by(self.stop),
-                LOG_TAIL.served_by(self.log_tail),
+                STACKS.served_by(self.stacks),
+                STOP_RUN.served_by(self.stop_run),
+                END.served_by(self.end),
             ],
             node_id="agent",
             incarnation=self._incarnation,
             bind=self._interface.bind,
-            authenticator=CurveAuthenticator(keys, "agent"),
+            security=CurveServer(self._keys, KnownCallers(controller_key), "agent"),
         )
-        self._processes = WorkerProcesses(fork_server, self._folder)
-        self._heard_s = time.monotonic()
+        self._processes = WorkerProcesses(fork_server, self._folder, node.shown)
+        self._ended = asyncio.Event()
+        self._wishes = Wishes(self._processes.note)
+        is_far = invitation is not None
+        living = self._processes.living
+        self._script = ScriptHeard(config, self._wishes, lambda: bool(living), is_far=is_far)
+        self._facts: NodeFacts | None = None
+        self._file: AgentFile | None = None
+        self._file_lock: HeldLock | None = None  # as long as the process lives
 
     async def serve(self) -> None:
         """Tells of the node, and returns when all is ended and cleaned up.
@@ -123,45 +171,71 @@ class Agent:
         Raises: WorkerStartError: the fork server has died. ConfigError: the node's shared memory
             cannot be used.
         """
-        ended = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        ended = self._ended
+        if self._invitation is not None:
+            self._wishes.take_signals(lambda: self._script.uses_node, ended.set)
+        else:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
         limit_s = self._config.orphan_timeout_s
         watch = asyncio.create_task(_set_after(self._fork_server.is_gone, ended))
+        logs = asyncio.create_task(
+            keep_logs_bounded(self._folder.logs, self._config.max_log_bytes, but="controller")
+        )
         try:
             await self._tell_of_node()
-            while not ended.is_set() and self._is_wanted():
+            while not ended.is_set() and self._script.needs_node:
                 self._fork_server.go_on(limit_s)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), min(1.0, limit_s / 10))
+                if self._invitation is not None and await self._script.is_done(self._join):
+                    break
             if self._fork_server.is_gone.is_set():
                 raise WorkerStartError("the fork server is gone, and all workers with it")
         finally:
             watch.cancel()
-            has_successor = self._fork_server.is_gone.is_set() and not _is_input_closed()
+            logs.cancel()
+            has_successor = self._fork_server.is_gone.is_set() and self._folder.is_taken
             await self._server.close()
             await self._fork_server.close()
+            await self._node.bring_logs_back()
             self._clean_up(has_successor=has_successor)
+
+    async def describe(self, _: None) -> NodeDescription:
+        """What the node is, and what runs there."""
+        self._script.note()
+        self._wishes.clear()  # whoever asked for it meant an earlier script
+        assert self._facts is not None
+        workers = [
+            LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
+            for worker in self._processes.living.values()
+        ]
+        return NodeDescription(self._facts, self._config, workers)
 
     async def launch(self, launch: Launch) -> Launched:
         """Starts workers; they all serve when it returns, or none is left.
 
         An earlier life of the same worker is killed first.
         """
-        self._heard()
+        self._script.note()
         started = time.monotonic()
-        specs = [self._worker_spec(order) for order in launch.orders]
+        self._processes.note_replaced(launch.replaced)
+        orders, shipped = await self._node.prepared(launch.orders, launch.keys)
+        specs = [self._worker_spec(*it, shipped) for it in zip(orders, launch.keys, strict=True)]
         try:
             workers = await self._processes.start(specs, launch.timeout_s)
         except WorkerError as error:
-            return Launched([], str(error), error.log_path or "", list(error.log_tail))
+            log_path = self._node.shown(error.log_path or "")
+            return Launched([], str(error), log_path, list(error.log_tail))
         logger.info("workers=%d start_s=%.2f", len(workers), time.monotonic() - started)
         return Launched(workers)
 
     async def watch(self, watch: Watch) -> News:
         """News of the workers of a role, at once when one has ended."""
-        self._heard()
+        self._script.note()
         processes = self._processes
-        if watch.num_ended == len(processes.ended):
+        processes.note_replaced(watch.replaced)
+        known = watch.num_ended, watch.num_wishes
+        if known == (len(processes.ended), len(self._wishes)):
             with suppress(TimeoutError):
                 async with asyncio.timeout(watch.hold_s):
                     await processes.end_noted.wait()
@@ -179,18 +253,31 @@ class Agent:
             ],
             ended=[e for e in processes.ended[watch.num_ended :] if e.name.startswith(prefix)],
             num_ended=len(processes.ended),
+            wishes=self._wishes.since(watch.num_wishes),
+            num_wishes=len(self._wishes),
         )
 
     async def stop(self, stop: Stop) -> None:
         """Waits for the end of workers, and kills those that take too long."""
-        self._heard()
+        self._script.note()
         await self._processes.stop(stop.incarnations, stop.grace_s)
 
-    async def log_tail(self, name: str) -> list[str]:
-        """The last lines of a worker's log; none of a name that is no worker's."""
-        self._heard()
-        is_known = any(worker.order.name == name for worker in self._processes.living.values())
-        return log_tail(self._folder.log_path(name)) if is_known else []
+    async def stacks(self, names: Sequence[str]) -> list[WorkerStacks]:
+        """What workers do that do not get on; nothing of a name that is no worker's."""
+        self._script.note()
+        return await self._processes.stacks(names)
+
+    async def stop_run(self, _: None) -> bool:
+        """The run is to end: its script is told by the next news, or is gone, and all ends here.
+
+        Returns: whether a script is heard.
+        """
+        self._wishes.add(Wish.stop)
+        return self._script.is_lately
+
+    async def end(self, _: None) -> None:
+        """The script needs the node no more."""
+        self._ended.set()
 
     async def _tell_of_node(self) -> None:
         """Opens the node's shared memory, and deletes what killed runs have left there."""
@@ -206,27 +293,38 @@ class Agent:
             memory_root=str(self._memory_root),
             address=self._interface.reachable(await self._server.start()),
             incarnation=self._incarnation,
+            key=self._keys.public.decode(),
+            shares_folder=self._node.is_shared,
         )
-        _announce(facts)
+        self._facts = facts
+        place = ("", "", 0, 0) if self._invitation is None else place_of_this_process()
+        self._file = AgentFile.of_this_process(facts.address, facts.incarnation, facts.key, place)
+        self._file_lock = self._file.write(self._folder.path)
+        if self._invitation is not None:
+            await self._script.meet(self._join, self._ended)
+        else:
+            _announce(facts)
 
-    def _worker_spec(self, order: WorkerOrder) -> WorkerSpec:
+    async def _join(self, limit_s: float) -> None:
+        assert self._invitation is not None
+        assert self._facts is not None
+        welcome = await self._invitation.accept(self._keys, self._facts, limit_s)
+        self._node.note_files(welcome.files)
+
+    def _worker_spec(
+        self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None
+    ) -> WorkerSpec:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
-        return WorkerSpec(order, self._config, self._run_id, str(self._memory_root), devices)
-
-    def _heard(self) -> None:
-        self._heard_s = time.monotonic()
-
-    def _is_wanted(self) -> bool:
-        """Someone may still need workers; until any run, the script may be silent."""
-        limit_s = self._config.orphan_timeout_s
-        if time.monotonic() > self._heard_s + limit_s and (
-            self._processes.living or _is_input_closed()
-        ):
-            logger.error("no controller was heard for %g s; ending", limit_s)
-            return False
-        return True
+        transport = replace(self._config.transport, bind=self._interface.host)
+        run = replace(self._config, transport=transport)
+        return WorkerSpec(
+            *(order, run, self._run_id, str(self._memory_root), devices, keys),
+            replaced=self._processes.replaced,
+            term=self._server.newest_term.number,
+            shipped=shipped,
+        )
 
     def _clean_up(self, *, has_successor: bool) -> None:
         """Deletes what the run leaves, unless another script has its folder by now."""
@@ -236,19 +334,19 @@ class Agent:
                 return
             if self._memory is not None:
                 self._memory.remove()
-            self._folder.remove_keys()
+            # last: until then a script that starts waits for this process to end
+            self._folder.remove_keys(self._file)
         except (OSError, ArealError) as error:
             logger.warning("not all was deleted that the run left: %s", error)
+        finally:
+            if self._file is not None:
+                self._file.path(self._folder.path).unlink(missing_ok=True)
+            self._node.remove()
 
 
 async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
     await first.wait()
     then.set()
-
-
-def _is_input_closed() -> bool:
-    """The script is gone: it holds the standard input open, and writes none."""
-    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def _announce(what: NodeFacts | str) -> None:
@@ -269,22 +367,35 @@ def main(
     Args:
         target, preload: of its workers, as in `ForkServer`.
     """
-    run_id, settings = sys.argv[1:] if argv is None else argv
+    run_id, settings, *address = sys.argv[1:] if argv is None else argv
     config = json.decode(settings, type=SchedulerConfig)
     setup_logging("agent")
     name_process("agent")
     allow_open_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_devices = count_cuda_devices()
+    for number in CLUSTER_SIGNALS if address else ():
+        signal.signal(number, be_deaf)
     fork_server = ForkServer(target, () if num_devices else preload)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it serves
+    keys, invitation = KeyPair.create(), None
     try:
-        keys = RunKeys.from_environment(os.environ)
-        keys = keys or RunKeys.read(RunFolder(config.run_dir).keys_path)
-        asyncio.run(Agent(run_id, config, keys, fork_server, num_devices).serve())
+        script_key, secret, nonce = read_introduction()
+        if address:
+            address_path = RunFolder(config.run_dir).join_path
+            invitation = Invitation(address[0], address_path, script_key, secret)
+        try:
+            node = NodeFolder(config, run_id, nonce)
+            agent = Agent(run_id, script_key, keys, fork_server, num_devices, node, invitation)
+            asyncio.run(agent.serve())
+        except ConfigError as error:
+            if invitation is not None:
+                asyncio.run(invitation.accept(keys, str(error)))
+            else:
+                _announce(str(error))
+            raise
     except ArealError as error:
         logger.error("the agent ended: %s", error)
-        if isinstance(error, ConfigError):
-            _announce(str(error))
         return error.exit_code
     return 0
 

@@ -13,29 +13,30 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import msgpack
 
 from areal_sc.engines.handles import handle_from_plain
-from areal_sc.run_folder import RunFolder
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
-from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import calls
 from areal_sc.workers.beats import Beats
+from areal_sc.workers.node_files import files_of
 from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MESSAGE_BYTES: Final = 64 << 10
 
 
 class Worker:
@@ -52,12 +53,10 @@ class Worker:
         self.spec = spec
         self._agent = agent
         self.transport_config = spec.run.transport
-        self.sources = SourceReader(Path(spec.run.run_dir))
         self.handle: Any = handle_from_plain(spec.order.engine, spec.order.engine_config)
-        self.keys = RunKeys.from_environment(os.environ) or RunKeys.read(
-            RunFolder(spec.run.run_dir).keys_path
-        )
-        self.transport = ZmqTransport(authenticator=CurveAuthenticator(self.keys, spec.name))
+        self.transport = ZmqTransport(client=CurveClient.of_worker(spec.keys))
+        self.files = files_of(spec.shipped, spec.run, self.transport)
+        self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
         self._interface = Interface.of(self.transport_config.bind)
         self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
         self.node = self._run_memory.node_token()
@@ -71,7 +70,8 @@ class Worker:
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
             absence_s=OWNER_ABSENCE_S if spec.run.max_deaths else 0.0,
         )
-        self._control_guard = CurveAuthenticator(self.keys, spec.name)
+        self._security = CurveServer.of_worker(spec.keys, spec.name)
+        self._security.callers.note_replaced(spec.replaced)
         self._server: RpcServer | None = None
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -94,11 +94,13 @@ class Worker:
             node_id=self.spec.name,
             incarnation=self.spec.order.incarnation,
             bind=f"{self._interface.bind}:{self.spec.order.port}",
-            authenticator=self._control_guard,
+            security=self._security,
+            term=self.spec.term,
         )
         beats = Beats(self._agent, self.spec.run.heartbeat_interval_s)
         try:
             self.address = self._interface.reachable(await server.start())
+            asyncio.get_running_loop().add_reader(self._agent, self._on_word)
             self._report()
             logger.info(
                 "serving address=%s incarnation=%s", self.address, self.spec.order.incarnation
@@ -137,7 +139,7 @@ class Worker:
         return tuple(self.plane.store.adopted_ids)
 
     async def stats(self, _: None) -> calls.WorkerStats:
-        refused = self._control_guard.num_refused
+        refused = self._security.num_refused
         if self._server is not None:
             refused += self._server.num_malformed
         return calls.WorkerStats(self.plane.stats(), refused, self.engine_stats())
@@ -149,6 +151,15 @@ class Worker:
     async def shutdown(self, _: None) -> None:
         """Ends the worker after the reply."""
         asyncio.get_running_loop().call_later(0.05, self._done.set)
+
+    def _on_word(self) -> None:
+        """The agent tells which workers of the run have been started again."""
+        told = os.read(self._agent, _MESSAGE_BYTES)
+        if told:
+            self._security.callers.note_replaced(msgpack.decode(told, type=dict[str, int]))
+            self.plane.end_sessions(self._security.callers.known)
+        else:  # the agent has ended, and this process ends with it
+            asyncio.get_running_loop().remove_reader(self._agent)
 
     def _report(self) -> None:
         report = WorkerReport(

@@ -18,12 +18,10 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.security.passes import CONTROLLER, Caller
 from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
 from areal_sc.workers.operations import Operation
 from areal_sc.workflows.rejection import Rejection
-
-WRITE_TIMEOUT_S: Final = 4 * 3600.0
-"""For weights, a snapshot or an export to be written; far above what any takes."""
 
 SAMPLE_TIMEOUT_S: Final = 10.0
 """Samples that are not there by then are missing."""
@@ -60,8 +58,8 @@ class WorkerStats(Struct, frozen=True):
 
     Attributes:
         plane: of its store and data plane.
-        control_refused: connections without the run's keys, and messages that no member of the run
-            sends, on the control and heartbeat sockets.
+        control_refused: connections and calls of strangers, calls of those who may not make them,
+            and messages that no correct peer sends, on the control socket.
         engine: of its engine, which has its own names for them.
     """
 
@@ -169,6 +167,10 @@ class Snapshot(Change, frozen=True, array_like=True):
     kept: int = -1
 
 
+MEMORY_SNAPSHOT: Final = "memory_snapshot"
+"""Name of the operation that writes one in memory."""
+
+
 class OpenWeightGroup(Struct, frozen=True, array_like=True):
     """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
 
@@ -197,20 +199,20 @@ COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)
 SFT_UPDATE = Method("sft_update", SFTUpdate, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
-SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, deadline_s=WRITE_TIMEOUT_S)
+SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, writes=True)
 """Also waits for a snapshot that is being written."""
 OPEN_WEIGHT_GROUP = Method("open_weight_group", OpenWeightGroup, WeightGroup)
 MEET_WEIGHT_GROUP = Method("meet_weight_group", int, NoneType)
 """Its argument is the number of ranks."""
 WEIGHT_LAYOUTS = Method("weight_layouts", NoneType, tuple[BucketLayout, ...])
 BROADCAST_WEIGHTS = Method("broadcast_weights", NoneType, SentWeights)
-CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType)
+CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType, callers=CONTROLLER | {Caller.rollout})
 """Its argument is the weight group. Also called by rollout workers, whose servers have refused."""
-BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, deadline_s=WRITE_TIMEOUT_S)
+BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, writes=True)
 """Takes the weights for a Hugging Face folder below the run folder, and names that folder."""
-BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, deadline_s=WRITE_TIMEOUT_S)
+BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, writes=True)
 """Takes this rank's part of a snapshot; one on the disk is completed by the controller."""
-FINISH_WRITE = Method("finish_write", Change, NoneType, deadline_s=WRITE_TIMEOUT_S)
+FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType)
 """Goes to the state of the operation's version, in its lineage."""
@@ -328,6 +330,17 @@ class JoinWeightGroup(Struct, frozen=True, array_like=True):
     first_rank: int
 
 
+class CopyWeights(Struct, frozen=True, array_like=True):
+    """Published weights of which the worker is to keep a copy, in place of the one before.
+
+    Attributes:
+        spare_bytes: of its node's shared memory, so much must stay free for rows.
+    """
+
+    weights: WeightsReference
+    spare_bytes: int
+
+
 class ReadTexts(Struct, frozen=True, array_like=True):
     """Rows that lie in the worker's own store, to be read as text.
 
@@ -355,13 +368,17 @@ class RowText(Struct, frozen=True, array_like=True):
 
 
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)
+"""Once; a repeat waits for the first one."""
 RUN_GROUP = Method("run_group", RunGroup, GroupReply)
+"""A run is played once: a repeat joins it, or gets its reply again; see `group_runs`."""
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
-"""Ends the episodes of a group, if they go on; the reply of its `run_group` follows."""
+"""Ends a run, if it goes on; nothing more comes of it when this replies."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
 READ_TEXTS = Method("read_texts", ReadTexts, tuple[RowText, ...], deadline_s=SAMPLE_TIMEOUT_S)
 UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)
+COPY_WEIGHTS = Method("copy_weights", CopyWeights, ShardReference)
+"""Its reply is the copy, which the worker serves until it has newer weights."""
 WEIGHT_RANKS = Method("weight_ranks", str, WeightRanks)
 """Its argument is the weight group."""
 JOIN_WEIGHT_GROUP = Method("join_weight_group", JoinWeightGroup, NoneType)

@@ -103,6 +103,16 @@ class Operations:
             )
         return await asyncio.shield(noted)
 
+    @property
+    def noted(self) -> tuple[Operation, ...]:
+        """Those that are remembered: they are done, or go on, or wait."""
+        return tuple(self._noted)
+
+    @property
+    def broken(self) -> str:
+        """Why only a new lineage is accepted; "" if that is not so."""
+        return self._broken
+
     @contextmanager
     def changing(self, operation: Operation) -> Iterator[None]:
         """What fails within leaves the state in between: only a new lineage is accepted then."""

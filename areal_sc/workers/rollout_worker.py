@@ -4,8 +4,9 @@ run_group    `group_size` episodes of one prompt, concurrently -> one sealed sha
              is its metadata. An episode gives one or several rows. One whose workflow or reward
              fails is rejected with its cause; an engine that fails is no result of any episode
              and fails the call.
+             Asked for again, the run is joined, or its reply repeated: see `group_runs`.
              `give_up_group` ends the episodes; the reply then says that nothing was sealed
-weights      pulled beside generation, then applied by the engine between two decode steps
+weights      read beside generation (`held_weights`), then applied between two decode steps
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,13 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
-from areal_sc.weights import WeightBroadcast, WeightsReference
+from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
+from areal_sc.workers.group_runs import GroupRuns
+from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import checked_episode
@@ -78,7 +84,12 @@ class RolloutWorker(Worker):
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
         self._all_episodes = Episodes()
-        self._group_episodes: dict[calls.GroupAttempt, asyncio.Task[list[Episode | Rejection]]] = {}
+        self._runs = GroupRuns()
+        self._starting: asyncio.Task[None] | None = None
+        self._one_update = asyncio.Lock()
+        self._policy: tuple[int, int] | None = None
+        self._weights = HeldWeights(self.plane)
+        self._group_counters = {"finished_groups": 0, "group_s": 0.0}
 
     @property
     def engine(self) -> GenerationEngine:
@@ -89,12 +100,14 @@ class RolloutWorker(Worker):
         return [
             *super().methods(),
             calls.INITIALIZE_ENGINE.served_by(self.initialize),
+            DESCRIBE_ROLLOUT.served_by(self.describe),
             calls.RUN_GROUP.served_by(self.run_group),
-            calls.GIVE_UP_GROUP.served_by(self.give_up_group),
+            calls.GIVE_UP_GROUP.served_by(self._runs.give_up),
             calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
             calls.JOIN_WEIGHT_GROUP.served_by(
                 lambda args: self.engine.join_group(args.group, args.first_rank)
@@ -107,12 +120,18 @@ class RolloutWorker(Worker):
     async def close(self) -> None:
         if self._reward_watch:
             self._reward_watch.cancel()
+        await self._runs.close()
         if self._engine:
             await self._engine.close()
         await self._rewards.close()
         await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="engine start")
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
         self._reward_watch = asyncio.create_task(self._end_with_rewards(), name="reward watch")
         torch.set_num_threads(self.handle.config.num_threads)
         logs = self.spec.log_path
@@ -122,22 +141,19 @@ class RolloutWorker(Worker):
         await engine.start()
         self._engine = engine
 
+    async def describe(self, _: None) -> RolloutDescription:
+        runs = self._runs
+        return RolloutDescription(self._policy, runs.going, runs.ended, tuple(self.plane.store.ids))
+
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
-        """Episodes of one prompt; nothing is sealed when the group is given up meanwhile."""
-        key = calls.GroupAttempt(group.group_id, group.attempt)
+        run = calls.GroupAttempt(group.group_id, group.attempt)
+        return await self._runs.join(run, lambda: self._play_group(run, group))
+
+    async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
+        """Episodes of one prompt; cancelled, it seals nothing."""
+        began_s = time.perf_counter()
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
-        episodes = asyncio.create_task(
-            self._episodes(group.prompt, group.workflow, prefix_group, group.group_size)
-        )
-        self._group_episodes[key] = episodes
-        try:
-            played = await episodes
-        except asyncio.CancelledError:
-            if key in self._group_episodes:  # the call itself is cancelled
-                raise
-            played = []
-        finally:
-            self._group_episodes.pop(key, None)
+        played = await self._episodes(group.prompt, group.workflow, prefix_group, group.group_size)
         kept: dict[int, Episode] = {}
         rejected: dict[str, list[Rejection]] = {}
         metrics: dict[str, list[float]] = {}
@@ -149,13 +165,12 @@ class RolloutWorker(Worker):
             for name, value in _mean_metrics(episode).items():
                 metrics.setdefault(name, []).append(value)
         batch = self._seal(group, kept) if kept else None
+        if batch is not None and group.group_id >= 0:  # of training
+            self._group_counters["finished_groups"] += 1
+            self._group_counters["group_s"] += time.perf_counter() - began_s
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
-        return calls.GroupReply(key, batch, causes, sums, self._warning(group.prompt, kept))
-
-    async def give_up_group(self, group: calls.GroupAttempt) -> None:
-        if group in self._group_episodes:
-            self._group_episodes.pop(group).cancel()
+        return calls.GroupReply(run, batch, causes, sums, self._warning(group.prompt, kept))
 
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, reward and metrics only; nothing is stored."""
@@ -173,31 +188,41 @@ class RolloutWorker(Worker):
     async def sweep(self, sweep: calls.Sweep) -> int:
         last_sequence = await super().sweep(sweep)
         self._texts.forget()
+        self._runs.forget(self.plane.store.__contains__)
         return last_sequence
 
     async def update_weights(self, weights: WeightsReference) -> None:
-        """Gives the engine the weights of a version, in the way that the trainers publish them."""
+        """Gives the engine the weights of a version, in the way that the trainers publish them.
 
-        async def pull() -> list[tuple[str, torch.Tensor]]:
-            return [
-                (name, parts[0] if len(parts) == 1 else torch.cat(parts))
-                async for name, parts in self.plane.puller.pull_weights(weights)
-            ]
+        Those that it holds already change nothing: an update that a controller asked for before it
+        died ends by itself.
+        """
+        async with self._one_update:
+            if self._policy != weights.policy:
+                await self._update(weights)
+                self._policy = weights.policy
+                self._weights.keep_only(weights)
+                logger.info("policy_version=%d", weights.version)
 
+    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+        async with self._one_update:
+            shard_id = await self._weights.copy(wanted)
+        logger.info("policy_version=%d is served to others", wanted.weights.version)
+        return ShardReference(self.spec.name, self.address, shard_id)
+
+    async def _update(self, weights: WeightsReference) -> None:
+        read = partial(self._weights.read, weights)
         if weights.folder:
             await self.engine.update_weights_from_disk(weights.version, Path(weights.folder))
         elif weights.broadcast:
             sent = weights.broadcast
             await self.engine.update_weights_from_group(
-                weights.version,
-                sent.group,
-                sent.buckets,
-                again=pull,
+                *(weights.version, sent.group, sent.buckets),
+                again=read,
                 give_up=lambda: self._cancel_broadcast(sent),
             )
         else:
-            await self.engine.update_weights(weights.version, pull)
-        logger.info("policy_version=%d", weights.version)
+            await self.engine.update_weights(weights.version, read)
 
     async def weight_ranks(self, group: str) -> calls.WeightRanks:
         return calls.WeightRanks(
@@ -208,7 +233,7 @@ class RolloutWorker(Worker):
         )
 
     def engine_stats(self) -> dict[str, float]:
-        return dict(self._engine.stats()) if self._engine else {}
+        return {**self._engine.stats(), **self._group_counters} if self._engine else {}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""
@@ -242,6 +267,8 @@ class RolloutWorker(Worker):
         num_episodes: int,
         evaluation: calls.RunEvaluation | None = None,
     ) -> list[Episode | Rejection]:
+        for number in (workflow_number, reference.dataset):
+            await self.files.bring_source(number)
         workflow = self.sources.workflow(workflow_number)
         dataset = self.sources.prompts(reference.dataset)
         try:

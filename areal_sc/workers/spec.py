@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, msgpack
 
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run_folder import RunFolder
+from areal_sc.shipping.calls import FilesAddress, Shipped
 from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys
 
 Role = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,31}$")]
 """Such as `train` or `rollout`. It is part of file names, so nothing else comes over a socket."""
@@ -27,6 +30,8 @@ class NodeFacts:
         num_devices: CUDA devices that workers can use.
         memory_root: folder below which shared memory is kept.
         address, incarnation: of the agent.
+        key: public key of its server; "": it serves everyone, as in a simulation.
+        shares_folder: it sees the run folder of the script.
     """
 
     host: str
@@ -35,6 +40,44 @@ class NodeFacts:
     memory_root: str
     address: str
     incarnation: str
+    key: str = ""
+    shares_folder: bool = True
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What an agent on another node tells the script's scheduler, as soon as it knows.
+
+    Attributes:
+        job: SLURM's id of the job that has started the agent.
+        node: SLURM's name of the node.
+        restart: how often SLURM has started the agent's job again.
+        step: number of the job's step that is the agent; each start of the job counts anew.
+        pid: of the agent, on its node.
+        facts: or why the node cannot be used.
+        agent_key: public key of the agent, also if it cannot be used.
+        secret: of the invitation.
+    """
+
+    job: str
+    node: str
+    pid: int
+    facts: NodeFacts | str
+    agent_key: str
+    secret: str = field(default="", repr=False)
+    restart: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What an agent that has joined is told.
+
+    Attributes:
+        files: where those of the script are, for a node that does not see its run folder.
+    """
+
+    files: FilesAddress | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +116,21 @@ class WorkerOrder:
     def name(self) -> str:
         return f"{self.role}/{self.index}"
 
+    @property
+    def caller(self) -> Caller:
+        """As what the worker calls others."""
+        return Caller.rollout if self.role == ROLLOUT_ROLE else Caller.train
+
+    def is_like(self, other: WorkerOrder) -> bool:
+        """Whether a worker of the one order is one of the other, too: all but its place is the
+        same."""
+        return self._wanted() == other._wanted()
+
+    def _wanted(self) -> bytes:
+        """What decides; in the form in which it travels, which does not know tuples, say."""
+        order = replace(self, incarnation="", devices=[], port=0)
+        return msgpack.encode(order, order="deterministic")
+
 
 ROLLOUT_ROLE = "rollout"
 TRAIN_ROLE = "train"
@@ -81,14 +139,17 @@ TRAIN_ROLE = "train"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know before its first call; nothing of it is secret.
+    """Everything a worker process needs to know before its first call.
 
     Attributes:
-        run: settings, as its agent got them; `run_dir` is absolute, and has the run's keys in it
-            if they are not in the environment.
+        run: settings, as its agent got them; `run_dir` is absolute.
         run_id: names this start of the script, and the run's folder in shared memory.
         memory_root: folder below which the node keeps shared memory.
         visible_devices: the value of CUDA_VISIBLE_DEVICES.
+        keys: of this life of the worker.
+        replaced: workers whose earlier passes are void; see `Passes`.
+        term: that of the controller which wants the worker.
+        shipped: files of the script; None: the node shares its run folder.
     """
 
     order: WorkerOrder
@@ -96,6 +157,10 @@ class WorkerSpec:
     run_id: str
     memory_root: str
     visible_devices: str
+    keys: WorkerKeys
+    replaced: dict[str, int]
+    term: int = 0
+    shipped: Shipped | None = None
 
     @property
     def name(self) -> str:
@@ -122,6 +187,31 @@ class WorkerReport:
     pid: int
     node: str
     store_room_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LivingWorker:
+    """A worker that runs.
+
+    Attributes:
+        report: None: it does not serve yet.
+    """
+
+    order: WorkerOrder
+    report: WorkerReport | None
+
+
+@dataclass(frozen=True)
+class NodeDescription:
+    """What an agent is, and what runs there: for a script that finds it.
+
+    Attributes:
+        config: the agent was started with it.
+    """
+
+    facts: NodeFacts
+    config: SchedulerConfig
+    workers: list[LivingWorker]
 
 
 class Beat(Struct, frozen=True, array_like=True):
@@ -160,11 +250,19 @@ class Launch:
     """All workers of a role that a node gets.
 
     Attributes:
+        keys: of each of them.
         timeout_s: after which those that do not serve are given up.
+        replaced: as in `Watch`, all of them.
     """
 
     orders: list[WorkerOrder]
+    keys: list[WorkerKeys]
     timeout_s: float
+    replaced: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.orders):
+            raise ValueError(f"{len(self.orders)} workers have {len(self.keys)} key pairs")
 
 
 @dataclass(frozen=True)
@@ -177,18 +275,35 @@ class Launched:
     log_tail: list[str] = field(default_factory=list)
 
 
+class Wish(StrEnum):
+    """What an agent was asked for by others than its script.
+
+    stop: the run is to end; the command `stop` asks for it.
+    leave: the node is taken away soon: SIGTERM, of a preemption or `scancel`.
+    snapshot: what is done is to be saved: SIGUSR1, some time before the job's time is over.
+    """
+
+    stop = "stop"
+    leave = "leave"
+    snapshot = "snapshot"
+
+
 class Watch(Struct, frozen=True, array_like=True):
     """A question for news.
 
     Attributes:
         role: whose workers are meant.
-        num_ended: of the last answer; 0 at first.
+        num_ended, num_wishes: of the last answer; 0 at first.
         hold_s: the answer waits so long for the end of a worker, and then comes without one.
+        replaced: workers of the whole run that have been started again, and the number of each
+            one's newest pass; all of them when there are new ones, else none.
     """
 
     role: str
     num_ended: int
     hold_s: float
+    num_wishes: int = 0
+    replaced: dict[str, int] = {}
 
 
 class News(Struct, frozen=True, array_like=True):
@@ -198,11 +313,15 @@ class News(Struct, frozen=True, array_like=True):
         beats: of the living.
         ended: those that ended since the last answer.
         num_ended: workers of all roles that ever ended.
+        wishes: what the agent was asked for since the last answer.
+        num_wishes: that there were since its start.
     """
 
     beats: list[Beat]
     ended: list[EndedWorker]
     num_ended: int
+    wishes: list[Wish] = []
+    num_wishes: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,7 +337,26 @@ class Stop:
     grace_s: float
 
 
+@dataclass(frozen=True)
+class WorkerStacks:
+    """Where a worker that does not get on is.
+
+    Attributes:
+        state: what its process does, in words that follow "its process".
+        lines: stacks of its threads; if it writes none, the last lines of its log.
+    """
+
+    name: str
+    state: str
+    lines: list[str]
+
+
+DESCRIBE = Method("describe", NoneType, NodeDescription)
+JOIN = Method("join", Joining, Welcome, callers=CONTROLLER | {Caller.newcomer})
 LAUNCH = Method("launch", Launch, Launched)
 WATCH = Method("watch", Watch, News)
 STOP = Method("stop", Stop, NoneType)
-LOG_TAIL = Method("log_tail", str, list[str])
+STACKS = Method("stacks", list[str], list[WorkerStacks])
+"""Of the workers with these names, as far as they live."""
+STOP_RUN = Method("stop_run", NoneType, bool)
+END = Method("end", NoneType, NoneType)

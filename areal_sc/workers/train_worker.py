@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.durable import partial_of
 from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
+from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
@@ -26,12 +27,13 @@ from areal_sc.transport.sockets.interface import host_of
 from areal_sc.weights import ShardReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.calls import MEMORY_SNAPSHOT, SnapshotPlace
+from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Operation, Operations, digest
 from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
-_FOLDER_PREFIX = "version-"
+_FOLDER_PREFIX = "policy-"
 
 
 class TrainWorker(Worker):
@@ -42,9 +44,12 @@ class TrainWorker(Worker):
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         super().__init__(spec, agent)
         self.engine: TrainEngine = self.handle.build()
+        self.engine.shares_files = self.files.are_shared
         self.operations = Operations(spec.name)
-        self._writes: dict[Operation, Future[None]] = {}
+        self._writes: dict[Operation, _Write] = {}
         self._position = RankPosition(0, is_head=True)
+        self._world_size = 0  # until it has joined the others
+        self._num_logprobs = self._num_computing = 0
         self._broadcasts: WeightBroadcasts | None = None
         self._rank = 0
         self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
@@ -59,6 +64,7 @@ class TrainWorker(Worker):
             *super().methods(),
             calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             calls.INITIALIZE_RANK.served_by(self.initialize),
+            DESCRIBE_RANK.served_by(self.describe),
             calls.COMPUTE_LOGPROBS.served_by(self.compute_logprobs),
             calls.PPO_UPDATE.served_by(self.ppo_update),
             calls.SFT_UPDATE.served_by(self.sft_update),
@@ -82,6 +88,8 @@ class TrainWorker(Worker):
 
     async def close(self) -> None:
         await self.operations.close()
+        for write in self._writes.values():
+            await write.give_up()  # what the engine writes goes on; nobody waits for it
         if self._broadcasts:
             self._broadcasts.close()
         await self.compute(self.engine.close)
@@ -104,9 +112,39 @@ class TrainWorker(Worker):
             host=host_of(self.address),
             node=self.node,
         )
+        self._world_size = args.world_size
         return self._position
 
+    async def describe(self, _: None) -> RankDescription:
+        operations = self.operations
+        whole = [
+            write.version
+            for write, written in self._writes.items()
+            if (write.lineage, write.name) == (operations.lineage, MEMORY_SNAPSHOT)
+            and written.task.done()
+            and written.task.exception() is None
+        ]
+        return RankDescription(
+            operations.lineage,
+            operations.version,
+            self._position if self._world_size else None,
+            self._world_size,
+            operations.broken,
+            operations.noted,
+            self._num_logprobs,
+            self._num_computing > 0,
+            tuple(whole),
+        )
+
     async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
+        self._num_logprobs += 1
+        self._num_computing += 1
+        try:
+            return await self._compute_logprobs(batch)
+        finally:
+            self._num_computing -= 1
+
+    async def _compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
         rows = await self.plane.puller.pull(batch)
 
         def compute() -> str:
@@ -127,6 +165,7 @@ class TrainWorker(Worker):
 
     async def sft_update(self, args: calls.SFTUpdate) -> dict[str, float]:
         async def update() -> dict[str, float]:
+            await self.files.bring_source(args.dataset)
             dataset = self.sources.prompts(args.dataset)
             items = [dataset[index] for index in args.indices]
             rows = PackedRows(
@@ -159,14 +198,13 @@ class TrainWorker(Worker):
         """Seals a copy of what this rank holds of the parameters."""
 
         def put() -> str:
-            parts, dtype = self.engine.flat_parts()
-            fields = {
-                name: torch.empty_like(part, dtype=dtype, device="meta")
-                for name, part in parts.items()
-            }
-            lengths = {name: [len(part)] for name, part in parts.items()}
-            values = (part.to(dtype) for part in parts.values())
-            return self.plane.store.put(fields, lengths, values=values)
+            unfilled, values = self.engine.published_parts()
+            lengths = {name: [len(part)] for name, part in unfilled.items()}
+            try:
+                return self.plane.store.put(unfilled, lengths, values=values)
+            finally:
+                for _ in values:  # other ranks may wait for this one's part in them
+                    pass
 
         async def seal() -> calls.SealedShard:
             # in the engine's thread: the event loop must not wait for gigabytes
@@ -175,12 +213,13 @@ class TrainWorker(Worker):
         return await self.operations.join(args.operation, seal, next_version=args.version)
 
     async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
-        """Writes the weights to a folder of their version below `weight_update.folder`."""
-        folder = self._weights_root / f"{_FOLDER_PREFIX}{args.version}"
+        """Writes the weights to a folder of their policy below `weight_update.folder`."""
+        lineage = args.operation.lineage
+        folder = self._weights_root / f"{_FOLDER_PREFIX}{lineage}-{args.version}"
 
         async def save() -> calls.SavedWeights:
             if self._rank == 0:
-                await asyncio.to_thread(_remove_before, self._weights_root, args.oldest)
+                await asyncio.to_thread(_remove_before, self._weights_root, lineage, args.oldest)
             written = await self.compute(lambda: self.engine.begin_save_hf(folder, is_staged=False))
             await asyncio.wrap_future(written)
             return calls.SavedWeights(str(folder), self.plane.store.last_sequence)
@@ -191,8 +230,13 @@ class TrainWorker(Worker):
         operation = change.operation
         name = digest([operation.lineage, operation.version, operation.name])
         folder = RunFolder(self.spec.run.run_dir).exports / self.spec.order.role / name
-        await self._begin_write(operation, lambda: self.engine.begin_save_hf(folder))
-        return str(folder)
+        names = None if self._rank == 0 else ()
+        await self._begin_write(
+            operation,
+            lambda: self.engine.begin_save_hf(folder),
+            lambda: self.files.bring_back(folder, names),
+        )
+        return self.files.script_path(folder)
 
     async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
         operation = snapshot.operation
@@ -203,7 +247,11 @@ class TrainWorker(Worker):
                 await asyncio.to_thread(_remove_but, kept)
         else:
             folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
-        await self._begin_write(operation, lambda: self.engine.begin_snapshot(folder))
+        await self._begin_write(
+            operation,
+            lambda: self.engine.begin_snapshot(folder),
+            lambda: self._bring_snapshot_back(snapshot.place, folder),
+        )
 
     async def finish_write(self, change: calls.Change) -> None:
         """Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun."""
@@ -212,7 +260,7 @@ class TrainWorker(Worker):
         if write is None:
             raise StaleCall(f"{operation}: {self.spec.name} writes nothing such")
         # A call that is given up must not cancel the write, which other ranks take part in.
-        await asyncio.shield(asyncio.wrap_future(write))
+        await asyncio.shield(write.task)
 
     async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
         operation = snapshot.operation
@@ -221,6 +269,8 @@ class TrainWorker(Worker):
             folder = self._memory_path(operation)
 
         async def load() -> None:
+            if snapshot.place is SnapshotPlace.disk:
+                await self.files.bring_snapshot(folder)
             if snapshot.place is not SnapshotPlace.initial:
                 await self.compute(lambda: self.engine.load_snapshot(folder))
 
@@ -228,10 +278,24 @@ class TrainWorker(Worker):
             operation, load, next_version=operation.version, begins_lineage=True
         )
 
-    async def _begin_write(self, operation: Operation, begin: Callable[[], Future[None]]) -> None:
-        """Joins a write of the same name that goes on; what is written already is written again."""
+    async def _bring_snapshot_back(self, place: SnapshotPlace, folder: Path) -> None:
+        names = [file_name(self._rank), *([INDEX_NAME] if self._rank == 0 else [])]
+        if place is SnapshotPlace.disk:
+            await self.files.bring_back(folder, names)
+
+    async def _begin_write(
+        self,
+        operation: Operation,
+        begin: Callable[[], Future[None]],
+        bring_back: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Joins a write of the same name that goes on; what is written already is written again.
+
+        All ranks must do the same of the two: so the engine's part counts, which ends together.
+        """
         earlier = self._writes.get(operation)
-        if earlier is not None and earlier.done():
+        if earlier is not None and earlier.written.done():
+            await earlier.give_up()
             self.operations.forget(operation)
 
         async def take() -> None:
@@ -240,9 +304,10 @@ class TrainWorker(Worker):
             self._writes = {
                 other: going_on
                 for other, going_on in self._writes.items()
-                if other.version >= newest or not going_on.done()
+                if other.version >= newest or not going_on.task.done()
             }
-            self._writes[operation] = write
+            task = asyncio.create_task(_written(write, bring_back))
+            self._writes[operation] = _Write(write, task)
 
         await self.operations.join(operation, take)
 
@@ -263,6 +328,23 @@ class TrainWorker(Worker):
         return calls.SealedShard(shard, self.plane.store.last_sequence)
 
 
+class _Write(NamedTuple):
+    """What is being written: by the engines of all ranks, and then brought back by each worker."""
+
+    written: Future[None]
+    task: asyncio.Task[None]
+
+    async def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def _written(write: Future[None], bring_back: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.wrap_future(write)
+    await bring_back()
+
+
 def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(
         [torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)]
@@ -281,9 +363,10 @@ def _remove_but(kept: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_before(root: Path, oldest: int) -> None:
-    """Folders of older versions; whoever reads one has been waited for."""
-    for folder in root.glob(_FOLDER_PREFIX + "*"):
+def _remove_before(root: Path, lineage: int, oldest: int) -> None:
+    """Folders of older policies; whoever reads one has been waited for."""
+    for folder in root.glob(_FOLDER_PREFIX + "*-*"):
         with suppress(ValueError):
-            if int(folder.name.removeprefix(_FOLDER_PREFIX)) < oldest:
+            policy = [int(part) for part in folder.name.removeprefix(_FOLDER_PREFIX).split("-")]
+            if policy < [lineage, oldest]:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -22,9 +23,10 @@ from msgspec import MsgspecError, msgpack
 from areal_sc.errors import WorkerStartError
 from areal_sc.fork_server import Child, ForkServer
 from areal_sc.log import log_tail
+from areal_sc.process import IS_STOPPED, process_state
 from areal_sc.run_folder import RunFolder
 from areal_sc.workers.left_files import delete_left_files
-from areal_sc.workers.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec
+from areal_sc.workers.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec, WorkerStacks
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,10 @@ SERVERS_END_S: Final = 5.0
 KILL_LIMIT_S: Final = 10.0
 """A process that takes longer to die of SIGKILL hangs in the kernel."""
 
+MAX_STOPPED: Final = 5
+"""Heartbeat intervals in which a worker that has not reported yet may be stopped."""
+
+_NAMES_PER_MESSAGE: Final = 500
 _MESSAGE_BYTES: Final = 64 << 10
 
 _from_worker: Final = msgpack.Decoder(WorkerReport | tuple[int, int])
@@ -45,6 +51,7 @@ class WorkerProcess:
     Attributes:
         reported: what it told when it began to serve.
         beat_ns, turn_ns: its last signs of life, `CLOCK_MONOTONIC`.
+        replaced: what it was told of `WorkerProcesses.replaced`.
     """
 
     order: WorkerOrder
@@ -52,25 +59,34 @@ class WorkerProcess:
     reported: asyncio.Future[WorkerReport]
     beat_ns: int
     turn_ns: int
+    replaced: dict[str, int]
 
 
 class WorkerProcesses:
     """All workers of a node.
 
+    Args:
+        shown: a path of this node, for people elsewhere.
+
     Attributes:
         living: by incarnation.
         ended: those that were, in order.
-        end_noted: set, and replaced, at the next end.
+        end_noted: set, and replaced, at the next end, and by `note`.
         begun_s: Unix time; younger files that killed servers left are deleted.
+        replaced: workers of the run whose earlier passes are void; see `Passes`.
     """
 
-    def __init__(self, fork_server: ForkServer, folder: RunFolder) -> None:
+    def __init__(
+        self, fork_server: ForkServer, folder: RunFolder, shown: Callable[[str], str] = str
+    ) -> None:
         self.living: dict[str, WorkerProcess] = {}
         self.ended: list[EndedWorker] = []
         self.end_noted = asyncio.Event()
         self.begun_s = time.time()
+        self.replaced: dict[str, int] = {}
         self._fork_server = fork_server
         self._folder = folder
+        self._shown = shown
         self._one_life: dict[str, asyncio.Lock] = {}  # by name
 
     async def start(self, specs: Sequence[WorkerSpec], timeout_s: float) -> list[WorkerReport]:
@@ -98,6 +114,36 @@ class WorkerProcesses:
             logger.warning("worker=%s did not end by itself; killed", worker.order.name)
         await self._kill(left)
 
+    def note_replaced(self, replaced: Mapping[str, int]) -> None:
+        """Has all workers refuse what lives before these have called."""
+        if replaced.items() - self.replaced.items():
+            self.replaced = {**self.replaced, **replaced}
+        for worker in self.living.values():
+            if worker.replaced is not self.replaced:
+                self._tell_replaced(worker)
+
+    def _tell_replaced(self, worker: WorkerProcess) -> None:
+        """What there is no room for is told at the next occasion."""
+        with suppress(OSError):  # the worker is stopped, or ends
+            pairs = list(self.replaced.items())
+            for first in range(0, len(pairs), _NAMES_PER_MESSAGE):
+                part = dict(pairs[first : first + _NAMES_PER_MESSAGE])
+                worker.child.connection.send(msgpack.encode(part))
+            worker.replaced = self.replaced
+
+    async def stacks(self, names: Sequence[str]) -> list[WorkerStacks]:
+        """Where these workers are, as far as they live."""
+        workers = [worker for worker in self.living.values() if worker.order.name in names]
+        return list(await asyncio.gather(*map(self._stacks_of, workers)))
+
+    async def _stacks_of(self, worker: WorkerProcess) -> WorkerStacks:
+        name, child = worker.order.name, worker.child
+        log = self._folder.log_path(name)
+        state, lines = process_state(child.pid), list[str]()
+        if state != IS_STOPPED:  # then it would write them when it goes on
+            lines = await self._fork_server.stacks(child, log)
+        return WorkerStacks(name, state, lines or log_tail(log))
+
     async def _start(self, spec: WorkerSpec, timeout_s: float) -> WorkerReport:
         """Raises: WorkerStartError: it did not come up; WorkerLost: the fork server is gone."""
         path = spec.log_path
@@ -105,14 +151,15 @@ class WorkerProcesses:
         try:
             async with asyncio.timeout(timeout_s):
                 worker = await asyncio.shield(forking)
-                first: list[asyncio.Future[Any]] = [worker.reported, worker.child.ended]
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                is_stopped = await _is_stopped(worker, spec.run.heartbeat_interval_s)
         except TimeoutError:
-            what = f"did not report within {timeout_s:g} s"
+            what = f"did not report within scheduler.startup_timeout_s={timeout_s:g}"
         else:
             if worker.reported.done():
                 return worker.reported.result()
             what = f"ended with {worker.child.how} before it served"
+            if is_stopped:
+                what = f"does not come up: its process {worker.child.pid} {IS_STOPPED}"
         finally:
             # also one that nobody waits for any more must not be left
             forking.add_done_callback(self._end_unreported)
@@ -139,7 +186,9 @@ class WorkerProcesses:
                 *(asdict(spec), spec.log_path), kind=socket.SOCK_SEQPACKET, timeout_s=timeout_s
             )
             loop, now_ns = asyncio.get_running_loop(), time.monotonic_ns()
-            worker = WorkerProcess(spec.order, child, loop.create_future(), now_ns, now_ns)
+            worker = WorkerProcess(
+                *(spec.order, child, loop.create_future(), now_ns, now_ns), spec.replaced
+            )
             self.living[spec.order.incarnation] = worker
             loop.add_reader(child.connection, self._on_word, worker)
             child.ended.add_done_callback(lambda _: self._on_end(worker))
@@ -176,8 +225,12 @@ class WorkerProcesses:
         loop = asyncio.get_running_loop()
         loop.call_later(SERVERS_END_S, lambda: delete_left_files(self.begun_s))
         self.ended.append(
-            EndedWorker(order.name, order.incarnation, how, str(path), log_tail(path))
+            EndedWorker(order.name, order.incarnation, how, self._shown(str(path)), log_tail(path))
         )
+        self.note()
+
+    def note(self) -> None:
+        """Who waits for news gets it now."""
         self.end_noted.set()
         self.end_noted = asyncio.Event()
 
@@ -185,6 +238,19 @@ class WorkerProcesses:
         for worker in workers:
             self._fork_server.kill(worker.child)
         await _wait_for_ends(workers, KILL_LIMIT_S)
+
+
+async def _is_stopped(worker: WorkerProcess, interval_s: float) -> bool:
+    """Returns when a worker has reported or ended, or does nothing for that, being stopped."""
+    first: list[asyncio.Future[Any]] = [worker.reported, worker.child.ended]
+    num_stopped = 0
+    while num_stopped < MAX_STOPPED:
+        await asyncio.wait(first, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+        if any(future.done() for future in first):
+            return False
+        is_stopped = process_state(worker.child.pid) == IS_STOPPED
+        num_stopped = num_stopped + 1 if is_stopped else 0
+    return True
 
 
 async def _wait_for_ends(workers: Sequence[WorkerProcess], timeout_s: float) -> None:

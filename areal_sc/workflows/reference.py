@@ -195,11 +195,11 @@ def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
         parts = name.split(".")
         if inner.parts[-len(parts) :] == tuple(parts):
             root = inner.parents[len(parts) - 1]
-            return name, None if _is_always_importable(root) else str(root)
+            return name, None if is_always_importable(root) else str(root)
     return str(file), str(file.parent)
 
 
-def _is_always_importable(root: Path) -> bool:
+def is_always_importable(root: Path) -> bool:
     """Whether every process of this interpreter has `root` on its `sys.path`."""
     own = Path(__file__).resolve().parents[2]
     return root in {own, *(Path(path).resolve() for path in sysconfig.get_paths().values())}

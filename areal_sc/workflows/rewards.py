@@ -293,11 +293,13 @@ class RewardPool:
         finally:
             asking.cancel()
             await asyncio.wait([asking])
-        await self._kill(process)
         if declared is not None and cpu_left_s <= 0:
+            await self._kill(process)
             self._settle(call, "value", [declared.late_reward])
         else:
-            call.fail(_took_too_long(call.name, self._timeout_s, place=call.place))
+            stacks = "\n".join(await self._source.stacks(process.child, self._log_path))
+            await self._kill(process)
+            call.fail(_took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks))
         return False
 
     def _settle(self, call: _Call, kind: str, rest: Sequence[Any]) -> None:

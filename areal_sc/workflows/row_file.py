@@ -17,11 +17,12 @@ unblocked by each row that was written; without any for `READ_TIMEOUT_S`, the wa
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -29,6 +30,8 @@ from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.prompts import json_row
 
+GROWING: Final = "rows-"
+"""Begins the names of files that get further rows while the run goes on."""
 READ_TIMEOUT_S: Final = 600.0
 """The user's code may take so long for one row; more than that, and the row will not come."""
 
@@ -76,8 +79,7 @@ class WrittenRows(Prompts):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Raises: WorkflowError: the script could not read the row."""
         with self._path.open("rb") as file:
-            if index not in self._places:
-                self._look_on(file)
+            self._look_on(file)  # another start of the script may have written the row anew
             file.seek(self._places[index])
             line = _loads(file.readline())
         if "error" in line:
@@ -98,11 +100,12 @@ class RowWriter:
     """The script's side: reads the rows that are asked for, and writes them for the workers.
 
     A resumed script reads again: rows of a dataset by their numbers, those of a stream from its
-    beginning.
+    beginning. Workers of an earlier start may read the file meanwhile, so what is in it stays; a
+    row that is another one now is written behind the others, and counts from then on.
 
     Args:
         rows: is read by one thread.
-        path: of the file, which is written anew.
+        path: of the file.
     Raises: OSError: the file cannot be written. WorkflowError: `rows` is empty, or no dataset.
 
     Attributes:
@@ -113,9 +116,13 @@ class RowWriter:
         self.num_rows = num_rows_of(rows)
         self._rows: Any = rows if self.num_rows is not None else iter(rows)
         self._kind = type(rows).__name__
-        self._file = path.open("wb")
+        self._earlier = _found_rows(path)
+        self._file = path.open("ab")
         self._written: set[int] = set()
-        self._wanted: queue.SimpleQueue[tuple[Sequence[int], Future[None]]] = queue.SimpleQueue()
+        # None: nothing more is wanted
+        self._wanted: queue.SimpleQueue[tuple[Sequence[int], Future[None]] | None]
+        self._wanted = queue.SimpleQueue()
+        self._is_closed = False
         threading.Thread(target=self._serve, name=f"rows of {self._kind}", daemon=True).start()
 
     def write_first(self) -> None:
@@ -145,6 +152,11 @@ class RowWriter:
                 raise self._silence(indices[0])
         written.result()
 
+    def close(self) -> None:
+        """The row that the dataset is giving now is the last; nobody may wait for others."""
+        self._is_closed = True
+        self._wanted.put(None)
+
     def _want(self, indices: Sequence[int]) -> Future[None]:
         written: Future[None] = Future()
         self._wanted.put((indices, written))
@@ -157,8 +169,8 @@ class RowWriter:
         )
 
     def _serve(self) -> None:
-        while True:
-            indices, written = self._wanted.get()
+        while wanted := self._wanted.get():
+            indices, written = wanted
             if not written.set_running_or_notify_cancel():
                 continue
             try:
@@ -171,6 +183,7 @@ class RowWriter:
                 written.set_exception(RunFolderError(text))
             except Exception as error:  # raised where the rows are waited for
                 written.set_exception(error)
+        self._file.close()
 
     def _write_up_to(self, index: int) -> None:
         if self.num_rows is None:
@@ -187,11 +200,15 @@ class RowWriter:
     def _write(self, index: int, key: str, text: str) -> None:
         # surrogates: half of a pair may stand in text that was cut, and JSON can say so
         line = f'{{"index": {index}, "{key}": {text}}}\n'
-        self._file.write(line.encode(errors="surrogatepass"))
+        encoded = line.encode(errors="surrogatepass")
+        if self._earlier.pop(index, None) != _digest(encoded):
+            self._file.write(encoded)
         self._written.add(index)
 
     def _read(self, index: int, wanted: int) -> str:
         """The JSON of a row; calls the user's code."""
+        if self._is_closed:
+            raise CancelledError
         try:
             row = next(self._rows) if self.num_rows is None else self._rows[index]
         except StopIteration:
@@ -207,6 +224,25 @@ class RowWriter:
                 f"{type(error).__name__}: {error}"
             ) from error
         return json_row(row, index, self._kind)
+
+
+def _found_rows(path: Path) -> dict[int, bytes]:
+    """Digests of the lines in a file, by row; a last line that was cut short is cut off."""
+    found: dict[int, bytes] = {}
+    if path.exists():
+        with path.open("r+b") as file:
+            end = 0
+            for line in file:
+                if not line.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                found[_loads(line)["index"]] = _digest(line)
+                end += len(line)
+    return found
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.blake2b(line, digest_size=8).digest()
 
 
 def _loads(line: bytes) -> dict[str, Any]:

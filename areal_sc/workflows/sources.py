@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,16 +18,19 @@ from typing import Any, TypeVar
 from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run_folder import RunFolder
+from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.prompts import MAX_COPIED_ROWS, write_prompts
 from areal_sc.workflows.reference import (
     ObjectReference,
     Referable,
+    is_always_importable,
     reference_of,
     references_in,
     resolve,
 )
-from areal_sc.workflows.row_file import PromptSource, RowWriter, WrittenRows, num_rows_of
+from areal_sc.workflows.reference_paths import code_folders, data_paths, moved
+from areal_sc.workflows.row_file import GROWING, PromptSource, RowWriter, WrittenRows, num_rows_of
 from areal_sc.workflows.session import SESSION, session_module
 
 T = TypeVar("T")
@@ -93,12 +96,18 @@ class SourceRegistry:
                 dataset = self._copy(prompts)
             else:
                 # resumed scripts give the same name to the same dataset
-                path = self._folder / f"rows-{self._owner}-{next(self._file_numbers)}.jsonl"
+                path = self._folder / f"{GROWING}{self._owner}-{next(self._file_numbers)}.jsonl"
                 with _writing(path):
                     writer = RowWriter(prompts, path)
-                writer.write_first()
                 dataset = WrittenRows(path)
-            number = self._write(dataset)
+            try:
+                if writer is not None:
+                    writer.write_first()
+                number = self._write(dataset)
+            except BaseException:
+                if writer is not None:
+                    writer.close()
+                raise
             if writer is not None:
                 self._writers[number] = writer
             self._num_rows[number] = num_rows
@@ -117,6 +126,14 @@ class SourceRegistry:
         if number in self._writers:
             await self._writers[number].write(indices)
 
+    def close(self) -> None:
+        """No dataset is read any more; what is registered afterwards is new."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+        self._numbers.clear()
+        self._kept.clear()
+
     def _keep(self, source: object, number: int) -> None:
         self._kept.append(source)
         self._numbers[id(source)] = number
@@ -132,8 +149,28 @@ class SourceRegistry:
         number = _number_of(wire)
         path = self._folder / f"{number}.json"
         with _writing(path):
+            self._name_paths(reference)
             write_atomic(path, wire)
         return number
+
+    def name_model(self, path: str) -> None:
+        """Nodes may have this folder. Raises: RunFolderError: that cannot be noted."""
+        with _writing(self._folder):
+            name_path(self._folder, path, Contents.all)
+
+    def name_code(self, folder: str) -> None:
+        """Nodes may have the Python files of this folder. Raises: as `name_model`."""
+        if not is_always_importable(Path(folder)):
+            with _writing(self._folder):
+                name_path(self._folder, folder, Contents.code)
+
+    def _name_paths(self, reference: dict[str, Any]) -> None:
+        """Nodes may have what it names; they read files of the run folder as they are."""
+        for folder in code_folders(reference):
+            name_path(self._folder, folder, Contents.code)
+        for path in data_paths(reference):
+            if not Path(path).is_relative_to(self._folder):
+                name_path(self._folder, path, Contents.all)
 
     def _write_session(self, references: list[dict[str, Any]]) -> None:
         """Makes those to a notebook or REPL lead to a module that has its definitions."""
@@ -167,10 +204,15 @@ def _number_of(wire: bytes) -> int:
 
 
 class SourceReader:
-    """A worker's side: builds each referenced object once."""
+    """A worker's side: builds each referenced object once.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        place: from a path of the script's machine to one of this machine.
+    """
+
+    def __init__(self, run_dir: Path, place: Callable[[str], str] = str) -> None:
         self._folder = RunFolder(run_dir).sources
+        self._place = place
         self._built: dict[int, Any] = {}
 
     def workflow(self, number: int) -> Workflow:
@@ -188,7 +230,8 @@ class SourceReader:
                 raise WorkflowError(f"source {number}: {path}: {error.strerror}") from None
             if _number_of(wire) != number:
                 raise WorkflowError(f"source {number}: {path} is damaged: its checksum is wrong")
-            self._built[number] = resolve(ObjectReference.from_wire(json.loads(wire)))
+            reference = moved(json.loads(wire), self._place)
+            self._built[number] = resolve(ObjectReference.from_wire(reference))
         source = self._built[number]
         if not isinstance(source, expected):
             raise WorkflowError(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from areal_sc.config.schema import Device
-from areal_sc.engines.fsdp import packed_attention as subject
-from areal_sc.engines.fsdp.packed_attention import PackedLayout, packed_attention
+from areal_sc.engines.training import packed_attention as subject
+from areal_sc.engines.training.packed_attention import PackedLayout, packed_attention
 
 pytestmark = pytest.mark.gpu
 

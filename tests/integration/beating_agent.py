@@ -1,6 +1,6 @@
 """An agent whose workers have no engine: the sockets of real ones, and an event loop to block.
 
-python beating_agent.py <run id> <SchedulerConfig as JSON>
+python beating_agent.py <run id> <SchedulerConfig as JSON> [<address to join at>]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,11 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
-from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.security.curve import CurveAuthenticator
-from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.curve import CurveServer
+from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import agent
 from areal_sc.workers.beats import Beats
 from areal_sc.workers.calls import PING, SHUTDOWN
@@ -43,6 +43,8 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     setup_logging(spec.name)
     if spec.order.engine == "broken":
         raise ModelError("no weights")
+    if spec.order.engine == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
     asyncio.run(serve(spec, agent_fd))
     return 0
 
@@ -84,10 +86,8 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
         ],
         node_id=spec.name,
         incarnation=spec.order.incarnation,
-        bind=f"tcp://127.0.0.1:{spec.order.port}",
-        authenticator=CurveAuthenticator(
-            RunKeys.read(RunFolder(spec.run.run_dir).keys_path), spec.name
-        ),
+        bind=f"{Interface.of(spec.run.transport.bind).bind}:{spec.order.port}",
+        security=CurveServer.of_worker(spec.keys, spec.name),
     )
     address = await server.start()
     beats = Beats(agent_fd, spec.run.heartbeat_interval_s)

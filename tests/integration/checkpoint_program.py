@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_program import RANK_TIMEOUT_S, actor_config, make_rows, wait_for_address
+from ranks_program import RANK_TIMEOUT_S, actor_config, make_rows, wait_for_address, whole_weights
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.engines.fsdp.engine import FSDPEngine
-from areal_sc.engines.fsdp.export import begin_export
-from areal_sc.engines.fsdp.model import gather_whole
 from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.training.export import begin_export
 from areal_sc.errors import ArealError
 
 LENGTHS = (11, 6, 14, 3, 9, 20, 5, 8)
@@ -35,10 +35,11 @@ VOCABULARY = 30
 class Rank:
     """One rank: an engine, and a disk that can be held."""
 
-    def __init__(self, engine: FSDPEngine, rank: int, world_size: int, folder: Path) -> None:
+    def __init__(self, engine: FSDPEngine, rank: int, share: int, folder: Path) -> None:
         self.engine = engine
         self.rank = rank
-        self.world_size = world_size
+        self.share = share
+        self.num_shares = engine.config.parallel.data
         self.folder = folder
         self.recorded: dict[str, Any] = {}
         self._written: Future[None] | None = None
@@ -50,19 +51,29 @@ class Rank:
 
     def train(self, step: int) -> None:
         rows = make_rows(step, list(LENGTHS), VOCABULARY)
-        mine = rows.take(list(range(self.rank, len(LENGTHS), self.world_size)))
+        mine = rows.take(list(range(self.share, len(LENGTHS), self.num_shares)))
         self.engine.update([mine], loss_of(self.engine.config.ppo), step=step)
 
     def begin_snapshot(self, path: str) -> None:
-        self._written = self.engine.begin_snapshot(Path(path))
+        self._written = self.engine.begin_snapshot(self._place(path))
 
     def begin_save_hf(self, path: str) -> None:
-        self._written = self.engine.begin_save_hf(Path(path))
+        self._written = self.engine.begin_save_hf(self._place(path))
+
+    def bring(self, paths: list[str]) -> None:
+        """What this rank's machine has of a snapshot to a folder that all see."""
+        source, target = map(self._place, paths)
+        target.mkdir(exist_ok=True)
+        index = ["snapshot.json"] if self.rank == 0 else []
+        for name in (f"rank-{self.rank}.safetensors", *index):
+            shutil.copy(source / name, target)
 
     def begin_split_export(self, path: str) -> None:
         """As `begin_save_hf`, in files of a few kilobytes."""
         self._written = begin_export(
             self.engine._model.causal_lm,
+            self.engine._parts,
+            self.engine._values,
             Path(self.engine.config.path),
             Path(path),
             torch.float32,
@@ -79,9 +90,7 @@ class Rank:
         self.engine.load_snapshot(Path(path))
 
     def weights(self, label: str) -> None:
-        named = self.engine._model.causal_lm.named_parameters()
-        whole = gather_whole(((name, p.detach()) for name, p in named), torch.float32)
-        self.recorded[label] = {name: values.clone() for name, values in whole}
+        self.recorded[label] = whole_weights(self.engine)
 
     def random(self, label: str) -> None:
         self.recorded[label] = torch.rand(4)
@@ -130,6 +139,10 @@ class Rank:
         if rank is None or rank == self.rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _place(self, path: str) -> Path:
+        """Where `*` stands for it: rank 0 is on another machine than the others."""
+        return Path(path.replace("*", "first" if self.rank == 0 else "others"))
+
     def _wait_for_disk(self) -> None:
         self._marker(self.rank).touch()
         assert self._disk_goes_on.wait(RANK_TIMEOUT_S)
@@ -144,14 +157,15 @@ def run_rank(
     torch.set_num_threads(1)
     own_folder = folder / name
     own_folder.mkdir(exist_ok=True)
-    config = actor_config(scenario)
+    config = actor_config({"parallel": {"data": world_size}, **scenario})
     engine = FSDPEngine(config)
+    engine.shares_files = scenario.get("shares_files", True)
     if rank == 0 and world_size > 1:
         address = engine.create_rendezvous()
         (folder / f"{name}.address.part").write_text(address)
         (folder / f"{name}.address.part").rename(folder / f"{name}.address")
-    engine.initialize(rank, world_size, address)
-    taken = Rank(engine, rank, world_size, own_folder)
+    share = engine.initialize(rank, world_size, address).data_rank
+    taken = Rank(engine, rank, share, own_folder)
     try:
         for action, argument in scenario["actions"]:
             taken.take(action, argument)

@@ -17,7 +17,7 @@ from integration.rpc_methods import named
 
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
 
 PROGRAM = Path(__file__).with_name("rpc_program.py")
@@ -62,8 +62,8 @@ class ServerProcess:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def member(self) -> CurveAuthenticator:
-        return CurveAuthenticator(self.keys, "member")
+    def member(self) -> CurveClient:
+        return CurveClient.of_controller(self.keys)
 
     def connect(self, transport: ZmqTransport) -> RpcClient:
         return transport.connect(self.address, "train/2", "life1")

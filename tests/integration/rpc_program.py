@@ -17,8 +17,9 @@ from typing import Any
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Caller, Passes
 
 LIFE = "life1"
 
@@ -28,8 +29,15 @@ def named(name: str) -> Method[Any, Any]:
     return Method(name, Any, Any)
 
 
-def authenticator_of(keys: str, node_id: str) -> CurveAuthenticator | None:
-    return None if keys == "-" else CurveAuthenticator(RunKeys.read(Path(keys)), node_id)
+def client_of(keys: str) -> CurveClient | None:
+    return None if keys == "-" else CurveClient.of_controller(RunKeys.read(Path(keys)))
+
+
+def security_of(keys: str, name: str) -> CurveServer | None:
+    if keys == "-":
+        return None
+    passes = Passes(RunKeys.read(Path(keys)))
+    return CurveServer.of_worker(passes.issue(name, Caller.train), name)
 
 
 def print_line(text: str) -> None:
@@ -38,7 +46,7 @@ def print_line(text: str) -> None:
 
 
 async def serve(keys: str) -> None:
-    authenticator = authenticator_of(keys, "train/2")
+    security = security_of(keys, "train/2")
     num_calls = 0
 
     def count(_: Any) -> int:
@@ -57,7 +65,7 @@ async def serve(keys: str) -> None:
             "num_calls": num_calls,
             "num_malformed": server.num_malformed,
             "num_dropped_replies": server._outbox.dropped.num,
-            "num_refused": authenticator.num_refused if authenticator else 0,
+            "num_refused": security.num_refused if security else 0,
         }
 
     server = RpcServer(
@@ -69,7 +77,7 @@ async def serve(keys: str) -> None:
         ],
         node_id="train/2",
         incarnation=LIFE,
-        authenticator=authenticator,
+        security=security,
         reply_timeout_s=1.0,
     )
     print_line(await server.start())
@@ -78,7 +86,7 @@ async def serve(keys: str) -> None:
 
 
 async def call(keys: str, address: str) -> None:
-    transport = ZmqTransport(authenticator=authenticator_of(keys, "caller"))
+    transport = ZmqTransport(client=client_of(keys))
     connection = transport.connect(address, "train/2", LIFE)
     await connection.call(named("blob"), {"size": 100_000}, timeout_s=30)
     print_line("calling")

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,21 +22,39 @@ SGLANG = BENCHMARKS.parent / ".venv-sglang" / "bin" / "python"
 LIMIT_S = 240
 
 PROMISED = {
-    "async_speedup": {"async_over_sync", "async_floor_s_per_step", "sync_wait_share"},
-    "chaos": {"rows_lost", "rows_trained_twice", "false_zero_rewards", "leftovers"},
+    "admission --part doubling": {"lengths_double_just_in_time_steps_to_adapt"},
+    "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
+    "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
+    "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
-    "generate_throughput --against sglang": {"local_over_sglang"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
+    "many_nodes": {"sent_by_trainers_vs_model", "heartbeats_cpu_percent"},
     "many_workers": {"loop_lag_p99_ms", "choose_us", "step_s"},
+    "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
+    "safety_cost": {"journal_over_bare", "all_over_bare"},
+    "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
     "soak": {"store_growth", "resident_growth"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
+    "train_tensor_parallel": {"tensor2_step_vs_handwritten"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
     "weight_update --engine local": {"pull_publish_s", "disk_total_s"},
     "weight_update --engine sglang": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},
 }
 """benchmark, with what else selects its part -> some metrics that it must write."""
+
+IN_ALLOCATION = {"slurm_start"}
+"""Benchmarks that need SLURM: tests/integration/slurm/test_slurm_start.py plays them."""
+
+ZERO = {
+    "autoscale": {"rows_lost", "rows_trained_twice", "groups_missing", "staleness_over_bound"},
+    "chaos": {
+        *("rows_lost", "rows_trained_twice", "rows_of_other_content", "false_zero_rewards"),
+        *("groups_begun_again", "workers_restarted_by_script", "leftovers"),
+    },
+}
+"""benchmark -> metrics that must be 0, however loaded the machine is."""
 
 
 def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,9 +70,10 @@ def test_all_benchmarks_are_known() -> None:
     programs = {
         path.stem for path in BENCHMARKS.glob("*.py") if "report.make_parser(" in path.read_text()
     }
-    assert programs == {command.split()[0] for command in PROMISED}
+    assert programs == {command.split()[0] for command in PROMISED} | IN_ALLOCATION
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", sorted(PROMISED))
 def test_a_quick_benchmark_runs_and_its_numbers_are_finite(command: str, tmp_path: Path) -> None:
     if "sglang" in command and not SGLANG.is_file():
@@ -64,6 +84,44 @@ def test_a_quick_benchmark_runs_and_its_numbers_are_finite(command: str, tmp_pat
     metrics = json.loads(result.read_text())
     assert PROMISED[command] <= set(metrics), sorted(metrics)
     assert not {key: entry for key, entry in metrics.items() if not math.isfinite(entry["value"])}
+    nothing = {key: metrics[key]["value"] for key in ZERO.get(command, ())}
+    assert not any(nothing.values()), nothing
+
+
+def test_the_account_of_killed_processes_tells_what_went_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from chaos_books import Books, Kill, begun_again, recovery_times, vanished
+
+    def trained(version: int, lineage: int, groups: list[int], time: float) -> list[dict[str, Any]]:
+        told = {"version": version, "lineage": lineage, "time": time, "began": time - 1.0}
+        rows = {"attempt": 0, "episode": 0, "pid": 1, "rank": 0, "update": 0}
+        return [{**rows, **told, "group": group} for group in groups]
+
+    steps = [(0, 0, [0], 10.0), (1, 0, [1], 20.0), (1, 1, [2], 31.0), (1, 1, [2], 40.0)]
+    begun = [(0, 7, 1.0), (1, 7, 2.0), (2, 8, 21.0), (1, 8, 22.0), (0, 9, 30.0), (9, 7, 25.0)]
+    books = Books(
+        trained=[record for step in steps for record in trained(*step)],
+        begun=[{"group": group, "pid": pid, "time": time} for group, pid, time in begun],
+    )
+    survivors = books.survivors()
+    assert {v: [r["group"] for r in rows] for v, rows in survivors.items()} == {0: [0], 1: [2]}
+    # process 7 lived when its group 1 was begun again, and not when group 0 was
+    assert [record["group"] for record in begun_again(books, [])] == [1]
+    names = {7: "areal:rollout/0", 8: "areal:rollout/1", 1: "areal:train/0", 3: "python"}
+    kills = [
+        Kill("controller", 19.5, names, False, 3),
+        Kill("controller", 35.0, {8: names[8], 1: names[1]}, False, 4),
+        Kill("train", 50.0, {8: names[8], 1: names[1]}, False, 1),
+    ]
+    assert [(kill.time_s, pids) for kill, pids in vanished(kills, books)] == [(19.5, [7])]
+    # the step that ended 0.5 s after the first kill had begun before it
+    assert recovery_times("controller", kills, books) == {
+        "controller_recovery_worst_s": 11.5,
+        "controller_recovery_alone_median_s": 8.25,
+        "controller_recovery_alone_worst_s": 11.5,
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -83,17 +141,28 @@ def test_what_is_measured_on_a_gpu_is_measured_by_benchmarks_with_a_device(tmp_p
         if "report.make_parser(__doc__, device=True)" in path.read_text()
     }
     assert "examples/letter_sort.py --config configs/letter_sort_gpu.yaml" in named.stdout
+    assert "-m pytest -q tests/gpu" in named.stdout
+    num_parts = 2 + len(commands)
     failed = run_gpu_script(tmp_path / "failed", python="false")
-    assert failed.returncode == 1 + len(commands)
+    assert failed.returncode == num_parts
+    late = run_gpu_script(tmp_path / "late", python="echo", limit_s=0)
+    assert late.returncode == late.stdout.count("no time is left") == num_parts
 
 
-def run_gpu_script(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+def run_gpu_script(
+    folder: Path, python: str, limit_s: int = 1200
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(BENCHMARKS / "gpu.sh"), str(folder), "--quick"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env={**os.environ, "PYTHON": python, "SGLANG_PYTHON": "any"},
+        env={
+            **os.environ,
+            "PYTHON": python,
+            "SGLANG_PYTHON": "any",
+            "LIMIT_S": str(limit_s),
+        },
     )
 
 

@@ -190,6 +190,30 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
         "exit_codes": [0, KILLED],
         "loses_ranks": True,
     }
+    for name, shares_files in (("apart", False), ("apart_by_mistake", True)):
+        path = str(folder / f"{name}-*")
+        bring = [["bring", [f"{path}/snapshot", f"{folder}/brought"]]]
+        scenarios[name] = {
+            "world_size": 3,
+            "shares_files": shares_files,
+            "actions": [
+                *train(0, 1),
+                *([weights, "two_steps"], [snapshot, f"{path}/snapshot"], ["wait", "written"]),
+                *([] if shares_files else bring),
+                *([export, f"{path}/model"], ["wait", "exported"]),
+            ],
+        }
+    scenarios["apart_to_2"] = {
+        "world_size": 2,
+        "actions": [["load", f"{folder}/brought"], *train(2), [weights, "three_steps"]],
+    }
+    # memory where a rank sees the folders of others, and is told that it may not
+    path = str(folder / "together")
+    scenarios["together"] = {
+        "world_size": 2,
+        "shares_files": False,
+        "actions": [[snapshot, path], ["wait", "written"], ["load", path]],
+    }
     (folder / "scenarios.json").write_text(
         json.dumps({name: {**common, **scenario} for name, scenario in scenarios.items()})
     )
@@ -285,6 +309,39 @@ def test_three_ranks_fill_the_files_of_a_split_model(
     _, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
+
+
+def test_machines_that_share_no_folder_have_parts_of_a_snapshot_and_rank_0_an_export(
+    results: Results, folder: Path
+) -> None:
+    for rank in results["apart"]:
+        assert rank["written"] == rank["exported"] == ""
+    found = {
+        place: sorted(it.name for it in (folder / f"apart-{place}" / "snapshot").iterdir())
+        for place in ("first", "others")
+    }
+    assert found == {
+        "first": ["rank-0.safetensors", "snapshot.json"],
+        "others": ["rank-1.safetensors", "rank-2.safetensors"],
+    }
+    expected = whole(results["never_stopped"], "three_steps")
+    assert difference(whole(results["apart_to_2"], "three_steps"), expected) <= SAME_STEP
+    model = AutoModelForCausalLM.from_pretrained(folder / "apart-first" / "model")
+    loaded = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert difference(loaded, whole(results["apart"], "two_steps")) == 0
+    assert list((folder / "apart-others" / "model").iterdir()) == []
+    names = {it.name for it in (folder / "together").iterdir()}
+    assert names == {"rank-0.safetensors", "rank-1.safetensors", "snapshot.json"}
+
+
+def test_ranks_that_do_not_see_a_folder_that_they_are_to_share_write_nothing(
+    results: Results, folder: Path
+) -> None:
+    for rank in results["apart_by_mistake"]:
+        for what in ("written", "exported"):
+            assert "(train rank 1): FileNotFoundError" in rank[what]
+            assert "is not seen here; it must be on a shared file system" in rank[what]
+    assert [*folder.glob("apart_by_mistake-*/*")] == []
 
 
 def test_bfloat16_training_keeps_its_float32_weights(results: Results, folder: Path) -> None:

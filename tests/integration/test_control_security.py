@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import pytest
 import zmq
+from integration.agents import connect_agent, launch_of
+from integration.bulk_member import BulkMember
 from integration.rpc_methods import named
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import Device, GRPOConfig
-from areal_sc.errors import ProtocolError, TransportError, WorkerStartError
-from areal_sc.schedulers.base import Node
+from areal_sc.errors import NotPermitted, ProtocolError, TransportError
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.rpc.codec import ANY_INCARNATION
-from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.bulk.session import OPEN_SESSION
+from areal_sc.transport.rpc.codec import ANY_INCARNATION, Request, encode
+from areal_sc.transport.rpc.method import A, Method, R, pack
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
-from areal_sc.transport.security.keys import KEYS_VARIABLE, RunKeys
+from areal_sc.transport.security.curve import CurveClient, CurveServer
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import WORKERS, Caller, Passes, WorkerKeys
+from areal_sc.workers.calls import SHUTDOWN, STATS, SWEEP, Sweep
 from areal_sc.workers.spec import (
+    DESCRIBE,
     LAUNCH,
-    LOG_TAIL,
-    Launch,
+    STACKS,
+    STOP,
+    STOP_RUN,
+    WATCH,
+    NodeFacts,
+    Stop,
+    Watch,
     WorkerOrder,
     WorkerReport,
 )
@@ -50,7 +58,7 @@ def keys() -> RunKeys:
 
 
 class Service:
-    """A server of a run.
+    """A worker of a run.
 
     Attributes:
         served: arguments of the calls whose handler ran.
@@ -58,18 +66,22 @@ class Service:
 
     def __init__(self, keys: RunKeys) -> None:
         self.served: list[dict[str, Any]] = []
-        self.authenticator = CurveAuthenticator(keys, "train/0")
+        own = Passes(keys).issue("train/0", Caller.train)
+        self.security = CurveServer.of_worker(own, "train/0")
         self.server = RpcServer(
-            [named("work").served_by(self._work)],
+            [named("work").served_by(self._work), PULL.served_by(lambda _: "pulled")],
             node_id="train/0",
             incarnation="a1",
-            authenticator=self.authenticator,
+            security=self.security,
         )
         self.address = ""
 
     async def _work(self, args: dict[str, Any]) -> str:
         self.served.append(args)
         return "done"
+
+
+PULL = Method("pull", int, str, callers=WORKERS)
 
 
 @asynccontextmanager
@@ -83,8 +95,8 @@ async def service(keys: RunKeys) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def transport(authenticator: CurveAuthenticator | None) -> AsyncIterator[ZmqTransport]:
-    made = ZmqTransport(authenticator=authenticator)
+async def transport(client: CurveClient | None) -> AsyncIterator[ZmqTransport]:
+    made = ZmqTransport(client=client)
     try:
         yield made
     finally:
@@ -92,49 +104,48 @@ async def transport(authenticator: CurveAuthenticator | None) -> AsyncIterator[Z
 
 
 async def call(
-    serving: Service, authenticator: CurveAuthenticator | None, who: str, timeout_s: float = LIMIT_S
+    serving: Service, client: CurveClient | None, who: str, timeout_s: float = LIMIT_S
 ) -> Any:
-    async with transport(authenticator) as made:
+    async with transport(client) as made:
         connection = made.connect(serving.address, "train/0", "a1")
         return await connection.call(named("work"), {"who": who}, timeout_s=timeout_s)
 
 
-class Stranger:
-    """In the place of a `CurveAuthenticator`: configures callers as it was told."""
-
-    def __init__(self, configure: Callable[[zmq.Socket[bytes]], None]) -> None:
-        self.configure_client = configure
-
-    def configure_server(self, context: Any, socket: zmq.Socket[bytes]) -> Any:
-        raise NotImplementedError
-
-
-def with_keys(server_public: bytes, client: RunKeys) -> Stranger:
-    def configure(socket: zmq.Socket[bytes]) -> None:
-        socket.curve_serverkey = server_public
-        socket.curve_publickey = client.client_public
-        socket.curve_secretkey = client.client_secret
-
-    return Stranger(configure)
-
-
-def borrowed_public_key(keys: RunKeys) -> Stranger:
-    """Shows the admitted public key without having its secret."""
+def borrowed_key(keys: RunKeys) -> CurveClient:
+    """Shows the controller's public key without having its secret."""
+    client = CurveClient.of_controller(keys)
+    own = client.configure
 
     def configure(socket: zmq.Socket[bytes]) -> None:
-        socket.curve_serverkey = keys.server_public
-        socket.curve_publickey = keys.client_public
-        socket.curve_secretkey = RunKeys.create().client_secret
+        own(socket)
+        socket.curve_secretkey = KeyPair.create().secret
 
-    return Stranger(configure)
+    client.configure = configure  # type: ignore[method-assign]
+    return client
 
 
-STRANGERS: dict[str, Callable[[RunKeys], CurveAuthenticator | None]] = {
+def issued_by(keys: RunKeys) -> WorkerKeys:
+    return Passes(keys).issue("rollout/0", Caller.rollout)
+
+
+def borrowed_pass(keys: RunKeys) -> CurveClient:
+    """Shows a worker's pass with another key."""
+    return CurveClient(KeyPair.create(), keys.workers.public, issued_by(keys).shown_pass)
+
+
+def foreign_pass(keys: RunKeys) -> CurveClient:
+    theirs = issued_by(RunKeys.create())
+    return CurveClient(theirs.own, keys.workers.public, theirs.shown_pass)
+
+
+STRANGERS: dict[str, Callable[[RunKeys], CurveClient | None]] = {
     "no key": lambda keys: None,
-    "keys of another run": lambda keys: CurveAuthenticator(RunKeys.create(), "stranger"),
-    "a wrong server key": lambda keys: with_keys(RunKeys.create().server_public, keys),
-    "an unlisted client key": lambda keys: with_keys(keys.server_public, RunKeys.create()),
-    "a client key without its secret": borrowed_public_key,
+    "keys of another run": lambda keys: CurveClient.of_controller(RunKeys.create()),
+    "a wrong server key": lambda keys: CurveClient(keys.controller, KeyPair.create().public),
+    "an unknown key": lambda keys: CurveClient(KeyPair.create(), keys.workers.public),
+    "a key without its secret": borrowed_key,
+    "the pass of another worker": borrowed_pass,
+    "a pass of another run": foreign_pass,
 }
 
 
@@ -144,14 +155,14 @@ async def test_strangers_are_not_served(
 ) -> None:
     async with service(keys) as serving:
         async with asyncio.timeout(LIMIT_S):
-            while not serving.authenticator.num_refused:  # a busy machine may take several calls
+            while not serving.security.num_refused:  # a busy machine may take several calls
                 with pytest.raises(TransportError):
                     await call(serving, STRANGERS[name](keys), "stranger", NO_SERVICE_S)
         # the server lives, for those who may
-        member = CurveAuthenticator(keys, "controller")
+        member = CurveClient.of_controller(keys)
         assert await call(serving, member, "member") == "done"
         assert serving.served == [{"who": "member"}]
-    refused = [r for r in caplog.records if "refused_connection node=train/0" in r.getMessage()]
+    refused = [r for r in caplog.records if "refused node=train/0" in r.getMessage()]
     assert len(refused) == 1, "a stranger that tries again and again is one line"
 
 
@@ -161,7 +172,7 @@ async def test_members_are_served_while_strangers_try(keys: RunKeys) -> None:
             asyncio.create_task(call(serving, make(keys), "stranger", 3 * NO_SERVICE_S))
             for make in STRANGERS.values()
         ]
-        async with transport(CurveAuthenticator(keys, "controller")) as made:
+        async with transport(CurveClient.of_controller(keys)) as made:
             connection = made.connect(serving.address, "train/0", "a1")
             while not all(stranger.done() for stranger in strangers):
                 await connection.call(named("work"), {"who": "member"}, timeout_s=LIMIT_S)
@@ -169,30 +180,109 @@ async def test_members_are_served_while_strangers_try(keys: RunKeys) -> None:
             assert isinstance(stranger.exception(), TransportError)
         assert {args["who"] for args in serving.served} == {"member"}
         async with asyncio.timeout(LIMIT_S):
-            while serving.authenticator.num_refused < len(STRANGERS):  # noqa: ASYNC110 - no event
+            while serving.security.num_refused < len(STRANGERS):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
 
 
 async def test_a_member_does_not_talk_to_a_server_of_another_run(keys: RunKeys) -> None:
     """Whoever took over the address of a worker learns nothing of what it is told."""
     for impostor_keys in (RunKeys.create(), None):
-        authenticator = impostor_keys and CurveAuthenticator(impostor_keys, "impostor")
+        security = impostor_keys and CurveServer.of_worker(issued_by(impostor_keys), "impostor")
         served: list[Any] = []
         impostor = RpcServer(
             [named("work").served_by(served.append)],
             node_id="train/0",
             incarnation="a1",
-            authenticator=authenticator,
+            security=security,
         )
         address = await impostor.start()
         try:
-            async with transport(CurveAuthenticator(keys, "controller")) as made:
+            async with transport(CurveClient.of_controller(keys)) as made:
                 connection = made.connect(address, "train/0", "a1")
                 with pytest.raises(TransportError):
                     await connection.call(named("work"), {"who": "member"}, timeout_s=NO_SERVICE_S)
         finally:
             await impostor.close()
         assert served == []
+
+
+async def test_a_worker_may_call_what_workers_may_and_nothing_else(
+    keys: RunKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes = Passes(keys)
+    first, second = (passes.issue("rollout/0", Caller.rollout) for _ in range(2))
+    async with service(keys) as serving, transport(CurveClient.of_worker(first)) as made:
+        worker = made.connect(serving.address, "train/0", "a1")
+        for _ in range(2):
+            assert await worker.call(PULL, 0, timeout_s=LIMIT_S) == "pulled"
+            with pytest.raises(NotPermitted, match="a rollout may not call work of train/0"):
+                await worker.call(named("work"), {}, timeout_s=LIMIT_S)
+            with pytest.raises(NotPermitted):
+                await worker.call(named("no such method"), {}, timeout_s=LIMIT_S)
+        assert serving.security.num_refused == 4
+        assert "count=1 reason=a rollout may not call work of train/0" in caplog.text
+        serving.security.callers.note_replaced(passes.replaced)  # on an open connection
+        async with transport(CurveClient.of_worker(second)) as others:
+            successor = others.connect(serving.address, "train/0", "a1")
+            with pytest.raises(NotPermitted, match="an earlier life of rollout/0"):
+                await worker.call(PULL, 0, timeout_s=LIMIT_S)
+            assert await successor.call(PULL, 0, timeout_s=LIMIT_S) == "pulled"
+        assert serving.served == []
+
+
+async def test_no_worker_takes_terms_or_ends_the_calls_of_others(keys: RunKeys) -> None:
+    async with service(keys) as serving:
+        client = CurveClient.of_worker(issued_by(keys))
+        made = ZmqTransport(client=client, term=1 << 40)
+        try:
+            worker = made.connect(serving.address, "train/0", "a1")
+            assert await worker.call(PULL, 0, timeout_s=LIMIT_S) == "pulled"
+        finally:
+            await made.close()
+        assert serving.server.newest_term.number == 0
+        assert await call(serving, CurveClient.of_controller(keys), "controller") == "done"
+
+
+async def test_of_a_stranger_no_long_message_is_read(keys: RunKeys) -> None:
+    async with service(keys) as serving:
+        stranger = CurveClient(KeyPair.create(), keys.workers.public)
+        async with transport(stranger) as made:
+            connection = made.connect(serving.address, "train/0", "a1")
+            with pytest.raises(TransportError):
+                await connection.call(
+                    named("work"), {"who": "x" * (1 << 20)}, timeout_s=NO_SERVICE_S
+                )
+        assert serving.security.num_refused == 1
+        assert serving.server.num_malformed == 0
+
+
+async def test_whatever_a_stranger_says_who_knows_the_server_it_gets_no_answer(
+    keys: RunKeys,
+) -> None:
+    shown_pass = issued_by(keys).shown_pass
+    client = CurveClient(KeyPair.create(), keys.workers.public)
+    request = Request("r", ANY_INCARNATION, "work", pack({}), 1 << 40, shown_pass)
+    rng = random.Random(7)
+    async with service(keys) as serving:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            client.configure(dealer)
+            client.expect(dealer, "")
+            dealer.connect(serving.address)
+            for number in range(300):
+                message = bytearray(encode(request))
+                for _ in range(number % 4):
+                    message[rng.randrange(len(message))] = rng.randrange(256)
+                dealer.send(message if number % 5 else rng.randbytes(number))
+            give_up_s = time.monotonic() + LIMIT_S
+            while serving.security.num_refused + serving.server.num_malformed < 300:
+                assert time.monotonic() < give_up_s
+                await asyncio.sleep(0.01)
+            assert not dealer.poll(0)
+        assert serving.security.num_refused > 60, "the others were not understood"
+        assert serving.server.newest_term.number == 0
+        assert await call(serving, CurveClient.of_controller(keys), "controller") == "done"
+        assert serving.served == [{"who": "controller"}]
 
 
 async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
@@ -207,11 +297,11 @@ async def test_random_bytes_at_the_port_change_nothing(keys: RunKeys) -> None:
                 except OSError:
                     continue  # the server has ended the connection
         give_up = time.monotonic() + LIMIT_S
-        while serving.authenticator.num_refused < 300:
+        while serving.security.num_refused < 300:
             assert time.monotonic() < give_up
             await asyncio.sleep(0.01)
-        assert await call(serving, CurveAuthenticator(keys, "c"), "member") == "done"
-        assert serving.authenticator.num_refused == 300
+        assert await call(serving, CurveClient.of_controller(keys), "member") == "done"
+        assert serving.security.num_refused == 300
 
 
 # ---------------------------------------------------------------------- workers
@@ -231,49 +321,86 @@ def scheduler(config: GRPOConfig, tmp_path: Path) -> Any:
     scheduler.close()
 
 
-async def launch(config: GRPOConfig, node: Node, keys: RunKeys) -> WorkerReport:
-    """Has the agent start a train worker."""
-    actor = to_plain(config.actor)
-    order = WorkerOrder("train", 0, "FSDPPPOActor", actor, Device.cpu, 1 << 20, incarnation="i0")
-    async with transport(CurveAuthenticator(keys, "controller")) as made:
-        agent = made.connect(node.facts.address, "agent", node.facts.incarnation)
-        launched = await agent.call(LAUNCH, Launch([order], 120.0), timeout_s=150.0)
-    assert not launched.failure
-    return launched.workers[0]
-
-
-async def call_worker(
-    keys: RunKeys | None, method: Method[Any, Any], args: Any, address: str, name: str
-) -> Any:
-    """Calls with these keys."""
-    authenticator = CurveAuthenticator(keys, "caller") if keys else None
-    async with transport(authenticator) as made:
-        connection = made.connect(address, name, ANY_INCARNATION)
+async def call_with(
+    client: CurveClient | None, method: Method[A, R], args: A, server: NodeFacts | WorkerReport
+) -> R:
+    """One call of an agent or a worker."""
+    async with transport(client) as made:
+        if isinstance(server, NodeFacts):
+            connection = connect_agent(made, server)
+        else:
+            connection = made.connect(server.address, server.name, ANY_INCARNATION)
         return await connection.call(method, args, timeout_s=NO_SERVICE_S)
 
 
-async def test_a_real_agent_and_worker_serve_their_run_alone(
+async def test_a_real_agent_and_worker_serve_their_run_alone_and_workers_what_they_may(
     config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
-    keys_file = tmp_path / "keys.json"
+    keys_file, keys, passes = tmp_path / "keys.json", scheduler.keys, scheduler.passes
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
-    assert RunKeys.read(keys_file) == scheduler.keys
-    (node,) = await scheduler.nodes()
-    worker = await launch(config, node, scheduler.keys)
-    stats = Method("stats", NoneType, Any)  # type: ignore[arg-type]
-    for name, address, method, args, log in (
-        ("agent", node.facts.address, LOG_TAIL, "train/0", "agent-0.log"),
-        ("train/0", worker.address, stats, None, "train-0.log"),
-    ):
-        assert address.startswith("tcp://127.0.0.1:"), "a local run listens on loopback only"
+    assert RunKeys.read(keys_file) == keys
+    controller = CurveClient.of_controller(keys)
+    ((node,), actor) = await scheduler.nodes(), to_plain(config.actor)
+    order = WorkerOrder("train", 0, "FSDPPPOActor", actor, Device.cpu, 1 << 20, incarnation="i0")
+    launch = launch_of(passes, [order], 120.0)
+    async with transport(controller) as made:
+        agent = connect_agent(made, node.facts)
+        launched = await agent.call(LAUNCH, launch, timeout_s=150.0)
+        (worker,), (its_keys,) = launched.workers, launch.keys
+        for stranger in (None, CurveClient.of_controller(RunKeys.create())):
+            with pytest.raises(TransportError):
+                await call_with(stranger, STACKS, ["train/0"], node.facts)
+            with pytest.raises(TransportError):
+                await call_with(stranger, STATS, None, worker)
+        assert await agent.call(STACKS, ["train/0"], timeout_s=LIMIT_S)
+        assert (await call_with(controller, STATS, None, worker)).control_refused
+        for address in (node.facts.address, worker.address):
+            assert address.startswith("tcp://127.0.0.1:"), "a local run listens on loopback only"
+        for name, log in (("agent", "agent-0.log"), ("train/0", "train-0.log")):
+            assert f"refused node={name}" in (tmp_path / "logs" / log).read_text()
+
+        as_worker = CurveClient.of_worker(its_keys)
+        assert (await call_with(as_worker, OPEN_SESSION, "me", worker)).address
+        for method, args in ((STATS, None), (SHUTDOWN, None), (SWEEP, Sweep(1 << 40))):
+            with pytest.raises(NotPermitted, match="a train may not call"):
+                await call_with(as_worker, method, args, worker)
+        for method, args in ((DESCRIBE, None), (STOP_RUN, None), (LAUNCH, launch)):
+            with pytest.raises(TransportError):
+                await call_with(as_worker, method, args, node.facts)
+        # with the agent's own key for that of its server, too
+        impostor = CurveClient(its_keys.own, node.facts.key.encode(), its_keys.shown_pass)
         with pytest.raises(TransportError):
-            await call_worker(None, method, args, address, name)
-        with pytest.raises(TransportError):
-            await call_worker(RunKeys.create(), method, args, address, name)
-        assert await call_worker(scheduler.keys, method, args, address, name)
-        assert f"refused_connection node={name}" in (tmp_path / "logs" / log).read_text()
+            await call_with(impostor, STOP, Stop(["i0"], 0.0), node.facts)
+
+        other = CurveClient.of_worker(passes.issue("rollout/0", Caller.rollout))
+        clients = as_worker, other, as_worker
+        grants = [await call_with(it, OPEN_SESSION, "me", worker) for it in clients]
+        pulling, others = (BulkMember(grant) for grant in grants[:2])
+        for member in (pulling, others):
+            assert isinstance(await member.ask([]), bytes)
+
+        passes.issue("train/0", order.caller)  # it is to be started again
+        watch = Watch("train", 0, 0.0, replaced=passes.replaced)
+        await agent.call(WATCH, watch, timeout_s=LIMIT_S)
+        give_up_s = time.monotonic() + LIMIT_S
+        refused: NotPermitted | None = None
+        while refused is None:  # the worker is told by its agent
+            assert time.monotonic() < give_up_s
+            try:
+                await call_with(as_worker, OPEN_SESSION, "me", worker)
+            except NotPermitted as error:
+                refused = error
+        assert "an earlier life of train/0" in str(refused)
+        late = BulkMember(grants[2])
+        while not (pulling.is_lost and late.is_lost):
+            assert time.monotonic() < give_up_s
+            await asyncio.sleep(0.01)
+        assert isinstance(await others.ask([]), bytes), "it is not concerned"
+        for member in (pulling, others, late):
+            member.close()
     pids = [worker.pid, os.getpid(), scheduler._agent.pid]
-    for secret in (scheduler.keys.server_secret, scheduler.keys.client_secret):
+    secrets = keys.controller_secret, keys.workers_secret, keys.signing_seed, its_keys.own.secret
+    for secret in secrets:
         assert_is_nowhere(secret.decode(), tmp_path, pids, allowed=keys_file)
     scheduler.close()
     assert not keys_file.exists(), "nothing is left of the keys"
@@ -283,13 +410,14 @@ async def test_what_comes_over_a_socket_names_no_file(
     config: GRPOConfig, scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
     (node,) = await scheduler.nodes()
-    async with transport(CurveAuthenticator(scheduler.keys, "controller")) as made:
-        agent = made.connect(node.facts.address, "agent", node.facts.incarnation)
+    async with transport(CurveClient.of_controller(scheduler.keys)) as made:
+        agent = connect_agent(made, node.facts)
         for role in ("../../train", "train/0", "", "a" * 100):
             order = WorkerOrder(role, 0, "FSDPPPOActor", {}, Device.cpu, 1)
+            launch = launch_of(scheduler.passes, [order], LIMIT_S)
             with pytest.raises(ProtocolError, match="not of the declared type"):
-                await agent.call(LAUNCH, Launch([order], LIMIT_S), timeout_s=LIMIT_S)
-        assert await agent.call(LOG_TAIL, "../../../etc/passwd", timeout_s=LIMIT_S) == []
+                await agent.call(LAUNCH, launch, timeout_s=LIMIT_S)
+        assert await agent.call(STACKS, ["../../../etc/passwd"], timeout_s=LIMIT_S) == []
 
 
 def assert_is_nowhere(secret: str, run_dir: Path, pids: list[int], allowed: Path) -> None:
@@ -310,49 +438,3 @@ async def test_each_start_has_keys_of_its_own(config: GRPOConfig, tmp_path: Path
         schedulers.append(scheduler)
         scheduler.close()
     assert schedulers[0].keys != schedulers[1].keys
-
-
-async def test_an_agent_does_not_start_with_keys_that_others_can_read(
-    config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = RunKeys.write
-
-    def write_for_all(keys: RunKeys, path: Path) -> None:
-        write(keys, path)
-        path.chmod(0o644)
-
-    monkeypatch.setattr(RunKeys, "write", write_for_all)
-    config.scheduler.run_dir = str(tmp_path)
-    scheduler = make_scheduler(config.scheduler)
-    try:
-        with pytest.raises(WorkerStartError) as caught:
-            await scheduler.nodes()
-        assert "expected mode 0600, got 0644" in "\n".join(caught.value.log_tail)
-    finally:
-        scheduler.close()
-
-
-def test_a_worker_takes_keys_from_the_environment_and_leaves_none_there(
-    keys: RunKeys, tmp_path: Path
-) -> None:
-    """What its children inherit is seen from a child."""
-    keys.write(tmp_path / "keys.json")
-    script = (
-        "import os, subprocess\n"
-        "from areal_sc.transport.security.keys import RunKeys\n"
-        "keys = RunKeys.from_environment(os.environ)\n"
-        "print(keys.server_public.decode())\n"
-        "print(subprocess.run(['env'], capture_output=True, text=True).stdout)\n"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {KEYS_VARIABLE: (tmp_path / "keys.json").read_text()},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert finished.stdout.startswith(keys.server_public.decode())
-    assert KEYS_VARIABLE not in finished.stdout
-    for secret in (keys.server_secret, keys.client_secret):
-        assert secret.decode() not in finished.stdout + finished.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import ShardGone, StoreFull
@@ -29,6 +31,8 @@ from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.workers.calls import CopyWeights
+from areal_sc.workers.held_weights import HeldWeights
 
 STORE_BYTES = 64 << 20
 
@@ -219,3 +223,104 @@ async def test_an_owner_that_ended_leaves_a_typed_error(folder: ArenaFolder) -> 
             with pytest.raises(ShardGone, match=r"life-of-rollout-1\.1 on rollout/1"):
                 await puller.plane.puller.pull(batch)
         assert view.fields["input_ids"].tolist() == list(range(100))
+
+
+@asynccontextmanager
+async def nodes(root: Path, *counts: int) -> AsyncIterator[list[list[Worker]]]:
+    """Nodes with so many workers; none sees another one's shared memory."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for node, count in enumerate(counts):
+            folder = ArenaFolder(root / f"node-{node}", "run")
+            stack.callback(folder.remove)
+            names = [f"rollout/{node}{number}" for number in range(count)]
+            made.append(await stack.enter_async_context(workers(folder, *names)))
+        yield made
+
+
+def sealed_weights(ranks: Sequence[Worker], version: int) -> WeightsReference:
+    """Each rank holds a part of `a`, and the last one `b`."""
+    shards = []
+    for number, rank in enumerate(ranks):
+        parts = {"a": torch.full((50_000 + number,), float(10 * version + number))}
+        if rank is ranks[-1]:
+            parts["b"] = torch.arange(7, dtype=torch.int16)
+            parts["empty"] = torch.zeros(0)
+        shard_id = rank.plane.store.put(parts, {n: [p.numel()] for n, p in parts.items()})
+        shards.append(ShardReference(rank.plane.store.node_id, rank.address, shard_id))
+    return WeightsReference(version, tuple(shards))
+
+
+def check_weights(read: list[tuple[str, torch.Tensor]], version: int) -> None:
+    values = dict(read)
+    assert list(values) == ["a", "b", "empty"]
+    halves = values["a"].split([50_000, 50_001])
+    assert [half.unique().tolist() for half in halves] == [[10.0 * version], [10.0 * version + 1]]
+    assert values["b"].tolist() == list(range(7))
+    assert values["empty"].numel() == 0
+
+
+def copy_of(weights: WeightsReference, keeper: Worker, shard_id: str) -> WeightsReference:
+    shard = ShardReference(keeper.plane.store.node_id, keeper.address, shard_id)
+    return replace(weights, shards=(shard,))
+
+
+async def test_a_copy_of_weights_serves_its_node_and_the_next_one(tmp_path: Path) -> None:
+    async with nodes(tmp_path, 2, 2, 1) as (ranks, (keeper, mate), (last,)):
+        held = {worker: HeldWeights(worker.plane) for worker in (keeper, mate, last)}
+        weights, store = sealed_weights(ranks, 1), keeper.plane.store
+        copy = copy_of(weights, keeper, await held[keeper].copy(CopyWeights(weights, 0)))
+        second = copy_of(weights, last, await held[last].copy(CopyWeights(copy, 0)))
+        sent = [rank.plane.stats().served_bytes for rank in ranks]
+        for worker, reference in ((keeper, copy), (mate, copy), (last, second)):
+            check_weights(await held[worker].read(reference), 1)
+        assert [rank.plane.stats().served_bytes for rank in ranks] == sent, "one pull in all"
+        assert 400_000 < sum(sent) < 410_000
+        assert mate.plane.stats().pulled_bytes == 0
+        # a copy takes nothing of the room for rows, and outlives marks, which know rows alone
+        assert store.num_bytes == 0
+        keeper.put([5])
+        store.sweep([], store.last_sequence)
+        assert store.num_bytes == 0
+        view = dict(await held[mate].read(copy))["a"]
+        # one copy at a time
+        newer = sealed_weights(ranks, 2)
+        newest = copy_of(newer, keeper, await held[keeper].copy(CopyWeights(newer, 0)))
+        with pytest.raises(ShardGone):
+            await held[last].read(copy)
+        check_weights(await held[keeper].read(newest), 2)
+        assert view.unique().tolist() == [10.0, 11.0]
+        held[keeper].keep_only(newest)
+        assert store.num_shards == 1
+        held[keeper].keep_only(weights)
+        assert store.num_shards == 0
+
+
+async def test_a_copy_that_fails_gives_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = os.statvfs(tmp_path)
+    whole_folder = room.f_blocks * room.f_frsize
+    async with nodes(tmp_path, 2, 1) as (ranks, (keeper,)):
+        weights, store, held = (
+            sealed_weights(ranks, 1),
+            keeper.plane.store,
+            HeldWeights(keeper.plane),
+        )
+        with pytest.raises(StoreFull, match="to be left to others"):
+            await held.copy(CopyWeights(weights, whole_folder))
+        await held.copy(CopyWeights(weights, 0))
+        begin = store.begin
+
+        def begin_late(*args: Any, **options: Any) -> Any:
+            ranks[1].plane.store.remove(weights.shards[1].shard_id)
+            return begin(*args, **options)
+
+        monkeypatch.setattr(store, "begin", begin_late)
+        with pytest.raises(ShardGone):
+            await held.copy(CopyWeights(weights, whole_folder))
+        assert store.num_shards == store.num_bytes == 0
+        gc.collect()  # what the traceback has kept
+        newer = sealed_weights(ranks, 2)
+        shard_id = await held.copy(CopyWeights(newer, whole_folder))  # in the same memory
+        check_weights(await held.read(copy_of(newer, keeper, shard_id)), 2)

@@ -19,8 +19,10 @@ from integration.test_operations import model_of
 from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 
 from areal_sc import GRPOConfig, RolloutController, TrainController, make_scheduler
+from areal_sc.controller import ranks
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import StepsLost
+from areal_sc.preflight.plan import plan
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
@@ -106,26 +108,32 @@ def flip_bits(folder: Path, pattern: str) -> int:
     return len(paths)
 
 
-@pytest.mark.parametrize(("num_ranks", "shared_memory"), [(1, "auto"), (2, "off")])
+@pytest.mark.parametrize(
+    ("mesh", "shared_memory"),
+    [("{data: 1}", "auto"), ("{data: 2}", "off"), ("{data: 1, tensor: 2}", "auto")],
+)
 def test_the_model_is_that_of_the_undisturbed_run(
     tiny_config: Callable[..., GRPOConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    num_ranks: int,
+    mesh: str,
     shared_memory: str,
 ) -> None:
     config = tiny_config(
         f"run_dir={tmp_path / 'run'}",
-        f"actor.parallel.data={num_ranks}",
+        f"actor.parallel={mesh}",
         f"transport.shared_memory={shared_memory}",
         f"actor.ppo.loss={LOSS}",
         f"actor.ppo.loss_settings={{marker: {tmp_path / 'marker'}}}",
         "checkpoint.keep_rows_steps=10",
         "actor.optimizer.lr=1e-2",
     )
+    # two versions of the weights, and the rows' log-probabilities
+    room = max(worker.store_bytes for worker in plan(config).workers if worker.role == "train")
+    config.actor.store_bytes = room + (64 << 10)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # for the loss
-    scheduler, last = make_scheduler(config.scheduler), num_ranks - 1
+    scheduler, last = make_scheduler(config.scheduler), config.actor.parallel.num_ranks - 1
     folder = RunFolder(config.run_dir)
     try:
         with controllers(config, scheduler) as (actor, rollout):
@@ -139,7 +147,7 @@ def test_the_model_is_that_of_the_undisturbed_run(
                 expected.append(steps.model())
             assert len(set(expected)) == NUM_STEPS
             actor.load_snapshot(0)
-            rollout.restore(at_the_start)
+            rollout.go_back(at_the_start)
 
             def check() -> None:
                 steps.publish()
@@ -156,7 +164,7 @@ def test_the_model_is_that_of_the_undisturbed_run(
             with after_first(actor._publisher, "seal", lambda: steps.kill(last)):
                 assert steps.update() == metrics[3]
                 check()
-            with after_first(actor._ranks, "_meet", lambda: steps.kill(last)):
+            with after_first(ranks, "meet", lambda: steps.kill(last)):
                 steps.kill(0)
                 assert steps.update() == metrics[4]
                 check()
@@ -179,7 +187,11 @@ def test_the_model_is_that_of_the_undisturbed_run(
             flip_bits(memory, "snapshots-train/*/rank-*")
             flip_bits(path, "engine/rank-*")
             steps.kill(0)
-            with pytest.raises(StepsLost, match="run the same command again"):
+            with pytest.raises(StepsLost, match="no state is left that they could begin from"):
                 steps.publish()
+            actor.load_snapshot(0)  # the ranks live
+            rollout.go_back(at_the_start)
+            assert steps.update() == metrics[0]
+            check()
     finally:
         scheduler.close()

@@ -41,6 +41,9 @@ NOT_RUN_HERE = {
     "import sys": "tests/integration/test_minimal.py",
     "with Run(config) as run:": "examples/own_loop.py",  # of which it has the lines
     "prompts = load_prompts(": "needs the hub; test_prompt_sources.py has one of its own",
+    "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText": (
+        "tests/unit/engines/test_multimodal.py"
+    ),
     "import asyncio": "tests/unit/workflows/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
@@ -50,6 +53,13 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
     ONE_GPU: "needs a GPU, and a model of the hub",
+    "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
+    "scheduler.slurm.nodes=2": "tests/integration/slurm/test_slurm_run.py",
+    "python examples/letter_sort.py --config configs/letter_sort.yaml "
+    "scheduler.type=ssh_scheduler:SshScheduler "
+    "scheduler.settings={hosts: [gpu1, gpu2, gpu3], nodes: 2}": "tests/integration/slurm",
+    "MEGATRON_ON_CPU=1 python examples/letter_sort.py --config configs/letter_sort.yaml "
+    "run_dir=runs/megatron actor.engine=megatron": "tests/integration/test_megatron_run.py",
     f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
 }
 """A command, or how a block begins -> what else runs it, or why nothing can."""

@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.agents import connect_agent, launch_of
 from integration.beating_agent import BLOCK, FAIL, WAIT
 from integration.cutting_proxy import cutting_proxy
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ModelError, WorkerLost
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient
 from areal_sc.workers.calls import PING
-from areal_sc.workers.spec import LAUNCH, Launch, WorkerOrder
+from areal_sc.workers.spec import LAUNCH, WorkerOrder
 
 PROGRAM = Path(__file__).with_name("beating_agent.py")
 INTERVAL_S = 0.5
@@ -273,10 +274,12 @@ async def test_workers_that_no_controller_asks_for_end_and_the_agent_too(tmp_pat
         (node,) = await scheduler.nodes()
         await asyncio.sleep(3.0)
         assert await scheduler.ended_nodes() == {}, "no worker runs, and the script is there"
-        transport = ZmqTransport(authenticator=CurveAuthenticator(scheduler.keys, "controller"))
-        agent = transport.connect(node.facts.address, "agent", node.facts.incarnation)
+        transport = ZmqTransport(client=CurveClient.of_controller(scheduler.keys))
+        agent = connect_agent(transport, node.facts)
         order = WorkerOrder("rollout", 0, "none", {}, Device.cpu, 1, incarnation="i0")
-        launched = await agent.call(LAUNCH, Launch([order], LIMIT_S), timeout_s=LIMIT_S)
+        launched = await agent.call(
+            LAUNCH, launch_of(scheduler.passes, [order], LIMIT_S), timeout_s=LIMIT_S
+        )
         await transport.close()
         (worker,) = launched.workers
         give_up = time.monotonic() + LIMIT_S

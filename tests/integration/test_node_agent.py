@@ -7,26 +7,37 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
+from integration.agents import connect_agent, launch_of
+from msgspec import json
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
+from areal_sc.schedulers.joining import JoinServer
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Passes
+from areal_sc.transport.sockets.interface import Interface, host_of
 from areal_sc.workers.spec import (
     LAUNCH,
     STOP,
     WATCH,
-    Launch,
+    Joining,
     Launched,
     News,
+    NodeFacts,
     Stop,
     Watch,
     WorkerOrder,
@@ -43,17 +54,26 @@ def scheduler_in(run_dir: Path, memory: Path) -> LocalScheduler:
         transport=TransportConfig(shared_memory=str(memory)),
         heartbeat_interval_s=0.2,
         orphan_timeout_s=100.0,
+        max_log_bytes=100_000,
     )
     return LocalScheduler(config, command=(sys.executable, str(PROGRAM)))
 
 
+@dataclass
+class Agent:
+    """A connection to one, and what its workers get passes from."""
+
+    connection: Connection
+    passes: Passes
+
+
 @asynccontextmanager
-async def agent_of(run_dir: Path) -> AsyncIterator[Connection]:
+async def agent_of(run_dir: Path) -> AsyncIterator[Agent]:
     scheduler = scheduler_in(run_dir, run_dir / "memory")
-    transport = ZmqTransport(authenticator=CurveAuthenticator(scheduler.keys, "controller"))
+    transport = ZmqTransport(client=CurveClient.of_controller(scheduler.keys))
     try:
         (node,) = await scheduler.nodes()
-        yield transport.connect(node.facts.address, "agent", node.facts.incarnation)
+        yield Agent(connect_agent(transport, node.facts), scheduler.passes)
     finally:
         await transport.close()
         scheduler.close()
@@ -63,12 +83,16 @@ def order(index: int, engine: str = "none", life: int = 0) -> WorkerOrder:
     return WorkerOrder("rollout", index, engine, {}, Device.cpu, 1, incarnation=f"i{index}-{life}")
 
 
-async def launch(agent: Connection, *orders: WorkerOrder, timeout_s: float = LIMIT_S) -> Launched:
-    return await agent.call(LAUNCH, Launch(list(orders), timeout_s), timeout_s=2 * LIMIT_S)
+async def launch(agent: Agent, *orders: WorkerOrder, timeout_s: float = LIMIT_S) -> Launched:
+    return await agent.connection.call(
+        LAUNCH, launch_of(agent.passes, orders, timeout_s), timeout_s=2 * LIMIT_S
+    )
 
 
-async def news(agent: Connection, num_ended: int = 0, hold_s: float = LIMIT_S) -> News:
-    return await agent.call(WATCH, Watch("rollout", num_ended, hold_s), timeout_s=2 * LIMIT_S)
+async def news(agent: Agent, num_ended: int = 0, hold_s: float = LIMIT_S) -> News:
+    return await agent.connection.call(
+        WATCH, Watch("rollout", num_ended, hold_s), timeout_s=2 * LIMIT_S
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -100,7 +124,7 @@ async def test_an_end_is_told_when_it_happens_and_others_beat_on(tmp_path: Path)
         workers = (await launch(agent, order(0), order(1))).workers
         assert [worker.name for worker in workers] == ["rollout/0", "rollout/1"]
         waiting = asyncio.create_task(news(agent))
-        quiet = await agent.call(WATCH, Watch("train", 0, 0.0), timeout_s=LIMIT_S)
+        quiet = await agent.connection.call(WATCH, Watch("train", 0, 0.0), timeout_s=LIMIT_S)
         assert quiet == News([], [], 0), "other roles are not its concern"
         assert not waiting.done()
         os.kill(workers[0].pid, signal.SIGKILL)
@@ -117,20 +141,6 @@ async def test_an_end_is_told_when_it_happens_and_others_beat_on(tmp_path: Path)
         assert beat.name == "rollout/1"
         assert 0 <= beat.beat_age_s < LIMIT_S
         assert (await news(agent, 0)).ended == [end], "also to whoever asks anew"
-
-
-async def test_a_launch_that_fails_says_why_and_leaves_nobody(tmp_path: Path) -> None:
-    async with agent_of(tmp_path) as agent:
-        failed = await launch(agent, order(0), order(1, "broken"), order(2, "mute"))
-        assert "worker rollout/1 ended with exit code 6 before it served" in failed.failure
-        assert failed.log_path == str(tmp_path / "logs" / "rollout-1.log")
-        assert "ModelError: no weights" in failed.log_tail[-1]
-        ended = (await news(agent)).ended
-        assert {end.name for end in ended} >= {"rollout/1"}
-        assert (await news(agent, hold_s=0.0)).beats == []
-        late = await launch(agent, order(3, "mute"), timeout_s=1.0)
-        assert "worker rollout/3 did not report within 1 s" in late.failure
-        assert (await launch(agent, order(4))).failure == "", "it still starts others"
 
 
 async def test_a_launch_that_is_given_up_leaves_nobody(tmp_path: Path) -> None:
@@ -152,7 +162,7 @@ async def test_a_worker_is_started_again_in_the_place_of_its_earlier_life(tmp_pa
         (end,) = (await news(agent)).ended
         assert end.incarnation == "i0-0"
         os.kill(second.pid, signal.SIGSTOP)  # it neither ends by itself nor hears SIGTERM
-        await agent.call(STOP, Stop(["i0-1", "unknown"], 0.1), timeout_s=LIMIT_S)
+        await agent.connection.call(STOP, Stop(["i0-1", "unknown"], 0.1), timeout_s=LIMIT_S)
         assert not is_alive(second.pid)
 
 
@@ -193,5 +203,101 @@ async def test_an_agent_that_does_not_start_is_named_with_its_log(tmp_path: Path
         scheduler.close()
 
 
+@asynccontextmanager
+async def agent_elsewhere(
+    run_dir: Path, script: str, bind: str = "auto", orphan_timeout_s: float = 2.0
+) -> AsyncIterator[tuple[JoinServer, Process]]:
+    """Where an agent joins that was only told where the script is, and its process."""
+    keys = RunKeys.create()
+    keys.write(RunFolder(run_dir).keys_path)
+    (run_dir / "logs").mkdir()
+    settings = TransportConfig(bind=bind, shared_memory=str(run_dir / "memory"))
+    config = SchedulerConfig(
+        run_dir=str(run_dir),
+        transport=settings,
+        heartbeat_interval_s=0.2,
+        orphan_timeout_s=orphan_timeout_s,
+    )
+    joins = JoinServer(keys, Interface.of(script), RunFolder(run_dir))
+    words = (str(PROGRAM), "run", json.encode(config).decode(), joins.address)
+    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=PIPE)
+    assert process.stdin is not None
+    process.stdin.write(f"{joins.invite('job', 1)}\n".encode())
+    process.stdin.close()
+    try:
+        yield joins, process
+    finally:
+        joins.close()
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("bind", "script", "host"),
+    [("auto", "::1", "::1"), ("auto", "127.0.0.3", "127.0.0.1"), ("127.0.0.5", "::1", "127.0.0.5")],
+)
+async def test_an_agent_joins_a_script_elsewhere_and_listens_where_that_reaches_it(
+    tmp_path: Path, bind: str, script: str, host: str
+) -> None:
+    """When it was replaced, it ends as soon as it can ask, with the workers that it has."""
+    async with agent_elsewhere(tmp_path, script, bind, 1000.0) as (joins, process):
+        await until(lambda: joins.joined(""))
+        [joining] = joins.joined("").values()
+        facts = joining.facts
+        assert isinstance(facts, NodeFacts)
+        assert joining.pid == process.pid
+        keys = RunKeys.read(RunFolder(tmp_path).keys_path)
+        transport = ZmqTransport(client=CurveClient.of_controller(keys))
+        agent = Agent(connect_agent(transport, facts), Passes(keys))
+        (worker,) = (await launch(agent, order(0))).workers
+        assert {host_of(facts.address), host_of(worker.address)} == {host}
+        await transport.close()
+        joins.refuse(facts.incarnation)
+        assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
+        assert not is_alive(worker.pid)
+
+
+async def test_an_agent_without_workers_stays_as_long_as_the_script_elsewhere_answers(
+    tmp_path: Path,
+) -> None:
+    async with agent_elsewhere(tmp_path, "127.0.0.1") as (joins, process):
+        await until(lambda: joins.joined(""))
+        for _ in range(6):  # four times within the timeout
+            before = joins.joined("").values()
+            await until(lambda before=before: not is_same(before, joins.joined("").values()))
+        assert process.returncode is None
+        await asyncio.to_thread(joins.close)
+        assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
+
+
+def is_same(before: Collection[Joining], now: Collection[Joining]) -> bool:
+    """Whether nobody has joined since; whoever joins again says the same."""
+    return all(one is other for one, other in zip(before, now, strict=True))
+
+
+async def test_an_agent_tells_a_script_elsewhere_why_its_node_is_of_no_use(tmp_path: Path) -> None:
+    async with agent_elsewhere(tmp_path, "127.0.0.1", "203.0.113.0/24") as (joins, process):
+        assert await process.wait() == ConfigError.exit_code
+        [joining] = joins.joined("").values()
+        assert "has no address in that network" in str(joining.facts)
+
+
 async def ended(scheduler: LocalScheduler) -> dict[Node, str]:
     return await scheduler.ended_nodes()
+
+
+async def test_the_logs_of_workers_are_bounded_and_the_script_s_is_left_to_it(
+    tmp_path: Path,
+) -> None:
+    async with agent_of(tmp_path):
+        logs = tmp_path / "logs"
+        (logs / "controller.log").write_bytes(bytes(200_000))
+        with (logs / "rollout-0-sglang-1.log").open("ab") as log:
+            log.write(bytes(200_000))
+        give_up_s = time.monotonic() + LIMIT_S
+        while (logs / "rollout-0-sglang-1.log").stat().st_size:
+            assert time.monotonic() < give_up_s
+            await asyncio.sleep(0.05)
+        assert (logs / "rollout-0-sglang-1.log.1").stat().st_size == 200_000
+        assert (logs / "controller.log").stat().st_size == 200_000

@@ -19,7 +19,7 @@ from integration.run_process import tiny_run
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerError, WorkerLost, WorkerStartError

@@ -12,7 +12,7 @@ from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 from small_disk import small_disk
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train_history import Source
 from areal_sc.errors import CheckpointError, StaleCall
@@ -25,7 +25,7 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     """A controller of another life: it has new ids and connections, and the same ranks."""
     runtime = Runtime.create(scheduler.keys)
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
-    again._ranks.layout = actor._ranks.layout
+    again._ranks.calls.layout = actor._ranks.calls.layout
     lineage = actor._ranks.history.lineage
     again._ranks.history.begin(lineage, Source(0, SnapshotPlace.initial))
     for member in actor.fleet.members:

@@ -34,12 +34,13 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
         resumed.finish()
         resumed.wait_until_gone()
         assert f"resumed after step {last}" in resumed.output
-        assert "has no effect in a loop without" not in resumed.output
+        assert "only a `Run` reads" not in resumed.output
         assert resumed.steps()[-3:] == [last + 1, last + 2, last + 3]
         evaluations = [(r["name"], r["step"]) for r in resumed.records("evaluation")]
         summary = resumed.summary()
     assert evaluations[0] == ("before", 0)
-    assert evaluations[-3:] == [("periodic", last + 2), ("after", last + 3), ("greedy", last + 3)]
+    newest = (last + 2) // 2 * 2  # the stop's own snapshot may be of an odd step
+    assert evaluations[-3:] == [("periodic", newest), ("after", last + 3), ("greedy", last + 3)]
     assert summary["num_steps"] == last + 3
     assert summary["num_rows_trained"] == (last + 3) * ROWS_A_STEP
     assert summary["num_rows_trained_twice"] == 0

@@ -45,7 +45,7 @@ def test_a_huge_dataset_that_no_other_process_can_build(start_rollout: Callable[
         trained = {row.reward for row in batch.rows}
         assert len(trained) == 4
         assert trained <= {float(index) for index in rows.read}
-        assert len(rows.read) <= rollout.groups.num_prompts_taken + 1
+        assert len(rows.read) <= rollout.groups.ledger.num_prompts_taken + 1
         outcome = rollout.evaluate(rows, WORKFLOW, num_prompts=3)
         assert outcome.reward == 1.0
 
@@ -53,11 +53,11 @@ def test_a_huge_dataset_that_no_other_process_can_build(start_rollout: Callable[
 def test_a_stream_goes_on_after_a_resume(start_rollout: Callable[..., Any]) -> None:
     with start_rollout("rollout.max_staleness=1") as rollout:
         first = rollout.prepare_batch(stream(100), WORKFLOW)
-        assert rollout.groups.num_prompts_taken == 8
+        assert rollout.groups.ledger.num_prompts_taken == 8
         state = rollout.state()
-    state = replace(state, training=replace(state.training, version=1))  # as after its training
+    state = replace(state, training=replace(state.training, untrained=set()))  # as if trained
     with start_rollout("rollout.max_staleness=1") as rollout:
-        rollout.restore(state)
+        rollout.go_back(state)
         second = rollout.prepare_batch(stream(100), WORKFLOW)
     rewards = [{row.reward for row in batch.rows} for batch in (first, second)]
     assert [len(seen) for seen in rewards] == [4, 4]

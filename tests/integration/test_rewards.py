@@ -52,7 +52,8 @@ def hangs_in_regex(prompt, completion):
     return 1.0 if re.match(r"(a+)+$", "a" * 40 + "b") else 0.0
 
 def hangs_with_the_lock_held(prompt, completion):
-    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
+    while True:  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
 
 def hangs_with_a_child(prompt, completion):
     child = subprocess.Popen(["sleep", "600"])
@@ -220,8 +221,9 @@ async def test_a_reward_that_hangs_in_c_code_is_killed(
     ended = end_of(server, before)
     hung = asyncio.create_task(pool.score(getattr(user, name), {}, ""))
     waiting = asyncio.create_task(pool.score(user.same, {"answer": "x"}, "x"))
-    with pytest.raises(RewardError, match=rf"reward {name}: took longer than 0\.5 s"):
+    with pytest.raises(RewardError, match=rf"reward {name}: took longer than 0\.5 s") as caught:
         await hung
+    assert f"in {name}" in caught.value.frames
     assert await waiting == 1.0
     assert await ended == -signal.SIGKILL
     await pool.close()

@@ -177,7 +177,7 @@ def test_a_dataset_smaller_than_a_batch_is_repeated(start_rollout: Callable[...,
     with start_rollout() as rollout:
         batch = rollout.prepare_batch(letter_prompts(3, seed=8), SingleTurnWorkflow(episodes.right))
         assert len({row.group_id for row in batch.rows}) == 4
-        assert rollout.groups.num_prompts_taken >= 4
+        assert rollout.groups.ledger.num_prompts_taken >= 4
         assert rollout.rejections.episodes.total() == 0
 
 

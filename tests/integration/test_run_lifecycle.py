@@ -11,17 +11,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration.run_process import SCRIPTS, open_gate, tiny_run
+from integration.run_process import REPOSITORY, SCRIPTS, open_gate, tiny_run
 
 from areal_sc import GRPOConfig, PPOTrainer
+from areal_sc.commands.verdict import State, verdict
+from areal_sc.run_folder import RunFolder
 
 ROWS_A_STEP = 4 * 2
 ENDLESS = "total_steps=100000"
+EXAMPLES = REPOSITORY / "examples"
 SEEN_BY_OTHERS = ("cmdline", "environ")
 """What other users, or children, may see of a process."""
 
 
-def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
+def test_the_same_command_goes_on_from_a_snapshot_when_all_processes_were_killed(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     """With the settings as they come: snapshots are on."""
@@ -30,12 +33,9 @@ def test_kill_9_of_the_script_leaves_no_orphan_and_the_same_command_goes_on(
     with tiny_run(tmp_path / "run", tiny_model_folder, *arguments) as killed:
         snapshot = killed.run_dir / "checkpoints" / "step-000010"
         killed.wait_until(snapshot.is_dir, "the snapshot of step 10")
-        killed.send(signal.SIGKILL)
-        assert killed.wait() == -signal.SIGKILL
+        killed.kill_all()  # test_killed_scripts.py: of the script alone
         open_gate(killed.run_dir)
-        # at once, beside workers that have not noticed yet
         with tiny_run(tmp_path / "run", tiny_model_folder, *arguments) as resumed:
-            killed.wait_until_gone()
             resumed.finish()
             resumed.wait_until_gone()
             (event,) = resumed.events("resumed")
@@ -93,7 +93,7 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
         keys = killed.run_dir / "keys.json"
         assert keys.stat().st_mode & 0o777 == 0o600
         secrets = [value for value in json.loads(keys.read_text()).values() if len(value) == 40]
-        assert len(secrets) == 4
+        assert len(secrets) == 3
         for pid in killed.processes():
             seen = b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in SEEN_BY_OTHERS)
             assert not any(secret.encode() in seen for secret in secrets)
@@ -114,19 +114,29 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
 
 
 def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_folder: Path) -> None:
-    """Ctrl-C to the script alone, Ctrl-C in a terminal, SIGTERM; and a second run in a folder."""
+    """All at a step that never ends: Ctrl-C twice; one in a terminal; SIGTERM, once.
+
+    And a second run in a folder.
+    """
+    limits = {"alone": 100, "foreground": 0, "terminated": 1}
     with ExitStack() as stack:
         alone, foreground, terminated = (
             stack.enter_context(
-                tiny_run(tmp_path / name, tiny_model_folder, ENDLESS, "task.num_free_episodes=16")
+                tiny_run(
+                    tmp_path / name,
+                    tiny_model_folder,
+                    *(ENDLESS, "task.num_free_episodes=16", f"checkpoint.stop_within_s={limit_s}"),
+                )
             )
-            for name in ("alone", "foreground", "terminated")
+            for name, limit_s in limits.items()
         )
         for run in (alone, foreground, terminated):
             run.wait_for_step(1)
         second = stack.enter_context(tiny_run(tmp_path / "alone", tiny_model_folder, ENDLESS))
         assert second.wait() == 3
         assert f"process {alone.pid} is running in it" in second.output
+        alone.send(signal.SIGINT)
+        alone.wait_until(lambda: "Ctrl-C again stops now" in alone.output, "the answer")
         alone.send(signal.SIGINT)
         foreground.send_to_foreground(signal.SIGINT)
         terminated.send(signal.SIGTERM)
@@ -139,6 +149,38 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             assert f"{word}\nthere is no snapshot yet" in run.output, run.output
             assert "Traceback" not in run.output
             run.wait_until_gone(5.0)
+        assert "SIGTERM: finishing step" in terminated.output
+        assert "finishing" not in foreground.output
+
+
+def workers_told(run_dir: Path) -> list[str]:
+    """The workers of which the file says that `status` reads; it may be some seconds old."""
+    status = verdict(RunFolder(run_dir)).status
+    return sorted(w.name for r in status.roles.values() for w in r.workers) if status else []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
+    tmp_path: Path, tiny_model_folder: Path, signum: int
+) -> None:
+    """In PPOTrainer's loop and in one of the user's own; `status` tells each state rightly."""
+    script = SCRIPTS / "tiny_run.py" if signum == signal.SIGINT else EXAMPLES / "own_loop.py"
+    with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS, script=script) as run:
+        run.wait_for_step(2)
+        living = verdict(RunFolder(run.run_dir))
+        assert living.state is State.healthy, living
+        assert living.status
+        assert living.status.pid == run.pid
+        run.wait_until(lambda: workers_told(run.run_dir) == ["rollout/0", "train/0"], "workers")
+        run.send_to_foreground(signum)
+        assert run.wait() == 128 + signum, run.story()
+        newest = run.run_dir / "checkpoints" / f"step-{run.steps()[-1]:06d}"
+        assert "again stops now" in run.output
+        assert f"newest snapshot: {newest};" in run.output
+        run.wait_until_gone(5.0)
+        ended = verdict(RunFolder(run.run_dir))
+        assert ended.state is State.interrupted
+        assert "would go on from the last snapshot" in ended.text
 
 
 def test_a_script_that_is_stopped_for_a_while_goes_on(
@@ -209,11 +251,16 @@ def test_ctrl_c_while_the_workers_are_being_started(
 def test_an_exception_in_the_users_loop_leaves_no_orphan(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    settings, script = ("+task.raise_after=1", "samples.show=true"), SCRIPTS / "own_loop.py"
+    set_in_vain = ("evaluation.num_prompts=7", "checkpoint.keep=3", "samples.show=true")
+    settings, script = ("+task.raise_after=1", *set_in_vain), SCRIPTS / "own_loop.py"
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
         assert run.wait() == 1, run.story()
         assert "LookupError: nothing is known about version 1" in run.output
-        assert run.output.count("samples.show=true has no effect in a loop without a `Run`") == 1
+        said = " ".join(run.output.split())
+        assert said.count(f"this loop has none: {', '.join(set_in_vain)};") == 1
+        failed = verdict(RunFolder(run.run_dir))
+        assert failed.state is State.failed
+        assert "LookupError: nothing is known about version 1" in failed.text
         run.wait_until_gone(5.0)
 
 
@@ -233,7 +280,6 @@ def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_fol
     [
         ("rollout/0", signal.SIGKILL, 100000, "rollout/0 ended with signal 9 (SIGKILL)"),
         ("rollout/0", signal.SIGSTOP, 100000, "rollout/0 missed 5 heartbeats"),
-        ("train/1", signal.SIGKILL, 100000, "train/1 ended with signal 9 (SIGKILL)"),
         # the script waits for rows, and calls no training rank
         ("train/1", signal.SIGKILL, 3, "train/1 ended with signal 9 (SIGKILL)"),
     ],

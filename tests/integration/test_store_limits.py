@@ -33,7 +33,7 @@ def test_a_limit_of_one_batch_slows_admission_and_fails_nothing(
     """Beside a run without the limit, which generates all rows at once, so far may it run ahead."""
     settings = (
         *(f"total_steps={NUM_STEPS}", f"rollout.max_staleness={NUM_STEPS - 1}"),
-        *("rollout.num_workers=2", "generation.max_new_tokens=54"),
+        *("rollout.num_workers=2", "generation.max_new_tokens=54", "rollout.admission=eager"),
     )
     limit_bytes = BATCH_GROUPS * GROUP_BYTES
     limit = f"rollout.node_store_bytes={limit_bytes}"

@@ -183,7 +183,7 @@ async def test_a_fan_out_leaves_the_loop_its_turns(method: str) -> None:
 async def test_a_killed_process_fails_its_calls_alone(tmp_path: Path) -> None:
     keys = RunKeys.create()
     with server_process(tmp_path, keys) as kept, server_process(tmp_path, keys) as killed:
-        async with transport(authenticator=kept.member()) as callers:
+        async with transport(client=kept.member()) as callers:
             alive, doomed = kept.connect(callers), killed.connect(callers)
             calls = [(client, {"i": i}) for i in range(20) for client in (alive, doomed)]
             expected = [args for _, args in calls]

@@ -39,6 +39,7 @@ from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.store import TensorStore
+from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.tensor_bytes import DTYPE_NAMES, dtype_named
 from areal_sc.weights import ShardReference, WeightsReference
 
@@ -104,8 +105,8 @@ async def owners(count: int, **bulk_options: Any) -> AsyncIterator[list[Owner]]:
 async def pulling(**options: Any) -> AsyncIterator[Puller]:
     transport = ZmqTransport()
     own = {name: options.pop(name) for name in ("local_store", "timeout_s") if name in options}
-    absence_s = options.pop("absence_s", 0.0)
-    bulk = BulkClient(transport, "train/0", TransportConfig(**options), absence_s=absence_s)
+    limits = {n: options.pop(n) for n in ("absence_s", "max_inflight_bytes") if n in options}
+    bulk = BulkClient(transport, "train/0", TransportConfig(**options), **limits)
     puller = Puller(bulk, **{"timeout_s": 20.0, **own})
     try:
         yield puller
@@ -153,9 +154,15 @@ async def test_every_dtype_arrives_bit_by_bit(name: str, is_encrypted: bool) -> 
     assert pulled.lengths == (30, 70)
 
 
-async def test_rows_of_very_different_lengths_come_from_many_owners_in_batch_order() -> None:
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1"])
+async def test_rows_of_very_different_lengths_come_from_many_owners_in_batch_order(
+    bind: str,
+) -> None:
     lengths = [[10_000, 100], [100, 0, 7], [1], [100, 10_000]]
-    async with owners(4) as made, pulling(chunk_bytes=1 << 12, max_inflight_chunks=3) as puller:
+    async with (
+        owners(4, interface=Interface.of(bind)) as made,
+        pulling(chunk_bytes=1 << 12, max_inflight_chunks=3) as puller,
+    ):
         batch = await spread_batch(made, lengths)
         pulled = await puller.pull(batch)
         flat = [n for its in lengths for n in its]
@@ -618,6 +625,26 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
             token_values(i, 100) for i in range(40)
         ]
         assert owner.bulk.num_reads - before == 4
+
+
+async def test_all_owners_together_send_no_more_than_was_asked_for() -> None:
+    async with (
+        owners(6) as made,
+        pulling(chunk_bytes=4000, max_inflight_bytes=9000) as puller,
+    ):
+        batch = await spread_batch(made, [[1000] * 5] * 6)
+        outstanding: list[int] = []
+        for owner in made:
+
+            def answer(body: Any, serve: Any = owner.bulk.answer) -> Any:
+                outstanding.append(puller._bulk._credits.outstanding_bytes)
+                return serve(body)
+
+            owner.bulk.answer = answer  # type: ignore[method-assign]
+        pulled = await puller.pull(batch, ["input_ids"])
+        assert rows_of(pulled, "input_ids") == [token_values(row, 1000) for row in range(30)]
+        assert max(outstanding) == 8000
+        assert puller._bulk._credits.outstanding_bytes == 0
 
 
 async def test_a_pull_tells_where_its_time_went() -> None:

@@ -21,6 +21,8 @@ from areal_sc.errors import (
 )
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import KnownCallers
 
 
 async def test_values_travel_both_ways_and_bytes_are_counted() -> None:
@@ -224,32 +226,39 @@ async def test_a_port_in_use_is_an_error_with_the_port() -> None:
             await second.start()
 
 
-async def test_the_authenticator_sees_both_sockets_before_they_are_used() -> None:
-    seen: list[tuple[int, bytes]] = []
+async def test_a_socket_is_guarded_before_it_is_used_and_known_servers_are_expected() -> None:
+    seen: list[tuple[str, bytes]] = []
 
     class Guard:
         def __init__(self, guarded: zmq.Socket[bytes]) -> None:
             self.guarded = guarded
 
         def close(self) -> None:
-            seen.append((-1, b"closed" if self.guarded.closed else b"open"))
+            seen.append(("guard", b"closed" if self.guarded.closed else b"open"))
 
-    class Recorder:
-        def configure_server(self, context: Any, socket: zmq.Socket[bytes]) -> Guard:
+    class Security:
+        callers = KnownCallers(RunKeys.create().controller.public)
+
+        def configure(self, context: Any, socket: zmq.Socket[bytes]) -> Guard:
             assert isinstance(context, zmq.Context)
-            seen.append((socket.getsockopt(zmq.TYPE), socket.getsockopt(zmq.LAST_ENDPOINT)))
+            seen.append(("server", socket.getsockopt(zmq.LAST_ENDPOINT)))
             return Guard(socket)
 
-        def configure_client(self, socket: zmq.Socket[bytes]) -> None:
-            seen.append((socket.getsockopt(zmq.TYPE), socket.getsockopt(zmq.LAST_ENDPOINT)))
+    class Client:
+        shown_pass = b""
+
+        def configure(self, socket: zmq.Socket[bytes]) -> None:
+            seen.append(("client", socket.getsockopt(zmq.LAST_ENDPOINT)))
+
+        def expect(self, socket: zmq.Socket[bytes], server_key: str) -> None:
+            seen.append((server_key, socket.getsockopt(zmq.LAST_ENDPOINT)))
 
     async with (
-        serving(authenticator=Recorder()) as (_, _, address),
-        transport(authenticator=Recorder()) as callers,
+        serving(security=Security()) as (_, _, address),
+        transport(client=Client()) as callers,
     ):
-        client = callers.connect(address, "train/2", LIFE)
-        assert await client.call(named("echo"), {}, timeout_s=20) == {}
-    assert seen == [(zmq.ROUTER, b""), (zmq.ROUTER, b""), (-1, b"open")]
+        callers.connect(address, "train/2", LIFE, server_key="its key")
+    assert seen == [("server", b""), ("client", b""), ("its key", b""), ("guard", b"open")]
 
 
 async def test_arguments_and_replies_of_other_types_fail_the_call_and_nothing_else() -> None:

@@ -26,6 +26,7 @@ from areal_sc import (
     make_generator,
 )
 from areal_sc import start as start_controllers
+from areal_sc.controller.weight_sources import WeightSources
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
 
@@ -58,21 +59,45 @@ def train_step(actor: TrainController, rollout: RolloutController) -> dict[str, 
     return stats
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "mesh", "is_far"),
+    [
+        *((method, "{data: 1}", False) for method in METHODS),
+        ("pull", "{data: 2}", False),
+        ("disk", "{data: 2}", False),
+        ("collective", "{data: 1, tensor: 2}", False),
+        ("pull", "{data: 1, tensor: 2}", True),
+    ],
+)
 def test_generation_has_the_trainers_weights(
     tiny_config: Callable[..., GRPOConfig],
     scheduler: Scheduler,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     method: str,
-    num_ranks: int,
+    mesh: str,
+    is_far: bool,
 ) -> None:
-    """Rows sampled after an update have the log-probabilities that the trainer computes."""
+    """Rows sampled after an update have the log-probabilities that the trainer computes.
+
+    Args:
+        is_far: the workers are taken for those of another node, of which one keeps a copy.
+    """
+    copies = []
+    copy = WeightSources._copy
+
+    async def counted(self: WeightSources, member: Any, source: Any) -> None:
+        copies.append(member.name)
+        await copy(self, member, source)
+
+    monkeypatch.setattr(WeightSources, "_copy", counted)
+    if is_far:
+        monkeypatch.setattr(WeightSources, "_is_far", lambda *_: True)
     config = tiny_config(
         f"weight_update.method={method}",
         f"weight_update.folder={tmp_path / 'weights'}",
         "weight_update.bucket_bytes=20000",
-        f"actor.parallel.data={num_ranks}",
+        f"actor.parallel={mesh}",
         "rollout.num_workers=2",
         "actor.optimizer.lr=1e-2",
     )
@@ -87,10 +112,11 @@ def test_generation_has_the_trainers_weights(
     assert held == {0 if method == "disk" else 1}, "of what was computed nothing is left"
     assert all(worker["weight_updates"] == 3 for worker in counters)
     assert len({worker["update_bytes"] for worker in counters}) == 1
+    assert len(copies) == 3 * is_far, "workers on the trainers' node need none"
     if method == "disk":
         # the version before stays for whoever still reads it; those before it went
-        left = {folder.name for folder in (tmp_path / "weights").iterdir()}
-        assert left == {"version-2", "version-3"}
+        left = [folder.name.split("-") for folder in (tmp_path / "weights").iterdir()]
+        assert {version for _, _, version in left} == {"2", "3"}
     if method == "collective":
         assert actor.publication_stats["published_bytes"] == counters[0]["update_bytes"]
 

@@ -7,27 +7,39 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from simulation.process import Process
+
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
+from areal_sc.transport.rpc.server import NewestTerm
 from areal_sc.workers.spec import (
+    DESCRIBE,
     LAUNCH,
-    LOG_TAIL,
+    STACKS,
     STOP,
     WATCH,
     EndedWorker,
     Launch,
     Launched,
+    LivingWorker,
     News,
+    NodeDescription,
+    NodeFacts,
     Stop,
     Watch,
     WorkerOrder,
     WorkerReport,
+    WorkerStacks,
 )
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
-    from simulation.connection import SimulatedConnection
+    from simulation.workers import SimulatedWorker
+
+
+END_S = 0.1
+"""More than a worker takes to end that was asked to."""
 
 
 class SimulatedAgent:
@@ -43,25 +55,28 @@ class SimulatedAgent:
     """
 
     is_blocked = False
+    role = "agent"
 
     def __init__(self, cluster: SimulatedCluster, node: str, incarnation: str) -> None:
         self.cluster = cluster
         self.name = "agent"
         self.node = node
         self.incarnation = incarnation
-        self.address = f"sim-agent://{node}/{incarnation}"
+        self.address = f"sim://{cluster.machine(node)}:{incarnation}"
+        self.newest_term = NewestTerm()
+        self.process = Process(f"agent of {node}")
         self.exit_status: str | None = None
         self.inbox: list[Callable[[], None]] = []
         self._is_hung = False
         self.num_watches = 0
-        self.connections: list[SimulatedConnection] = []
         self.served = {
             served.method.name: served
             for served in (
+                DESCRIBE.served_by(self.describe),
                 LAUNCH.served_by(self.launch),
                 WATCH.served_by(self.watch),
                 STOP.served_by(self.stop),
-                LOG_TAIL.served_by(self.log_tail),
+                STACKS.served_by(self.stacks),
             )
         }
         self._ended: list[EndedWorker] = []
@@ -79,6 +94,23 @@ class SimulatedAgent:
             for take in inbox:
                 take()
 
+    @property
+    def facts(self) -> NodeFacts:
+        root = self.cluster.config.run_dir
+        return NodeFacts(self.node, self.node, 0, root, self.address, self.incarnation)
+
+    @property
+    def found(self) -> list[LivingWorker]:
+        """The workers that it has started, and that live."""
+        return [
+            LivingWorker(worker.order, self._report(worker))
+            for worker in self.cluster.workers_on(self.node)
+            if worker.exit_status is None
+        ]
+
+    async def describe(self, _: None) -> NodeDescription:
+        return NodeDescription(self.facts, self.cluster.config, self.found)
+
     async def launch(self, launch: Launch) -> Launched:
         starts = [asyncio.create_task(self._start(order)) for order in launch.orders]
         try:
@@ -91,7 +123,9 @@ class SimulatedAgent:
             await asyncio.gather(*starts, return_exceptions=True)
 
     async def _start(self, order: WorkerOrder) -> WorkerReport:
-        worker = await self.cluster.start(order, self.node)
+        return self._report(await self.cluster.start(order, self.node))
+
+    def _report(self, worker: SimulatedWorker) -> WorkerReport:
         return WorkerReport(worker.name, worker.incarnation, worker.address, 1, self.node)
 
     async def watch(self, watch: Watch) -> News:
@@ -112,12 +146,18 @@ class SimulatedAgent:
         )
 
     async def stop(self, stop: Stop) -> None:
-        for worker in self.cluster.workers_on(self.node):
-            if worker.incarnation in stop.incarnations:
-                worker.end("signal 9 (SIGKILL)")
+        workers = [
+            worker
+            for worker in self.cluster.workers_on(self.node)
+            if worker.incarnation in stop.incarnations
+        ]
+        if any(worker.exit_status is None for worker in workers):
+            await asyncio.sleep(min(stop.grace_s, END_S))  # they end by themselves, if they can
+        for worker in workers:
+            worker.end("signal 9 (SIGKILL)")
 
-    async def log_tail(self, name: str) -> list[str]:
-        return [f"the log of {name}"]
+    async def stacks(self, names: list[str]) -> list[WorkerStacks]:
+        return [WorkerStacks(name, "waits", [f"the log of {name}"]) for name in names]
 
     def note_end(self, name: str, incarnation: str, how: str) -> None:
         """The process of one of its workers has ended."""
@@ -131,8 +171,7 @@ class SimulatedAgent:
         if self.exit_status is not None:
             return
         self.exit_status = exit_status
+        self.process.kill()
         for worker in self.cluster.workers_on(self.node):
             worker.end("signal 9 (SIGKILL)")
-        for connection in self.connections:
-            connection.lose_peer()
-        self.cluster.on_end(self)
+        self.cluster.network.end(self)

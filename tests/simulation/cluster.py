@@ -8,29 +8,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior, Number
-from simulation.connection import SimulatedConnection
+from simulation.network import Network, NetworkConnection
+from simulation.process import PROCESS, Process
+from simulation.store import Past, SimulatedStore, SnapshotKey
+from simulation.train_worker import SimulatedTrainWorker
 from simulation.weight_groups import SimulatedWeightGroup
-from simulation.workers import (
-    RowKey,
-    SimulatedRolloutWorker,
-    SimulatedStore,
-    SimulatedTrainWorker,
-    SimulatedWorker,
-    SnapshotKey,
-)
+from simulation.workers import SimulatedRolloutWorker, SimulatedWorker
 
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
-from areal_sc.errors import ArealError, ShardGone, WorkerStartError
+from areal_sc.errors import ArealError, CheckpointError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers.base import Node
+from areal_sc.status_board import StatusBoard
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Passes
 from areal_sc.workers.calls import RunGroup
 from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
@@ -47,6 +49,7 @@ class GroupStart:
     admitted_version: int
     dataset_index: int
     num_running: int  # groups that ran then, on all workers
+    incarnation: str  # of the worker
 
 
 @dataclass
@@ -72,17 +75,21 @@ class SimulatedCluster:
         rollout_class, train_class: what it starts.
         num_nodes: that it lends.
         agents: by name of their node.
+        losses: of machines, by name of their node; another one was lent in place of each.
         workers: by name, e.g. `rollout/0`.
-        attempt_of: shard id -> the attempt of its group that sealed it.
+        shard_of: (group id, attempt) -> the newest shard with its rows.
+        addresses: of all lives of workers, by incarnation.
         starts: groups that workers were asked to run, in order.
         sealed_rows: (group id, attempt) -> the rows that a worker sealed.
         rejected_groups: whose rows a worker has all rejected.
         trained: what the ranks trained, in order.
         sealed_versions: (time, version) of each rank's publications.
+        on_left: is told of every worker that is asked to end.
         on_forgotten: is told the id and the group of every shard of rows that a sweep drops.
         snapshots: what ranks have written: the `past` of each.
         weight_groups: all there ever were, by name.
-        on_end: is told of every life of a worker that ends.
+        terms: of processes that have begun one.
+        network: between the controllers and the nodes.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
@@ -93,52 +100,82 @@ class SimulatedCluster:
         self.behavior = behavior
         self.rng = random.Random(seed)
         self.workers: dict[str, SimulatedWorker] = {}
-        self.attempt_of: dict[str, int] = {}
+        self.shard_of: dict[tuple[int, int], str] = {}
+        self.addresses: dict[str, str] = {}
         self.starts: list[GroupStart] = []
         self.sealed_rows: dict[tuple[int, int], tuple[RowMetadata, ...]] = {}
         self.trained: list[TrainedStep] = []
         self.rejected_groups: set[int] = set()
         self.sealed_versions: list[tuple[float, int]] = []
         self.on_forgotten: Callable[[str, int], None] = lambda shard_id, group_id: None
-        self.on_end: Callable[[SimulatedWorker | SimulatedAgent], None] = lambda peer: None
-        self.snapshots: dict[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]] = {}
+        self.on_left: Callable[[SimulatedWorker], None] = lambda worker: None
+        self.snapshots: dict[SnapshotKey, Past] = {}
         self.weight_groups: dict[str, SimulatedWeightGroup] = {}
         self.agents: dict[str, SimulatedAgent] = {}
+        self.losses = Counter[str]()
+        self.network = Network(self)
         self.num_nodes = 1
-        self._nodes: list[Node] = []
+        self.terms: dict[Process | None, RunTerm] = {}
+        self._nodes: dict[Process | None, list[Node]] = {}
         self._ids = itertools.count()
         self._ports = itertools.count(1)
         self._one_renews = asyncio.Lock()
+        self.status = StatusBoard()
+        self.passes = Passes(RunKeys.create())
         self._starting: dict[str, WorkerOrder] = {}  # by the worker's name
 
     # ------------------------------------------------------------------ Scheduler
 
     async def nodes(self) -> list[Node]:
-        if not self._nodes:
+        """Each process has nodes of its own; a later start of the script finds what lives there."""
+        nodes = self._nodes.setdefault(PROCESS.get(), [])
+        if not nodes:
             for number in range(self.num_nodes):
-                facts = self.start_agent(f"node-{number}")
-                self._nodes.append(Node(facts, self.run_dir / "agent.log"))
-        return self._nodes
+                agent = self.agents.get(f"node-{number}")
+                lives = agent is not None and agent.exit_status is None
+                found = agent.found if agent and lives else []
+                facts = agent.facts if agent and lives else self.start_agent(f"node-{number}")
+                nodes.append(Node(facts, self.run_dir / "agent.log", found))
+        return nodes
 
     async def ended_nodes(self) -> dict[Node, str]:
-        statuses = {node: self.agents[node.name].exit_status for node in self._nodes}
+        nodes = self._nodes.get(PROCESS.get(), [])
+        statuses = {node: self.agents[node.name].exit_status for node in nodes}
         return {node: how for node, how in statuses.items() if how is not None}
 
     async def renew(self, node: Node, incarnation: str) -> None:
+        renewal = self._renew(node.name, incarnation, self.term)
+        task = asyncio.get_running_loop().create_task(renewal, context=Context())
+        task.add_done_callback(lambda task: task.exception())  # whoever asked may be gone
+        node.facts, node.found = await asyncio.shield(task), []
+
+    async def _renew(self, name: str, incarnation: str, term: RunTerm | None) -> NodeFacts:
         async with self._one_renews:
-            if node.facts.incarnation == incarnation:
-                self.agents[node.name].end("signal 9 (SIGKILL)")
+            if self.agents[name].incarnation == incarnation:
+                _check(term)
+                self.agents[name].end("signal 9 (SIGKILL)")
                 await self.spend(self.behavior.agent_start_s)
-                node.facts = self.start_agent(node.name)
+                _check(term)  # else its successor, which began meanwhile, has ended it
+                return self.start_agent(name)
+            return self.agents[name].facts
 
     def close(self) -> None:
         """Nothing is left to close."""
 
+    def give_back(self) -> None:
+        """As when a script ends: nothing is left on the nodes."""
+        for agent in self.agents.values():
+            agent.end("exit code 0")
+        for worker in self.workers.values():
+            worker.store.lose()
+        for key in [key for key in self.snapshots if key.node]:
+            del self.snapshots[key]
+
     def start_agent(self, node: str) -> NodeFacts:
         """The first one of a node, or one in place of it."""
         agent = self.agents[node] = SimulatedAgent(self, node, self.new_id())
-        root = self.config.run_dir
-        return NodeFacts(node, node, 0, root, agent.address, agent.incarnation)
+        self.network.join(agent)
+        return agent.facts
 
     async def start(self, order: WorkerOrder, node: str) -> SimulatedWorker:
         """An agent starts a worker; an earlier life of it is killed, and its shards are adopted.
@@ -157,13 +194,20 @@ class SimulatedCluster:
         if earlier is not None:
             worker.store.adopt(earlier.store)
         self.workers[order.name] = worker
+        self.addresses[worker.incarnation] = worker.address
+        self.network.join(worker)
         return worker
 
     # ------------------------------------------------------------------ for workers and tests
 
     def transport(self) -> SimulatedTransport:
         """What the controllers reach the workers by."""
-        return SimulatedTransport(self)
+        return SimulatedTransport(self, self.term.number if self.term else 0)
+
+    @property
+    def term(self) -> RunTerm | None:
+        """Of the process that asks."""
+        return self.terms.get(PROCESS.get())
 
     @property
     def now_s(self) -> float:
@@ -177,6 +221,19 @@ class SimulatedCluster:
     def train_workers(self) -> list[SimulatedTrainWorker]:
         return [w for w in self.workers.values() if isinstance(w, SimulatedTrainWorker)]
 
+    def machine(self, node: str) -> str:
+        """The host that is lent as this node now."""
+        return f"{node}.{self.losses[node]}"
+
+    def lose_machine(self, node: str) -> None:
+        """All memory of a node is gone; its next machine has another address."""
+        self.losses[node] += 1
+        for worker in self.workers_on(node):
+            worker.store.lose()
+        for key in [key for key in self.snapshots if key.node == node]:
+            del self.snapshots[key]
+        self.agents[node].end("power loss")
+
     def workers_on(self, node: str) -> list[SimulatedWorker]:
         return [worker for worker in self.workers.values() if worker.node == node]
 
@@ -189,6 +246,16 @@ class SimulatedCluster:
         for key in list(self.snapshots):
             if key[:2] == (node, lineage) and key.version != kept:
                 del self.snapshots[key]
+
+    def read_snapshot(self, key: SnapshotKey) -> Past:
+        """A rank's part. Raises: CheckpointError: it is not there, or cannot be read."""
+        if key not in self.snapshots:
+            raise CheckpointError(f"there is no snapshot {key}")
+        return list(self.snapshots[key])
+
+    def keep_snapshot(self, key: SnapshotKey, past: Past) -> None:
+        """A rank has written its part."""
+        self.snapshots[key] = past
 
     async def write_snapshot(self, rank: SimulatedTrainWorker) -> None:
         """A rank writes its part. Raises: CheckpointError: it could not be written."""
@@ -211,6 +278,12 @@ class SimulatedCluster:
                 return self.owner(node_id, address)
             await asyncio.sleep(0.2)
 
+    def reply_delay_s(self, method: str) -> float:
+        """What the reply to a call takes longer than other messages."""
+        behavior = self.behavior
+        delays = {"run_group": behavior.reply_delay_s, "sweep": behavior.sweep_delay_s}
+        return self.draw(delays.get(method, 0.0))
+
     def draw(self, number: Number) -> float:
         return number(self.rng) if callable(number) else number
 
@@ -228,6 +301,7 @@ class SimulatedCluster:
                 group.admitted_version,
                 group.prompt.index,
                 sum(len(worker.running) for worker in self.rollout_workers),
+                worker.incarnation,
             )
         )
 
@@ -242,23 +316,27 @@ class SimulatedCluster:
 class SimulatedTransport:
     """Connections to the workers of one cluster."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
+    def __init__(self, cluster: SimulatedCluster, term: int = 0) -> None:
         self._cluster = cluster
+        self._term = term
 
     def connect(
-        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
-    ) -> SimulatedConnection:
-        agents = {agent.address: agent for agent in self._cluster.agents.values()}
-        peer = agents.get(address) or self._cluster.workers[node_id]
-        assert address == peer.address
-        latency_s = self._cluster.behavior.latency_s
-        connection = SimulatedConnection(peer, incarnation, latency_s, keeps_trying=keeps_trying)
-        peer.connections.append(connection)
-        return connection
+        self,
+        address: str,
+        node_id: str,
+        incarnation: str,
+        *,
+        keeps_trying: bool = False,
+        server_key: str = "",
+    ) -> NetworkConnection:
+        return NetworkConnection(
+            *(self._cluster.network, address, node_id, incarnation, keeps_trying),
+            term=self._term,
+        )
 
     async def call_all(
         self,
-        calls: Sequence[tuple[SimulatedConnection, A]],
+        calls: Sequence[tuple[NetworkConnection, A]],
         method: Method[A, R],
         *,
         timeout_s: float,
@@ -282,3 +360,8 @@ class SimulatedTransport:
 
     async def close(self) -> None:
         """Nothing is left to close: connections are closed by their users."""
+
+
+def _check(term: RunTerm | None) -> None:
+    if term is not None:
+        term.check()

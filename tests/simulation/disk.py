@@ -63,6 +63,17 @@ class SimulatedDisk(Disk):
         self.check_sync()
         self.files[path] = self.durable[path] = content
 
+    def crash(self) -> None:
+        """Whoever wrote has died: of what was not synced, some part is there."""
+        for path, content in self.files.items():
+            num_synced = len(self.durable[path])
+            num_bytes = self._rng.randint(num_synced, len(content))
+            self.files[path] = content[:num_bytes]
+
+    def repair(self) -> None:
+        """Somebody has made room, or has chosen another disk."""
+        self.room_bytes, self.is_broken = None, False
+
     def take_room(self, num_bytes: int) -> int:
         """So many of these bytes find room."""
         if self.room_bytes is None:

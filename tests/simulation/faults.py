@@ -7,16 +7,18 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simulation.network import Direction, Network, Stage
+from simulation.process import PROCESS, Killed, Process
 from simulation.virtual_loop import VirtualTimeLoop
 
 if TYPE_CHECKING:
     from simulation.disk import SimulatedDisk
-    from simulation.fault_run import FaultyCluster
+    from simulation.faulty_cluster import FaultyCluster
     from simulation.network import Peer
 
 KILLED = "signal 9 (SIGKILL)"
@@ -29,7 +31,7 @@ class FaultKind(StrEnum):
     hang_train = "hang train worker"
     kill_agent = "kill agent"
     hang_agent = "hang agent"
-    lose_node = "lose node with its memory"
+    lose_node = "lose a machine with its memory"
     partition = "partition, control"
     partition_one_way = "partition, control, one way"
     partition_data = "partition, data"
@@ -41,6 +43,12 @@ class FaultKind(StrEnum):
     broken_sync = "journal, sync fails"
     slow_snapshot = "snapshots, slow"
     failing_snapshot = "snapshots, writes fail"
+    unreadable_snapshot = "snapshots, unreadable"
+    suspend = "suspend all machines"
+    wall_clock = "wall clock jumps"
+    kill_controllers = "kill the controllers"
+    succeed_controllers = "another start while the controllers live"
+    scale = "change the number of rollout workers"
 
 
 NO_DEATH = frozenset(
@@ -54,16 +62,35 @@ NO_DEATH = frozenset(
         FaultKind.broken_sync,
         FaultKind.slow_snapshot,
         FaultKind.failing_snapshot,
+        FaultKind.unreadable_snapshot,
+        FaultKind.suspend,
+        FaultKind.wall_clock,
+        FaultKind.kill_controllers,
+        FaultKind.succeed_controllers,
+        FaultKind.scale,
     }
 )
 """These are no reason to start a worker again."""
 
-_RARE = {FaultKind.full_disk: 0.15, FaultKind.broken_sync: 0.15}
-"""The run ends with them, so few have them."""
+_WEIGHTS = {
+    FaultKind.full_disk: 0.15,
+    FaultKind.broken_sync: 0.15,
+    FaultKind.kill_controllers: 5.0,
+    FaultKind.succeed_controllers: 2.0,
+}
+"""How many there are of a kind, where it is not one of each; a full disk ends all others."""
 
 SLOW_DISK_S = 3.0
 SHORT_WRITE_BYTES = 7
 SLOW_SNAPSHOT_S = 12.0
+WALL_CLOCK_JUMP_S = 1e5
+
+
+class Point(StrEnum):
+    """Where else than at a message a fault can strike."""
+
+    awaited = "after an await"
+    file = "before a change of a file"
 
 
 @dataclass(frozen=True)
@@ -72,8 +99,9 @@ class Fault:
 
     Attributes:
         target: number of the worker or node, modulo how many there are.
-        at_s: when it strikes; None: at a message.
-        stage, method, count: of that message: the `count`-th one.
+        at_s: when it strikes; None: at a message, or another point.
+        stage, method, count: of that message: the `count`-th one. Of a point, `method` is the role
+            of the process, or the change.
         duration_s: of what ends by itself.
         direction: of a one-way partition.
     """
@@ -81,7 +109,7 @@ class Fault:
     kind: FaultKind
     target: int
     at_s: float | None
-    stage: Stage = Stage.sent
+    stage: Stage | Point = Stage.sent
     method: str = ""
     count: int = 0
     duration_s: float = 0.0
@@ -91,6 +119,7 @@ class Fault:
 ROLLOUT_METHODS = (
     "run_group",
     "update_weights",
+    "copy_weights",
     "initialize_engine",
     "sweep",
     "join_weight_group",
@@ -117,11 +146,23 @@ _METHODS = {
 }
 
 
+_ROLES = {
+    FaultKind.kill_rollout: "rollout",
+    FaultKind.kill_train: "train",
+    FaultKind.kill_agent: "agent",
+    FaultKind.kill_controllers: "controllers",
+    FaultKind.succeed_controllers: "controllers",
+}
+"""Of the processes that are struck after an await."""
+
+FILE_CHANGES = ("create", "write", "write", "sync", "cut", "remove")
+
+
 def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: float) -> list[Fault]:
     """The faults of a run; half of them strike at a message, wherever it is then."""
     faults = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
-        kind = rng.choices(kinds, [_RARE.get(kind, 1.0) for kind in kinds])[0]
+        kind = rng.choices(kinds, [_WEIGHTS.get(kind, 1.0) for kind in kinds])[0]
         duration_s = rng.choice((0.3, 1.0, 4.0, 15.0, 40.0))
         if kind is FaultKind.partition_data:
             duration_s = min(duration_s, 15.0)  # a reader gives an owner up after 30 s
@@ -129,6 +170,14 @@ def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: flo
         if rng.random() < 0.4:
             at_s = rng.choice((0.25, 0.5, 1.0)) * horizon_s * rng.random()
             faults.append(Fault(kind, target, at_s, duration_s=duration_s, direction=direction))
+            continue
+        if (role := _ROLES.get(kind)) and rng.random() < 0.5:
+            stage, method = Point.awaited, role
+            count = int(10 ** rng.uniform(0.0, 3.5))
+            if role == "controllers" and rng.random() < 0.4:
+                stage, method = Point.file, rng.choice(FILE_CHANGES)
+                count = rng.choice((1, 2, 3, 5, 8, 13, 30))
+            faults.append(Fault(kind, target, None, stage, method, count, duration_s))
             continue
         methods = _METHODS.get(kind, (*ROLLOUT_METHODS, *TRAIN_METHODS, *AGENT_METHODS))
         faults.append(
@@ -142,17 +191,42 @@ def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: flo
     return faults
 
 
+MAX_ROLLOUT_WORKERS = 4
+
+
+def draw_scalings(rng: random.Random, horizon_s: float) -> list[Fault]:
+    """Changes of the number of workers, to `target`, at some times and messages; or none."""
+    scalings = []
+    for _ in range(rng.choice((0, 1, 2, 3, 5))):
+        target = rng.randint(1, MAX_ROLLOUT_WORKERS)
+        if rng.random() < 0.6:
+            at_s = rng.choice((0.25, 0.5, 1.0)) * horizon_s * rng.random()
+            scalings.append(Fault(FaultKind.scale, target, at_s))
+            continue
+        method = rng.choice((*ROLLOUT_METHODS, *TRAIN_METHODS, "launch", "shutdown", "stop"))
+        scaling = Fault(FaultKind.scale, target, None, rng.choice(list(Stage)), method)
+        scalings.append(replace(scaling, count=rng.choice((1, 2, 3, 5, 8))))
+    return scalings
+
+
 class FaultInjector:
     """Makes the faults of a list happen.
 
     Args:
         state: what the controllers are at, for the account.
+        end_controllers: kills them; or, with a duration, stops them for so long while another
+            start of the script begins.
+        scale: changes the number of workers; tells whether it does.
 
     Attributes:
         struck: (kind, state) -> number of faults that struck then.
         last_s: loop time at which the last effect of one ended.
         is_over: nothing strikes before `begin`, nor after this is set.
+        controllers: their process.
+        wall_clock_s: what the wall clock is wrong by.
     """
+
+    controllers: Process
 
     def __init__(
         self,
@@ -161,29 +235,54 @@ class FaultInjector:
         disk: SimulatedDisk,
         faults: list[Fault],
         state: Callable[[], str],
+        end_controllers: Callable[[float | None], None],
+        scale: Callable[[int], bool],
     ) -> None:
         self.struck: Counter[tuple[str, str]] = Counter()
         self.last_s = 0.0
         self.is_over = True
+        self._has_begun = False
         self._cluster = cluster
         self._network = network
         self._disk = disk
         self._timed = [fault for fault in faults if fault.at_s is not None]
         self._waiting = [fault for fault in faults if fault.at_s is None]
-        self._counts: Counter[tuple[Stage, str]] = Counter()
+        self._counts: Counter[tuple[Stage | Point, str]] = Counter()
         self._state = state
+        self._end_controllers = end_controllers
+        self._scale = scale
+        self.wall_clock_s = 0.0
         network.on_message = self._on_message
+        disk.before = self._before_change
+        cluster.on_await = lambda peer: self._pass(Point.awaited, peer.role, peer)
 
     def begin(self) -> None:
         """The run is up: times and messages are counted from now on."""
-        self.is_over = False
+        if self._has_begun:
+            return
+        self.is_over, self._has_begun = False, True
         loop = asyncio.get_running_loop()
         for fault in self._timed:
             assert fault.at_s is not None
             loop.call_later(fault.at_s, self._strike, fault, None, context=Context())
 
+    def after_await(self) -> None:
+        """Of the controllers."""
+        self._pass(Point.awaited, "controllers", None)
+
     def _on_message(self, stage: Stage, method: str, peer: Peer) -> None:
         self._cluster.trace(stage, method, peer.name)
+        self._pass(stage, method, peer)
+
+    def _before_change(self, change: str, path: Path) -> None:
+        self._pass(Point.file, change, None)
+        process = PROCESS.get()
+        if process is not None and process.is_dead:
+            raise Killed
+        if self._cluster.term is not None:
+            self._cluster.term.check()
+
+    def _pass(self, stage: Stage | Point, method: str, peer: Peer | None) -> None:
         if self.is_over:
             return
         self._counts[stage, method] += 1
@@ -219,16 +318,15 @@ class FaultInjector:
         living = [worker for worker in workers if worker.exit_status is None]
         if not living:
             return False
-        victim = peer if peer in living else living[fault.target % len(living)]
+        victim = peer if peer and peer in living else living[fault.target % len(living)]
         match kind:
             case FaultKind.kill_rollout | FaultKind.kill_train | FaultKind.kill_agent:
                 victim.end(KILLED)
             case FaultKind.hang_rollout | FaultKind.hang_train | FaultKind.hang_agent:
                 victim.is_hung = True
-                later(_wake, victim)
+                later(self._wake, victim)
             case FaultKind.lose_node:
-                cluster.lose_memory(victim.node)
-                victim.end(KILLED)
+                cluster.lose_machine(victim.node)
             case FaultKind.partition | FaultKind.partition_one_way:
                 both = kind is FaultKind.partition
                 for direction in list(Direction) if both else [fault.direction]:
@@ -240,7 +338,7 @@ class FaultInjector:
             case FaultKind.reset:
                 self._network.reset(victim.node)
             case FaultKind.pause:
-                loop.pause(fault.duration_s)
+                loop.pause(self.controllers, fault.duration_s)
             case FaultKind.slow_disk:
                 later(setattr, self._disk, "latency_s", self._disk.latency_s)
                 self._disk.latency_s = SLOW_DISK_S
@@ -256,9 +354,30 @@ class FaultInjector:
             case FaultKind.failing_snapshot:
                 cluster.fails_snapshots = True
                 later(setattr, cluster, "fails_snapshots", False)
+            case FaultKind.unreadable_snapshot:
+                return cluster.damage_snapshots(fault.target)
+            case FaultKind.suspend:
+                loop.pause(self.controllers, fault.duration_s)
+                until_s = max(cluster.asleep_until_s, cluster.now_s + fault.duration_s)
+                cluster.asleep_until_s = until_s
+                for process in [*cluster.agents.values(), *cluster.workers.values()]:
+                    if process.exit_status is None and not process.is_hung:
+                        process.is_hung = True
+                        later(self._wake, process)
+            case FaultKind.wall_clock:
+                self.wall_clock_s += random.Random(fault.target).choice((-1, 1)) * WALL_CLOCK_JUMP_S
+            case FaultKind.kill_controllers:
+                self._end_controllers(None)
+            case FaultKind.scale:
+                return self._scale(fault.target)
+            case FaultKind.succeed_controllers:
+                self._end_controllers(fault.duration_s if fault.target else 0.0)
         return True
 
-
-def _wake(peer: Peer) -> None:
-    if peer.exit_status is None:
-        peer.is_hung = False
+    def _wake(self, peer: Peer) -> None:
+        """It goes on, unless its machine is suspended."""
+        asleep_s = self._cluster.asleep_until_s - self._cluster.now_s
+        if asleep_s > 0.0:
+            asyncio.get_running_loop().call_later(asleep_s, self._wake, peer, context=Context())
+        elif peer.exit_status is None:
+            peer.is_hung = False

@@ -1,8 +1,9 @@
-"""Connections that suffer: messages are lost, held up, and arrive twice.
+"""The network between controllers and workers; messages may be lost, held up, and arrive twice.
 
 A `NetworkConnection` is what `RpcClient` is: a request that waits is sent again under its id when
 its connection was made anew, and whoever then lives at the address answers it. Each life of a
-worker executes an id once and keeps its reply. Every message goes through the codec.
+worker executes an id once and keeps its reply. Every message goes through the codec, so that what
+cannot be sent fails, every byte is counted, and errors arrive as over the wire.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from simulation.cluster import SimulatedTransport
+from simulation.process import PROCESS, Process
 from simulation.virtual_loop import VirtualTimeLoop
 
 from areal_sc.errors import ArealError, IncarnationMismatch, PeerLost, RpcTimeout
@@ -68,6 +69,8 @@ class Served:
 class Network:
     """What lies between the controllers and the nodes.
 
+    Without any of what its attributes say, a message takes `Behavior.latency_s`.
+
     Attributes:
         on_call: is told of every call before it is sent.
         on_message: is told of every message at each of its stages, before that stage is done.
@@ -83,26 +86,28 @@ class Network:
         self.cuts: dict[tuple[str, Direction], float] = {}
         self.duplication = 0.0
         self.jitter_s = 0.0
-        self.connections: list[NetworkConnection] = []
+        self.connections: dict[NetworkConnection, None] = {}  # in the order of their making
         self.request_ids = itertools.count()
-        self._served: dict[int, tuple[Peer, Served]] = {}
+        self._peers: dict[str, Peer] = {}  # the newest life at each address
+        self._served: dict[Peer, Served] = {}
 
     def served(self, peer: Peer) -> Served:
-        return self._served.setdefault(id(peer), (peer, Served()))[1]
+        return self._served.setdefault(peer, Served())
+
+    def join(self, peer: Peer) -> None:
+        """It serves at its address from now on."""
+        self._peers[peer.address] = peer
 
     def end(self, peer: Peer) -> None:
         """Its process has ended: what it executes is never answered."""
-        for task, _ in self.served(peer).running.values():
-            task.cancel()
         for connection in list(self.connections):
             if connection.address == peer.address:
                 connection.reset()
 
     def peer_at(self, address: str) -> Peer | None:
         """The life that serves at an address now."""
-        peers: list[Peer] = [*self.cluster.workers.values(), *self.cluster.agents.values()]
-        living = (peer for peer in peers if peer.address == address and peer.exit_status is None)
-        return next(living, None)
+        peer = self._peers.get(address)
+        return peer if peer is not None and peer.exit_status is None else None
 
     def delay_s(self, node: str, direction: Direction) -> float:
         """What a message takes that is sent now."""
@@ -113,14 +118,11 @@ class Network:
         held_s = max(0.0, self.cuts.get((node, direction), 0.0) - now_s)
         return held_s + delay_s
 
-    def to_controller(self, take: Callable[..., None], *args: Any) -> None:
-        """The controllers take something now, or after their pause."""
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        if loop.paused_until_s > loop.world_s:
-            loop.call_later(loop.paused_until_s - loop.world_s, take, *args, context=Context())
-        else:
-            take(*args)
+    def forget(self, process: Process) -> None:
+        """It has died: nobody answers it any more."""
+        for connection in list(self.connections):
+            if connection.process is process:
+                connection.drop()
 
     def reset(self, node: str) -> None:
         """Connections to a node end: what is under way is lost."""
@@ -129,24 +131,17 @@ class Network:
                 connection.reset()
 
 
-class NetworkTransport(SimulatedTransport):
-    """As `ZmqTransport`, over a `Network`."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(network.cluster)
-        self._network = network
-
-    def connect(  # type: ignore[override]
-        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
-    ) -> NetworkConnection:
-        return NetworkConnection(self._network, address, node_id, incarnation, keeps_trying)
-
-
 class NetworkConnection:
     """One controller's connection to one life of a worker or agent."""
 
     def __init__(
-        self, network: Network, address: str, node_id: str, incarnation: str, keeps_trying: bool
+        self,
+        network: Network,
+        address: str,
+        node_id: str,
+        incarnation: str,
+        keeps_trying: bool,
+        term: int = 0,
     ) -> None:
         self.node_id = node_id
         self.address = address
@@ -154,20 +149,22 @@ class NetworkConnection:
         self.bytes_received = 0
         peer = network.peer_at(address)
         self.node = peer.node if peer is not None else ""
+        self.process = PROCESS.get()
         self._network = network
         self._incarnation = incarnation
+        self._term = term
         self._keeps_trying = keeps_trying
         self._pending: dict[str, tuple[Method[Any, Any], bytes, asyncio.Future[Any]]] = {}
         self._epoch = 0  # messages of an earlier one are lost
         self._is_closed = False
-        network.connections.append(self)
+        network.connections[self] = None
 
     async def call(
         self, method: Method[A, R], args: A, *, timeout_s: float, request_id: str | None = None
     ) -> R:
         self._network.on_call(args)
         request_id = request_id or f"{next(self._network.request_ids):032x}"
-        frame = encode(Request(request_id, self._incarnation, method.name, pack(args)))
+        frame = encode(Request(request_id, self._incarnation, method.name, pack(args), self._term))
         if self._is_closed:
             raise self._peer_lost()
         self.bytes_sent += len(frame)
@@ -182,7 +179,7 @@ class NetworkConnection:
                 self._later(Direction.to_worker, self._cancel, request_id)
             if isinstance(error, TimeoutError):
                 what = f"{method.name} on {self.node_id} gave no reply within {timeout_s:g} s"
-                raise RpcTimeout(what) from None
+                raise RpcTimeout(what, silent=self.node_id) from None
             raise
 
     def fail_pending(self, error: Exception) -> None:
@@ -192,11 +189,14 @@ class NetworkConnection:
                 answer.set_exception(error)
 
     async def close(self) -> None:
+        self.drop()
+        self.fail_pending(self._peer_lost())
+
+    def drop(self) -> None:
+        """It is not used any more, and what is under way is lost."""
         self._is_closed = True
         self._epoch += 1
-        if self in self._network.connections:
-            self._network.connections.remove(self)
-        self.fail_pending(self._peer_lost())
+        self._network.connections.pop(self, None)
 
     def reset(self) -> None:
         """The connection ends; it is made anew, unless nobody is there any more."""
@@ -204,26 +204,45 @@ class NetworkConnection:
         if self._keeps_trying or self._network.peer_at(self.address) is not None:
             self._repeat_soon()
         else:
-            self._network.to_controller(self.fail_pending, self._peer_lost())
+            self._to_controller(self.fail_pending, self._peer_lost())
+
+    def _to_controller(self, take: Callable[..., None], *args: Any) -> None:
+        """Its controllers take something now, or after their pause."""
+        loop, process = asyncio.get_running_loop(), self.process
+        if process is None:
+            take(*args)
+        elif not process.is_dead:
+            assert isinstance(loop, VirtualTimeLoop)
+            pause_s = process.paused_until_s - loop.world_s
+            if pause_s > 0.0:
+                loop.call_later(pause_s, self._to_controller, take, *args, context=Context())
+            else:
+                take(*args)
 
     def _peer_lost(self) -> PeerLost:
         return PeerLost(f"{self.node_id} is lost: the connection ended")
 
-    def _later(self, direction: Direction, deliver: Callable[..., None], *args: Any) -> None:
+    def _later(
+        self,
+        direction: Direction,
+        deliver: Callable[..., None],
+        *args: Any,
+        after_s: float = 0.0,
+    ) -> None:
         network, loop, epoch = self._network, asyncio.get_running_loop(), self._epoch
 
         def arrive() -> None:
             if self._epoch == epoch:
                 deliver(*args)
 
-        delay_s = network.delay_s(self.node, direction)
+        delay_s = after_s + network.delay_s(self.node, direction)
         loop.call_later(delay_s, arrive, context=Context())
         if network.duplication and network.cluster.rng.random() < network.duplication:
             delay_s += network.cluster.rng.choice((0.0, 0.5))
             loop.call_later(delay_s, arrive, context=Context())
 
     def _repeat_soon(self) -> None:
-        network, epoch = self._network, self._epoch
+        epoch = self._epoch
 
         def repeat() -> None:
             if self._epoch == epoch:
@@ -232,7 +251,7 @@ class NetworkConnection:
                         self._send(request_id)
 
         loop = asyncio.get_running_loop()
-        loop.call_later(RECONNECT_S, network.to_controller, repeat, context=Context())
+        loop.call_later(RECONNECT_S, self._to_controller, repeat, context=Context())
 
     def _send(self, request_id: str) -> None:
         method, frame, _ = self._pending[request_id]
@@ -258,8 +277,10 @@ class NetworkConnection:
     def _accept(self, frame: bytes, request: Request, peer: Peer) -> None:
         if peer.exit_status is not None:
             return
-        if request.incarnation not in (peer.incarnation, ANY_INCARNATION):
+        error: ArealError | None = peer.newest_term.refusal(request.term)
+        if error is None and request.incarnation not in (peer.incarnation, ANY_INCARNATION):
             error = IncarnationMismatch(f"{peer.name} is {peer.incarnation}: it was restarted")
+        if error is not None:
             self._reply(request.request_id, encode(failure_of(error, request.request_id)))
             return
         served, key = self._network.served(peer), request.request_id
@@ -269,8 +290,7 @@ class NetworkConnection:
             self._reply(request.request_id, served.finished[key])
         else:
             work = self._execute(request, peer, served, key)
-            name = f"{request.method} of {peer.name}"
-            task = asyncio.get_running_loop().create_task(work, name=name, context=Context())
+            task = peer.process.create_task(work, f"{request.method} of {peer.name}")
             served.running[key] = task, [self]
 
     async def _execute(self, request: Request, peer: Peer, served: Served, key: str) -> None:
@@ -288,10 +308,11 @@ class NetworkConnection:
             return
         self._network.on_message(Stage.handled, request.method, peer)
         frame = served.finished[key] = encode(reply)
+        delay_s = self._network.cluster.reply_delay_s(request.method)
 
         def answer() -> None:
             for caller in callers:
-                caller._reply(request.request_id, frame)
+                caller._reply(request.request_id, frame, delay_s)
 
         if peer.exit_status is not None:
             return
@@ -305,11 +326,11 @@ class NetworkConnection:
         if peer is not None and request_id in self._network.served(peer).running:
             self._network.served(peer).running[request_id][0].cancel()
 
-    def _reply(self, request_id: str, frame: bytes) -> None:
+    def _reply(self, request_id: str, frame: bytes, delay_s: float = 0.0) -> None:
         def arrive() -> None:
-            self._network.to_controller(self._take, request_id, frame)
+            self._to_controller(self._take, request_id, frame)
 
-        self._later(Direction.to_controller, arrive)
+        self._later(Direction.to_controller, arrive, after_s=delay_s)
 
     def _take(self, request_id: str, frame: bytes) -> None:
         self.bytes_received += len(frame)

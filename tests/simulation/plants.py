@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
+from simulation.process import Process
 from simulation.virtual_loop import VirtualTimeLoop
 
+from areal_sc.controller import journal
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.memory_snapshots import MemorySnapshots
 from areal_sc.controller.node_workers import NodeWorkers
@@ -19,8 +23,11 @@ from areal_sc.controller.training_groups import TrainingGroups
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import RowMetadata
+from areal_sc.run_owner import RunTerm
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.server import NewestTerm
 from areal_sc.workers.calls import GroupAttempt, GroupReply, Sweep
+from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.operations import Operations
 from areal_sc.workers.spec import WorkerReport
 
@@ -111,8 +118,8 @@ def version_announced_before_its_record() -> Iterator[None]:
 def pause_counted_as_silence() -> Iterator[None]:
     """The controllers' clock goes on while they stand still."""
 
-    def pause(self: VirtualTimeLoop, duration_s: float) -> None:
-        self.paused_until_s = max(self.world_s, self.paused_until_s) + duration_s
+    def pause(self: VirtualTimeLoop, process: Process, duration_s: float) -> None:
+        process.paused_until_s = self._start_s(process) + duration_s
 
     with patch.object(VirtualTimeLoop, "pause", pause):
         yield
@@ -146,6 +153,73 @@ def shard_not_swept() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def term_not_checked() -> Iterator[None]:
+    """Workers, agents and the disk take what a controller of an earlier term asks for."""
+    with (
+        patch.object(NewestTerm, "refusal", lambda self, term: None),
+        patch.object(RunTerm, "is_over", property(lambda self: False)),
+    ):
+        yield
+
+
+@contextmanager
+def leftovers_swept_before_they_are_known() -> Iterator[None]:
+    """A later start does not look up which shards of an earlier one its ledger needs."""
+
+    def expect(self: WorkerStore, shards: Any) -> None: ...
+
+    with patch.object(WorkerStore, "expect", expect):
+        yield
+
+
+@contextmanager
+def reply_acknowledged_when_sent() -> Iterator[None]:
+    """Workers forget the reply of a run once they have sent it."""
+    join = GroupRuns.join
+
+    async def join_and_forget(self: GroupRuns, run: GroupAttempt, play: Any) -> GroupReply:
+        reply = await join(self, run, play)
+        self._replies.pop(run, None)
+        return reply
+
+    with patch.object(GroupRuns, "join", join_and_forget):
+        yield
+
+
+@contextmanager
+def reply_of_an_earlier_attempt_taken() -> Iterator[None]:
+    """Whoever is asked for an attempt gives what came of an earlier one, if anything did."""
+    join = GroupRuns.join
+    known: WeakKeyDictionary[Any, dict[int, GroupReply]] = WeakKeyDictionary()  # by run
+
+    async def join_earlier(self: GroupRuns, run: GroupAttempt, play: Any) -> GroupReply:
+        replies = known.setdefault(asyncio.get_running_loop(), {})
+        if run.group_id not in replies:
+            replies[run.group_id] = await join(self, run, play)
+        return replace(replies[run.group_id], run=run)
+
+    with patch.object(GroupRuns, "join", join_earlier):
+        yield
+
+
+@contextmanager
+def ledger_restored_without_its_last_records() -> Iterator[None]:
+    """A later start reads the state at the head of a segment, and not the records after it."""
+
+    def replay_nothing(ledger: Ledger, records: Any) -> None: ...
+
+    with patch.object(journal, "replay", replay_nothing):
+        yield
+
+
+@contextmanager
+def rows_dropped_with_a_worker_that_leaves() -> Iterator[None]:
+    """A worker leaves when its groups have ended, whoever needs their rows."""
+    with patch.object(WorkerStore, "needs_any", property(lambda self: False)):
+        yield
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     plant.__name__.replace("_", "-"): plant
     for plant in (
@@ -158,5 +232,11 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         pause_counted_as_silence,
         late_rejection_taken,
         shard_not_swept,
+        term_not_checked,
+        leftovers_swept_before_they_are_known,
+        reply_acknowledged_when_sent,
+        reply_of_an_earlier_attempt_taken,
+        ledger_restored_without_its_last_records,
+        rows_dropped_with_a_worker_that_leaves,
     )
 }

@@ -4,7 +4,7 @@ When nothing is ready to run, the clock is set to the next timer. Real file desc
 polled, without waiting for them, so code that needs an answer from another thread or process does
 not belong on this loop.
 
-The controllers can pause while the world around them goes on: see `VirtualTimeLoop.pause`.
+A process can pause, or die, while the world around it goes on: see `VirtualTimeLoop.pause`.
 
 A run that cannot go on, or goes on for too long, ends with `Stalled`: a deadlock of the code under
 test shows as an error, never as a hang.
@@ -16,18 +16,17 @@ import asyncio
 import heapq
 import selectors
 from collections.abc import Callable, Coroutine
-from contextvars import Context, ContextVar
+from contextvars import Context
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from simulation.process import PROCESS, Process, Remains, Steps
 
 T = TypeVar("T")
 
 MAX_VIRTUAL_S = 1e6
 MAX_TURNS = 2_000_000
 """Turns of the loop; one that is never idle does not move the clock."""
-
-
-IS_PAUSABLE: ContextVar[bool] = ContextVar("is_pausable", default=False)
-"""Set in the tasks of the controllers; a `Context()` is that of the world around them."""
 
 
 class Stalled(BaseException):
@@ -38,7 +37,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Time starts at 0 and passes only by waiting for it.
 
     Attributes:
-        paused_until_s: the controllers stand still until then, in time of the world.
+        remains: of dead processes.
 
     Args:
         max_virtual_s: clock time after which the run counts as stalled.
@@ -46,9 +45,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, max_virtual_s: float = MAX_VIRTUAL_S, max_turns: int = MAX_TURNS) -> None:
-        self.paused_until_s = 0.0
+        self.remains = Remains()
         self._now_s = 0.0
-        self._paused_s = 0.0
+        self._process_of: WeakKeyDictionary[asyncio.Task[Any], Process] = WeakKeyDictionary()
         self._max_virtual_s = max_virtual_s
         self._max_turns = max_turns
         self._num_turns = 0
@@ -56,37 +55,57 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_ImpatientSelector(self._pass_time))
 
     def time(self) -> float:
-        """Without their pauses, for the controllers; see `PausableLoop`."""
-        if IS_PAUSABLE.get():
-            return max(self._now_s, self.paused_until_s) - self._paused_s
-        return self._now_s
+        """For a process without its pauses; see `PausableLoop`."""
+        process = PROCESS.get()
+        return self._now_s if process is None else self._start_s(process) - process.paused_s
 
     @property
     def world_s(self) -> float:
         """Time that passes also during a pause."""
         return self._now_s
 
-    def pause(self, duration_s: float) -> None:
-        """The controllers stand still: their timers are late, their clock is not."""
-        self.paused_until_s = max(self._now_s, self.paused_until_s) + duration_s
-        self._paused_s += duration_s
+    def pause(self, process: Process, duration_s: float) -> None:
+        """The process stands still: its timers are late, its clock is not."""
+        process.paused_until_s = self._start_s(process) + duration_s
+        process.paused_s += duration_s
         for timer in self._scheduled:  # type: ignore[attr-defined]
-            if timer._context.get(IS_PAUSABLE, False):
+            if timer._context.get(PROCESS) is process:
                 timer._when += duration_s
         heapq.heapify(self._scheduled)  # type: ignore[attr-defined]
+
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None:
+            return super().create_task(coro, name=name, context=context)
+        task = super().create_task(Steps(process, coro, self.remains), name=name, context=context)
+        self._process_of[task] = process
+        if process.is_dead:
+            coro.close()
+            task._log_destroy_pending = False
+        return task
+
+    def process_of(self, task: asyncio.Task[Any]) -> Process | None:
+        """Whose task it is; None: the world's."""
+        return self._process_of.get(task)
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        paused_s = self._paused_s if IS_PAUSABLE.get() else 0.0
+        process = PROCESS.get()
+        paused_s = 0.0 if process is None else process.paused_s
         return super().call_at(when + paused_s, callback, *args, context=context)
 
     def call_later(
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        is_pausable = IS_PAUSABLE.get() if context is None else context.get(IS_PAUSABLE, False)
-        start_s = max(self._now_s, self.paused_until_s) if is_pausable else self._now_s
-        return super().call_at(start_s + delay, callback, *args, context=context)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        return super().call_at(self._start_s(process) + delay, callback, *args, context=context)
+
+    def _start_s(self, process: Process | None) -> float:
+        """When the process does next what it does now, in time of the world."""
+        return self._now_s if process is None else max(self._now_s, process.paused_until_s)
 
     def _pass_time(self, timeout_s: float | None) -> None:
         self._num_turns += 1
@@ -130,5 +149,14 @@ def run_virtual(
 
     Raises: Stalled: it waits for what never comes.
     """
+
+    async def play() -> T:
+        try:
+            return await coroutine
+        finally:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop.remains.is_ending = True
+
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(max_virtual_s, max_turns)) as runner:
-        return runner.run(coroutine)
+        return runner.run(play())

@@ -1,4 +1,4 @@
-"""Workers without engines: rows are numbers of tokens, stores hold names of shards.
+"""Workers without engines, and those that generate: rows are numbers of tokens.
 
 Generation, training and transfers are pauses of random length. Whoever reads a shard that was
 swept fails, as with real workers, and so does whoever seals one that the store has no room for.
@@ -7,18 +7,16 @@ swept fails, as with real workers, and so does whoever seals one that the store 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from simulation.behavior import Number
-from simulation.weight_groups import SimulatedWeightGroup
+from simulation.process import Process
+from simulation.store import SimulatedStore
 
 from areal_sc.config.store_room import trajectory_bytes
-from areal_sc.controller.train import LOGPROB_FIELDS
-from areal_sc.engines.base import RankPosition
-from areal_sc.errors import CheckpointError, EngineFailed, ShardGone, StaleCall, StoreFull
+from areal_sc.errors import EngineFailed, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -29,104 +27,27 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
-from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
+from areal_sc.transport.rpc.server import NewestTerm
+from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import Operation, Operations
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.spec import Beat, WorkerOrder
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
-    from simulation.connection import SimulatedConnection
-
-RowKey = tuple[int, int, int, int]
-"""Group, attempt, episode and length of a row."""
-
-
-class SnapshotKey(NamedTuple):
-    """A rank's part of a snapshot; on the disk it has no node and no lineage."""
-
-    node: str
-    lineage: int
-    version: int
-    rank: str
-
 
 PROMPT_TOKENS = 4
-WEIGHTS_BYTES = 1
-
-
-class SimulatedStore:
-    """Names and sizes of sealed shards, those of earlier lives of the worker among them.
-
-    Attributes:
-        sizes: shard id -> bytes.
-        group_of: shard id -> the group whose rows the shard holds; weights have none.
-    """
-
-    def __init__(self, node_id: str, incarnation: str, max_bytes: int) -> None:
-        self.node_id = node_id
-        self.incarnation = incarnation
-        self.max_bytes = max_bytes
-        self.last_sequence = 0
-        self.sizes: dict[str, int] = {}
-        self.group_of: dict[str, int] = {}
-
-    def adopt(self, earlier: SimulatedStore) -> None:
-        """Takes over all that an earlier life has sealed."""
-        self.sizes.update(earlier.sizes)
-        self.group_of.update(earlier.group_of)
-
-    def lose(self) -> None:
-        """The memory that the shards lay in is gone."""
-        self.sizes.clear()
-        self.group_of.clear()
-
-    @property
-    def adopted_ids(self) -> tuple[str, ...]:
-        return tuple(i for i in self.sizes if parse_shard_id(i)[0] != self.incarnation)
-
-    def put(self, num_bytes: int, group_id: int | None = None) -> str:
-        if sum(self.sizes.values()) + num_bytes > self.max_bytes:
-            raise StoreFull(
-                f"{self.node_id}: {num_bytes} bytes beside {sum(self.sizes.values())}, "
-                f"the limit is {self.max_bytes}"
-            )
-        self.last_sequence += 1
-        shard_id = make_shard_id(self.incarnation, self.last_sequence)
-        self.sizes[shard_id] = num_bytes
-        if group_id is not None:
-            self.group_of[shard_id] = group_id
-        return shard_id
-
-    def require(self, shard_id: str) -> None:
-        if shard_id not in self.sizes:
-            raise ShardGone(f"shard {shard_id} on {self.node_id} is gone")
-
-    def sweep(self, sweep: calls.Sweep) -> dict[str, int]:
-        """Drops what the call names; returns the groups whose shards went, by their ids."""
-        dropped: dict[str, int] = {}
-        for shard_id in list(self.sizes):
-            incarnation, n = parse_shard_id(shard_id)
-            if incarnation != self.incarnation:
-                kept = sweep.adopted_live
-                is_dropped = kept is not None and shard_id not in kept
-            else:
-                is_old = n <= sweep.acknowledged and n not in sweep.live
-                is_dropped = n in sweep.dead or is_old
-            if is_dropped:
-                del self.sizes[shard_id]
-                if shard_id in self.group_of:
-                    dropped[shard_id] = self.group_of.pop(shard_id)
-        return dropped
 
 
 class SimulatedWorker:
     """Base of both kinds: a store, and a life.
 
     Attributes:
+        order: what it was started by.
+        process: of this life.
+        newest_term: of a controller.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and does nothing, as when it is stopped.
         is_blocked: it beats, and its event loop does not turn.
@@ -135,11 +56,15 @@ class SimulatedWorker:
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
         self.cluster = cluster
+        self.order = order
+        self.newest_term = NewestTerm(cluster.agents[node].newest_term.number)
+        self.process = Process(order.name)
         self.config = order.engine_config
         self.name = order.name
+        self.role = order.role
         self.incarnation = order.incarnation
         self.node = node
-        self.address = f"sim://{self.name}:{order.port or cluster.new_port()}"
+        self.address = f"sim://{cluster.machine(node)}:{order.port or cluster.new_port()}"
         self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
         self.version = 0
         self.exit_status: str | None = None
@@ -147,7 +72,6 @@ class SimulatedWorker:
         self._woken = asyncio.Event()
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None
-        self.connections: list[SimulatedConnection] = []
         self.served = {served.method.name: served for served in self.methods()}
 
     def methods(self) -> list[Served]:
@@ -206,6 +130,7 @@ class SimulatedWorker:
         return None
 
     async def shutdown(self, _: None) -> None:
+        self.cluster.on_left(self)
         asyncio.get_running_loop().call_later(0.05, self.end, "exit code 0")
 
     async def sweep(self, sweep: calls.Sweep) -> int:
@@ -227,12 +152,11 @@ class SimulatedWorker:
         """
         if self.exit_status is None:
             self.exit_status = exit_status
+            self.process.kill()
             self.is_hung = True
             if not keeps_memory:
                 self.store.lose()
-            for connection in self.connections:
-                connection.lose_peer()
-            self.cluster.on_end(self)
+            self.cluster.network.end(self)
             self.cluster.agents[self.node].note_end(self.name, self.incarnation, exit_status)
 
     async def read_shards(self, batch: BatchMetadata, duration: Number = 0.0) -> None:
@@ -252,16 +176,24 @@ class SimulatedRolloutWorker(SimulatedWorker):
     """Generates rows of random length in random time.
 
     Attributes:
-        running: (group id, attempt) of the groups that run now -> set when it is given up.
+        runs: of groups; a run is played once.
+        running: those that are played now.
+        policy: lineage and version of its weights; None: the first ones.
+        policies: all that it has held, in order.
         history: (time, policy version held from then on), ascending.
     """
 
     def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
+        self.runs = GroupRuns()
         super().__init__(cluster, order, node)
-        self.running: dict[tuple[int, int], asyncio.Event] = {}
+        self.running: set[calls.GroupAttempt] = set()
         self.history: list[tuple[float, int]] = [(cluster.now_s, 0)]
         self.num_evaluations = 0
+        self.policy: tuple[int, int] | None = None
+        self.policies: list[tuple[int, int]] = []
         self.is_updating = False
+        self._one_update = asyncio.Lock()
+        self._copy = ""
         self.is_awake = asyncio.Event()
         self.is_awake.set()
 
@@ -269,12 +201,14 @@ class SimulatedRolloutWorker(SimulatedWorker):
         return [
             *super().methods(),
             calls.INITIALIZE_ENGINE.served_by(self.initialize),
+            DESCRIBE_ROLLOUT.served_by(self.describe),
             calls.RUN_GROUP.served_by(self.run_group),
-            calls.GIVE_UP_GROUP.served_by(self.give_up_group),
+            calls.GIVE_UP_GROUP.served_by(self.runs.give_up),
             calls.EPISODES.served_by(self.report),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
+            calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
             calls.JOIN_WEIGHT_GROUP.served_by(self.join_weight_group),
             calls.LEAVE_WEIGHT_GROUP.served_by(self.leave_weight_group),
@@ -285,6 +219,10 @@ class SimulatedRolloutWorker(SimulatedWorker):
     async def initialize(self, _: None) -> None:
         await self.spend(self.cluster.behavior.publication_s)
 
+    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
+        super().end(exit_status, keeps_memory=keeps_memory)
+        self.running.clear()
+
     async def fall_asleep(self, _: None) -> None:
         self.is_awake.clear()
 
@@ -292,24 +230,24 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.is_awake.set()
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
+        run = calls.GroupAttempt(group.group_id, group.attempt)
+        return await self.runs.join(run, lambda: self._play_group(run, group))
+
+    async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
+        """Cancelled, it seals nothing."""
         behavior, rng = self.cluster.behavior, self.cluster.rng
         self.cluster.note_start(self, group)
-        run = calls.GroupAttempt(group.group_id, group.attempt)
-        key = (group.group_id, group.attempt)
         self.check_room()
-        given_up = self.running[key] = asyncio.Event()
+        self.running.add(run)
         try:
             began = self.cluster.now_s
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.cluster.draw(behavior.generation_s)):
-                    await given_up.wait()
-            await self.spend(0.0)
-            if given_up.is_set():
-                await self.spend(behavior.give_up_s)
-                return calls.GroupReply(run)
+            await self.spend(behavior.generation_s)
             await self.is_awake.wait()
+        except asyncio.CancelledError:
+            await self.spend(behavior.give_up_s)
+            raise
         finally:
-            del self.running[key]
+            self.running.discard(run)
         kept = [n for n in range(group.group_size) if rng.random() >= behavior.episode_rejection]
         if rng.random() < behavior.group_rejection:
             kept = []
@@ -336,11 +274,6 @@ class SimulatedRolloutWorker(SimulatedWorker):
         if num_groups * group_bytes > self.store.max_bytes:
             raise StoreFull(f"{self.name} was given {num_groups} groups of {group_bytes} bytes")
 
-    async def give_up_group(self, group: calls.GroupAttempt) -> None:
-        run = self.running.get((group.group_id, group.attempt))
-        if run is not None:
-            run.set()
-
     async def report(self, _: None) -> calls.EpisodesReport:
         waiting = (calls.Waiting("generation", len(self.running), 1.0),)
         return calls.EpisodesReport(waiting if self.running else ())
@@ -360,7 +293,32 @@ class SimulatedRolloutWorker(SimulatedWorker):
             self.store.require(shard.shard_id)
         return tuple(calls.RowText("1+1=", "2", {}) for _ in wanted.batch.rows)
 
+    async def describe(self, _: None) -> RolloutDescription:
+        runs, shards = self.runs, tuple(self.store.sizes)
+        return RolloutDescription(self.policy, runs.going, runs.ended, shards)
+
+    async def sweep(self, sweep: calls.Sweep) -> int:
+        last_sequence = await super().sweep(sweep)
+        self.runs.forget(self.store.sizes.__contains__)
+        return last_sequence
+
     async def update_weights(self, weights: WeightsReference) -> None:
+        async with self._one_update:
+            if self.policy != weights.policy:
+                await self._update(weights)
+                self.policy = weights.policy
+                self.policies.append(weights.policy)
+                if [shard.shard_id for shard in weights.shards] != [self._copy]:
+                    self.store.remove(self._copy)
+
+    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+        async with self._one_update:
+            self.store.remove(self._copy)
+            await self._pull(wanted.weights)
+            self._copy = self.store.put_copy(wanted.weights.policy)
+            return ShardReference(self.name, self.address, self._copy)
+
+    async def _update(self, weights: WeightsReference) -> None:
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"
         self.is_updating = True
         try:
@@ -374,7 +332,9 @@ class SimulatedRolloutWorker(SimulatedWorker):
     async def _pull(self, weights: WeightsReference) -> None:
         for _ in range(2):
             for node_id, address, shard_id in weights.shards:
-                (await self.cluster.reach(node_id, address)).require(shard_id)
+                store = await self.cluster.reach(node_id, address)
+                store.require(shard_id)
+                assert store.copies.get(shard_id, weights.policy) == weights.policy
             await self.spend(self.cluster.behavior.publication_s)
 
     async def _has_received(self, name: str) -> bool:
@@ -432,170 +392,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             shard_id=self.store.put(trajectory_bytes(num_tokens), group.group_id),
             runs=(Run(0, 0, len(rows)),),
         )
-        self.cluster.attempt_of[shard.shard_id] = group.attempt
+        self.cluster.shard_of[group.group_id, group.attempt] = shard.shard_id
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
         batch_id = f"g{group.group_id}.{group.attempt}"
         return BatchMetadata(batch_id, group.admitted_version, (columns,), rows)
-
-
-def row_key(row: RowMetadata) -> RowKey:
-    return row.group_id, row.attempt, row.episode, row.sequence_length
-
-
-class SimulatedTrainWorker(SimulatedWorker):
-    """One rank: checks that it can read what it is given, and notes it.
-
-    Attributes:
-        past: what made its weights: policy version and rows of each minibatch.
-    """
-
-    def __init__(self, cluster: SimulatedCluster, order: WorkerOrder, node: str) -> None:
-        super().__init__(cluster, order, node)
-        self.operations = Operations(self.name)
-        self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["model"])
-        self.is_head = model_rank == 0
-        self.past: list[tuple[int, tuple[RowKey, ...]]] = []
-        self._weight_group: SimulatedWeightGroup | None = None
-        self._writes: dict[Operation, tuple[SnapshotKey, list[tuple[int, tuple[RowKey, ...]]]]] = {}
-
-    def methods(self) -> list[Served]:
-        return [
-            *super().methods(),
-            calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            calls.INITIALIZE_RANK.served_by(self.initialize),
-            calls.COMPUTE_LOGPROBS.served_by(self.compute_logprobs),
-            calls.PPO_UPDATE.served_by(self.ppo_update),
-            calls.SEAL_WEIGHTS.served_by(self.seal_weights),
-            calls.SAVE_WEIGHTS.served_by(self.save_weights),
-            calls.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
-            calls.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
-            calls.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
-            calls.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
-            calls.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
-            calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
-            calls.FINISH_WRITE.served_by(self.finish_write),
-            calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
-        ]
-
-    async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
-        await self.spend(self.cluster.behavior.publication_s)
-        self.operations.lineage = rank.lineage
-        return RankPosition(self.data_rank, self.is_head)
-
-    async def create_rendezvous(self, _: None) -> str:
-        return "sim://rendezvous"
-
-    async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        assert batch.fields in (LOGPROB_FIELDS, ())
-        await self.read_shards(batch, self.cluster.behavior.training_s)
-        is_sealed = bool(batch.rows) and self.is_head
-        return self.sealed(self.store.put(4 * batch.num_tokens) if is_sealed else "")
-
-    async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
-        async def update() -> dict[str, float]:
-            for batch in args.minibatches:
-                await self.read_shards(batch)
-            with self.operations.changing(args.operation):
-                for number, batch in enumerate(args.minibatches):
-                    if self.is_head:
-                        self.cluster.note_trained(self.version, number, batch)
-                    self.past.append((self.version, tuple(map(row_key, batch.rows))))
-                await self.spend(self.cluster.behavior.training_s)
-                return {"loss": 0.0}
-
-        return await self.operations.join(args.operation, update)
-
-    async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
-        async def take() -> None:
-            await self.spend(self.cluster.behavior.sealing_s)
-            if snapshot.place is SnapshotPlace.memory:
-                self.cluster.keep_in_memory(self.node, operation.lineage, snapshot.kept)
-            self._writes[operation] = self._snapshot_key(snapshot), list(self.past)
-
-        operation = snapshot.operation
-        await self.operations.join(operation, take)
-
-    async def finish_write(self, change: calls.Change) -> None:
-        if change.operation not in self._writes:
-            raise CheckpointError(f"{self.name} writes no {change.operation}")
-        key, past = self._writes[change.operation]
-        await self.cluster.write_snapshot(self)
-        self.cluster.snapshots[key] = past
-
-    async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
-        async def load() -> None:
-            await self.spend(self.cluster.behavior.sealing_s)
-            if snapshot.place is SnapshotPlace.initial:
-                assert not self.past, "the engine is not as it was built"
-            else:
-                key = self._snapshot_key(snapshot)
-                if key not in self.cluster.snapshots:
-                    raise CheckpointError(f"{self.name} has no snapshot {key}")
-                self.past = list(self.cluster.snapshots[key])
-            self.version = operation.version
-
-        operation = snapshot.operation
-        await self.operations.join(
-            operation, load, next_version=operation.version, begins_lineage=True
-        )
-
-    def _snapshot_key(self, snapshot: calls.Snapshot) -> SnapshotKey:
-        operation, is_on_node = snapshot.operation, snapshot.place is SnapshotPlace.memory
-        lineage, node = (operation.lineage, self.node) if is_on_node else (-1, "")
-        return SnapshotKey(node, lineage, operation.version, self.name)
-
-    async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
-        async def seal() -> calls.SealedShard:
-            await self._make_version(args.version)
-            return self.sealed(self.store.put(WEIGHTS_BYTES))
-
-        return await self.operations.join(args.operation, seal, next_version=args.version)
-
-    async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
-        async def save() -> calls.SavedWeights:
-            await self._make_version(args.version)
-            return calls.SavedWeights(f"version-{args.version}", self.store.last_sequence)
-
-        return await self.operations.join(args.operation, save, next_version=args.version)
-
-    async def weight_layouts(self, _: None) -> tuple[BucketLayout, ...]:
-        return (BucketLayout(("w",), ("float32",), ((1,),)),)
-
-    async def open_weight_group(self, wanted: calls.OpenWeightGroup) -> WeightGroup:
-        if self._weight_group is not None:
-            self._weight_group.close()
-        timeout_s = self.config["weight_update"]["step_timeout_s"]
-        self._weight_group = SimulatedWeightGroup(wanted.name, self, timeout_s)
-        self.cluster.weight_groups[wanted.name] = self._weight_group
-        return self._weight_group.describe(wanted.world_size)
-
-    async def meet_weight_group(self, _: int) -> None:
-        assert self._weight_group is not None
-        await self._weight_group.meet(self)
-
-    async def broadcast_weights(self, _: None) -> calls.SentWeights:
-        if self.data_rank or not self.is_head:  # it only helps to gather them
-            return calls.SentWeights(0, "")
-        if self._weight_group is None:
-            raise StaleCall("there is no weight group; open one first")
-        try:
-            await self._weight_group.send()
-        except EngineFailed as error:
-            self._weight_group.close()
-            self._weight_group = None
-            return calls.SentWeights(0, str(error))
-        return calls.SentWeights(WEIGHTS_BYTES, "")
-
-    async def cancel_broadcast(self, name: str) -> None:
-        if self._weight_group is not None and self._weight_group.name == name:
-            self._weight_group.is_cancelled = True
-
-    def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
-        super().end(exit_status, keeps_memory=keeps_memory)
-        for _, task in self.operations._noted.values():
-            task.cancel()
-
-    async def _make_version(self, version: int) -> None:
-        await self.spend(self.cluster.behavior.sealing_s)
-        self.version = version
-        self.cluster.sealed_versions.append((self.cluster.now_s, version))

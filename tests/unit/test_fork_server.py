@@ -24,6 +24,9 @@ BEHAVE = """
 import os, signal, subprocess, sys, time
 from areal_sc.errors import ConfigError
 
+def prepare():
+    import colorsys
+
 def behave(spec):
     match spec["do"]:
         case "return":
@@ -41,7 +44,8 @@ def behave(spec):
             os.write(spec["fd"], repr((
                 os.getsid(0) == os.getpid(), os.readlink("/proc/self/fd/0"),
                 sorted(set(files) - {1, 2, spec["fd"]}),
-                signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "colorsys" in sys.modules,
+                signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+                {"wave", "colorsys"} <= set(sys.modules),
             )).encode())
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -154,7 +158,7 @@ ASK_FOR_A_REPORT = """
 import asyncio
 from areal_sc.fork_server import ForkServer
 
-server = ForkServer("fork_targets:behave", ("colorsys",))
+server = ForkServer("fork_targets:behave", ("wave", "fork_targets:prepare"))
 
 async def main():
     child = await server.spawn({"do": "report"}, "child.log")

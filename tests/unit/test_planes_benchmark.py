@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITS, WORKERS, CONTROLLER = (

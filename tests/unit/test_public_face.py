@@ -31,6 +31,8 @@ PUBLIC = {
     "FSDPSFTActor",
     "LocalGenerator",
     "SGLangEngine",
+    "VLLMEngine",
+    "make_actor",
     "make_generator",
     # workflows and data
     "JsonlPrompts",

@@ -7,17 +7,21 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from areal_sc.agent_files import AgentFile
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import RunFolderError
 from areal_sc.run_folder import FORMAT_VERSION, Opening, RunFolder
+from areal_sc.run_lineage import begin_lineage
 
 CONFIG = "seed: 0\ntotal_steps: 5\n"
 
@@ -161,15 +165,15 @@ def test_a_run_of_another_format_is_left_alone(path: Path, found: int | None) ->
 
 def test_the_number_of_a_lineage_never_comes_again(path: Path) -> None:
     folder = RunFolder(path)
-    numbers = [folder.begin_lineage()]  # before it is a run's, as in a loop of one's own
+    numbers = [begin_lineage(folder)]  # before it is a run's, as in a loop of one's own
     for overwrite in (False, False, True):  # start, restart, overwrite
         with RunFolder(path) as folder:
             folder.open(config_text=CONFIG, overwrite=overwrite)
-            numbers += [folder.begin_lineage(), RunFolder(path).begin_lineage()]
+            numbers += [begin_lineage(folder), begin_lineage(RunFolder(path))]
     assert numbers == [1, 2, 3, 4, 5, 6, 7]
     (path / ".lineage").write_text("")
     with pytest.raises(RunFolderError, match=r"cannot count in .*\.lineage: invalid literal"):
-        folder.begin_lineage()
+        begin_lineage(folder)
 
 
 def test_must_resume_creates_nothing(path: Path) -> None:
@@ -189,7 +193,7 @@ def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> N
         assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
         names = sorted(entry.name for entry in path.iterdir())
     assert names == [
-        ".lock", "checkpoints", "config.yaml", "logs", "run.json", "sources",
+        ".lock", ".term", "checkpoints", "config.yaml", "logs", "run.json", "sources",
     ]  # fmt: skip
     assert (outside / "file").exists()
 
@@ -333,6 +337,99 @@ def test_a_loop_of_ones_own_takes_the_folder_as_it_is(path: Path) -> None:
                 RunFolder(path).lock()
     assert RunFolder(path).decide() is Opening.restart
     assert (path / "logs" / "train-0.log").exists()
+
+
+AGENT = """
+import pathlib, sys, time
+from areal_sc.agent_files import AgentFile
+lock = AgentFile.of_this_process("tcp://127.0.0.1:1", "life").write(pathlib.Path(sys.argv[1]))
+print("listens", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def agent_of(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that says that it is an agent of the folder's run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "listens\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_run_whose_agent_lives_is_attached_and_nothing_is_moved(
+    path: Path, snapshot: bool
+) -> None:
+    run_once(path, snapshot=snapshot)
+    with agent_of(path) as agent:
+        with RunFolder(path) as folder:
+            assert folder.preview(config_text=CONFIG) is Opening.attach
+            with pytest.raises(RunFolderError, match="seed: 0 -> 1"):
+                folder.open(config_text="seed: 1\n")
+            with pytest.raises(RunFolderError, match="resume=never"):
+                folder.open(config_text=CONFIG, resume="never")
+            assert folder.open(config_text=CONFIG) is Opening.attach
+            assert folder.metrics_path.exists()
+        agent.kill()
+        agent.wait()
+        with RunFolder(path) as folder:
+            opening = Opening.resume if snapshot else Opening.restart
+            assert folder.open(config_text=CONFIG) is opening
+
+
+def test_overwriting_a_run_that_lives_ends_its_agent_first(path: Path) -> None:
+    run_once(path)
+    with agent_of(path) as agent, RunFolder(path) as folder:
+        folder.open(config_text=CONFIG, overwrite=True)
+        assert agent.wait() == -signal.SIGTERM
+        assert not (path / "agents").exists()
+
+
+def test_an_agent_of_another_machine_is_named_and_nothing_is_emptied(path: Path) -> None:
+    run_once(path)
+    file = replace(AgentFile.of_this_process("tcp://127.0.0.1:1", "life"), host="elsewhere")
+    lock = file.write(path)
+    with RunFolder(path) as folder:
+        with pytest.raises(RunFolderError, match=f"live on elsewhere .*areal_sc stop {path}"):
+            folder.open(config_text=CONFIG, overwrite=True)
+        assert folder.metrics_path.exists()
+        file.path(path).write_text("{}")
+        with pytest.raises(RunFolderError, match=r"life\.json is damaged, and its agent lives"):
+            folder.open(config_text=CONFIG)
+    lock.close()
+
+
+def test_a_second_process_is_told_of_the_first_also_when_that_is_stopped(path: Path) -> None:
+    with lock_holder(path) as holder:
+        who = rf"process {holder.pid} is running in it, on {socket.gethostname()}, for \d+ s"
+        with pytest.raises(RunFolderError, match=rf"{who}; .*areal_sc stop {path}"):
+            RunFolder(path).open(config_text=CONFIG)
+        holder.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(RunFolderError, match=rf"{who}, and is stopped .*-CONT {holder.pid}"):
+            RunFolder(path).open(config_text=CONFIG)
+
+
+def test_a_damaged_term_is_named_and_a_lost_one_begins_anew(path: Path) -> None:
+    run_once(path)
+    run_once(path)
+    term = path / ".term"
+    assert json.loads(term.read_text())["term"] == 2
+    for content in ("", "{}", "[1]", '{"term": "x"}'):
+        term.write_text(content)
+        with pytest.raises(RunFolderError, match=r"\.term is damaged.* delete this file"):
+            RunFolder(path).open(config_text=CONFIG)
+    term.unlink()
+    run_once(path)
+    assert json.loads(term.read_text())["term"] == 1
 
 
 def test_a_loop_of_ones_own_may_overwrite_and_cannot_resume(path: Path) -> None:

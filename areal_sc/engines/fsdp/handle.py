@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
-from areal_sc.engines.handle_base import TrainHandle
-
-_FLOAT32_BYTES = 4
-_ADAM_STATES = 2
-_LIVE_WEIGHT_VERSIONS = 2
-"""Published weights: the newest, and the one before while it is still being pulled."""
+from areal_sc.config.model_folder import ModelShape, read_model_shape
+from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.worker_plan import WorkerPlan
+from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
+from areal_sc.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class FSDPPPOActor(TrainHandle):
     """A policy trained with PPO by `FSDPEngine`."""
 
+    kind: ClassVar[TrainEngineKind] = TrainEngineKind.fsdp
     worker_class: ClassVar[str] = "areal_sc.engines.fsdp.engine:FSDPEngine"
+
+    def check(self, count_devices: Callable[[], int] | None) -> None:
+        for name in ("pipeline", "virtual_pipeline", "expert"):
+            size = getattr(self.config.parallel, name)
+            if size != 1:
+                raise ConfigError(
+                    f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
+                    "actor.engine=megatron has it, and more data or tensor saves as much memory"
+                )
+
+    def check_model(self, folder: Path) -> None:
+        shape = read_model_shape(folder)
+        if shape is not None and shape.heads is not None and shape.kv_heads is not None:
+            self.config.parallel.check_heads(shape.heads, shape.kv_heads)
 
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
@@ -29,13 +42,12 @@ class FSDPPPOActor(TrainHandle):
         # each rank holds its part of float32 parameters, gradients and optimizer state
         share = -(-(shape.num_parameters or 0) // self.config.parallel.num_ranks)
         return [
-            WorkerPlan(
-                role="train",
-                index=index,
-                device=devices[0],
-                parameter_bytes=2 * _FLOAT32_BYTES * share,
-                optimizer_bytes=_ADAM_STATES * _FLOAT32_BYTES * share,
-                store_bytes=_LIVE_WEIGHT_VERSIONS * DTYPE_BYTES[self.config.dtype] * share,
+            self.plan_rank(
+                index,
+                devices[0],
+                share,
+                parameter_bytes=2 * FLOAT32_BYTES * share,
+                optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
             )
         ]
 

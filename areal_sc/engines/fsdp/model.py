@@ -3,61 +3,65 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
-from areal_sc.config.model_folder import check_model_folder
+from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
-from areal_sc.engines.fsdp.process_group import ProcessGroup
-from areal_sc.engines.rotary import DYNAMIC, length_dependent_rope
-from areal_sc.engines.weight_group import NamedTensor, split_into_buckets
+from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities, probe_hidden
+from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
+from areal_sc.engines.rotary import DYNAMIC, rope_limits
+from areal_sc.engines.training.causal_lm import build_unfilled, compute_dtype, read_causal_lm
+from areal_sc.engines.training.probe import TOLERANCES, require_agreement
+from areal_sc.engines.training.process_group import ProcessGroups
+from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
+from areal_sc.engines.training.whole_tensors import receive_part
 from areal_sc.errors import ModelError
-
-GATHERED_BYTES = 4 << 20
-"""Small parameters are gathered together, up to this size: each collective costs a round trip."""
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
 
 
-def compute_dtype(config: ActorConfig) -> torch.dtype:
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-
-
 def needs_sharding(config: ActorConfig, world_size: int) -> bool:
-    """One rank in float32 is the plain model; FSDP also keeps float32 copies for bfloat16."""
-    return world_size > 1 or compute_dtype(config) != torch.float32
+    """One rank in float32 is the plain model."""
+    return needs_fsdp(world_size, compute_dtype(config))
 
 
-def load_sharded_model(config: ActorConfig, group: ProcessGroup) -> PackedModel:
-    """The model of `config.path` with float32 parameters, sharded over the group, in eval mode.
+def needs_fsdp(num_ranks: int, dtype: torch.dtype) -> bool:
+    """FSDP also keeps float32 copies for bfloat16."""
+    return num_ranks > 1 or dtype != torch.float32
+
+
+def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[PackedModel, CutParts]:
+    """The model of `config.path` with float32 parameters, spread over the ranks, in eval mode.
 
     Rank 0 alone reads the weights and sends every rank its part. Eval mode keeps dropout off:
     the policy that is trained must be the one that was sampled from, or the ratios mean nothing.
 
-    Raises: ModelError: on every rank, when the folder cannot be used.
+    Raises: ModelError, ConfigError: on every rank, when the folder cannot be used, or not on this
+        mesh.
     """
-    model = error = abilities = None
-    if group.rank == 0:
+    world = groups.world
+    model = error = found = expected = None
+    if world.rank == 0:
         try:
             model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
             _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
-            abilities = probe_abilities(model)
+            found = model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
+            if groups.is_model_split:
+                expected = probe_hidden(model, decoder_layers(model.causal_lm))
         except ModelError as failure:
             error = failure
-    message, abilities = group.broadcast((str(error) if error else None, abilities))
+    message, abilities, expected = world.broadcast((str(error) if error else None, found, expected))
     if message is not None:
         raise error or ModelError(message)
     if model is None:
@@ -65,65 +69,25 @@ def load_sharded_model(config: ActorConfig, group: ProcessGroup) -> PackedModel:
             build_unfilled(Path(config.path)), chunk_tokens=config.logprob_chunk_tokens
         )
     model.abilities = abilities
+    cuts = plan_cuts(model.causal_lm, groups.tensor.size, cuts_vocabulary=abilities.has_linear_head)
+    check_sequence_parallel(model.causal_lm, config.parallel, packs=model.attends_by_interface)
     if config.activation_checkpointing:
         _checkpoint_layers(model.causal_lm)
-    if not needs_sharding(config, group.size):
-        return model.to(group.device)
-    return _shard(model, compute_dtype(config), group)
-
-
-def read_causal_lm(config: ActorConfig) -> Any:
-    """The model of `config.path` on the CPU, its weights read, or drawn with `random_init`."""
-    if not config.random_init:
-        return load_causal_lm(Path(config.path))
-    try:
-        return _from_config(Path(config.path)).eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot build the model of {config.path}: {error}") from error
-
-
-def load_causal_lm(folder: Path) -> Any:
-    """A Hugging Face model on the CPU in float32 with its own attention.
-
-    Raises: ModelError: no such folder, no or damaged weights, an unknown architecture.
-    """
-    check_model_folder(folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"cannot load the model in {folder}: {error}") from error
-    model, loading = loaded
-    absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
-    if absent:
-        raise ModelError(
-            f"the weights in {folder} do not fit its config.json: "
-            f"{len(absent)} missing or misshapen, e.g. {absent[0]}"
-        )
-    return model.eval()
-
-
-def build_unfilled(folder: Path) -> Any:
-    """The same model with memory for its weights, but no values in it."""
-    with no_init_weights():
-        model = _from_config(folder)
-    model.tie_weights()
-    return model.eval()
-
-
-def _from_config(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.float32
-    )
+    parts = CutParts(cuts, world.rank, groups.rows.size)
+    if not needs_sharding(config, world.size):
+        return model.to(world.device), parts
+    layers = decoder_layers(model.causal_lm)  # while they still have their own classes
+    _spread(model, layers, parts, compute_dtype(config), groups)
+    if expected is not None:
+        _check_spread(model, layers, expected, compute_dtype(config), groups)
+    return model, parts
 
 
 def _check_supported(causal_lm: Any, max_tokens: int) -> None:
     """Raises: ModelError: the log-probabilities of some rows are not well defined."""
     config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
-    limit = getattr(config, "max_position_embeddings", max_tokens)
-    if DYNAMIC in length_dependent_rope(config) and max_tokens > limit:
+    limit = rope_limits(config).get(DYNAMIC, max_tokens)
+    if max_tokens > limit:
         raise ModelError(
             f"{name} has dynamic rotary embeddings, which are other ones for every length of a "
             f"row beyond {limit} tokens; expected actor.max_tokens_per_micro_batch of at most "
@@ -153,53 +117,70 @@ def _checkpoint_layers(causal_lm: nn.Module) -> None:
         )
 
 
-def _shard(model: PackedModel, dtype: torch.dtype, group: ProcessGroup) -> PackedModel:
-    """Each decoder layer is a unit of FSDP; embeddings, norms and output layer are the root's."""
-    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    buffers = dict(model.named_buffers())
-    mesh = init_device_mesh(group.device.type, (group.size,), mesh_dim_names=("data",))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model.causal_lm):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        source = whole.pop(name).to(group.device)
-        part = distribute_tensor(source, mesh, parameter.placements)  # from rank 0
-        parameter.to_local().detach().copy_(part.to_local())
+def _spread(
+    model: PackedModel,
+    layers: Sequence[nn.Module],
+    parts: CutParts,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+) -> None:
+    """Leaves each rank its part. Each decoder layer is a unit of FSDP, the rest is the root's."""
+    world, causal_lm = groups.world, model.causal_lm
+    whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
+    buffers = dict(causal_lm.named_buffers())
+    cut_model(causal_lm, parts.cuts, groups.tensor)
+    if groups.tensor.size > 1:
+        start = vocabulary_start(causal_lm, parts.cuts, groups.tensor.rank)
+        if start is not None:
+            model.vocabulary = VocabularyPart(start, groups.tensor.handle)
+    if groups.sequence.size > 1:
+        model.sequence = groups.sequence
+    if needs_fsdp(groups.rows.size, dtype):
+        mesh = DeviceMesh.from_group(
+            groups.rows.torch_group, world.device.type, mesh_dim_names=("rows",)
+        )
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    else:
+        model.to(world.device)
+    for name, parameter in causal_lm.named_parameters():
+        source, target = whole.pop(name), local_part(parameter.detach())
+        receive_part(target, source if world.rank == 0 else None, name, parts, world)
+        del source
     for name, values in buffers.items():
         # Not in the weights file, e.g. rotary frequencies; rank 0's were made by its loading.
-        received = group.broadcast(values.cpu() if group.rank == 0 else None)
-        model.get_buffer(name).copy_(received)
-    return model
+        received = world.broadcast(values.cpu() if world.rank == 0 else None)
+        causal_lm.get_buffer(name).copy_(received)
 
 
-def gather_whole(parameters: Iterable[NamedTensor], dtype: torch.dtype) -> list[NamedTensor]:
-    """Whole tensors in `dtype`, on this rank's device, of parameters that may be sharded.
+def _check_spread(
+    model: PackedModel,
+    layers: Sequence[nn.Module],
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+) -> None:
+    """Raises: ModelError: on every rank: together they compute something else than rank 0 alone."""
 
-    One that is whole already, and has this dtype, is itself returned. All ranks make the call.
-    """
-    whole: list[NamedTensor] = []
-    for few in split_into_buckets(parameters, GATHERED_BYTES):
-        names, tensors = zip(*few, strict=True)
-        if isinstance(tensors[0], DTensor):
-            whole += zip(names, _gather_together(tensors, dtype), strict=True)
-        else:
-            whole += [(name, tensor.to(dtype)) for name, tensor in few]
-    return whole
+    def measure() -> float:
+        part, own_expected = probe_hidden(model, layers), expected
+        if groups.sequence.size > 1:
+            own = SequencePart(expected.shape[1], groups.sequence).own
+            part, own_expected = part[:, : len(own)], expected[:, own.start : own.stop]
+        return float((part - own_expected).norm() / expected.norm())
 
-
-def _gather_together(parameters: Sequence[DTensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Each rank holds as many rows of a parameter as the ranks before it, or what is left."""
-    mesh = parameters[0].device_mesh
-    shares = [-(-len(p) // mesh.size()) * p.shape[1:].numel() for p in parameters]
-    own = torch.empty(sum(shares), dtype=dtype, device=parameters[0].device)
-    for parameter, room in zip(parameters, torch.split(own, shares), strict=True):
-        values = parameter.to_local().flatten()
-        room[: len(values)] = values
-    gathered = DTensor.from_local(own, mesh, [Shard(0)], run_check=False).full_tensor()
-    of_ranks = torch.split(gathered.view(mesh.size(), -1), shares, dim=1)
-    return [
-        parts.flatten()[: parameter.numel()].view(parameter.shape)
-        for parameter, parts in zip(parameters, of_ranks, strict=True)
-    ]
+    require_agreement(
+        measure,
+        TOLERANCES[dtype],
+        groups.world,
+        quantity="difference of hidden states, relative to their norm",
+        subject=f"{type(model.causal_lm).__name__} does not compute on "
+        f"tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks what it computes on "
+        "one",
+        advice="set actor.parallel.tensor=1 and actor.parallel.sequence=1, and more "
+        "actor.parallel.data",
+    )
+    if isinstance(model, FSDPModule):
+        model.reshard()  # its root stays whole after a forward without backward

@@ -1,49 +1,25 @@
-"""AdamW over this rank's shards, its learning rate schedule, and clipping by the global norm."""
+"""AdamW over this rank's shards, and clipping by the global norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from areal_sc.config.schema import LrSchedule, OptimizerConfig
-from areal_sc.engines.fsdp.process_group import ProcessGroup
-from areal_sc.errors import ConfigError
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Learning rate of training step `step`, counted from 0.
-
-    It rises in equal steps to `lr` over the first `warmup_steps`, and then stays, or falls along
-    a line or half a cosine to `lr * min_lr_ratio`, reached after `total_steps`.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps)
-    progress = min(1.0, progress)
-    if config.schedule == LrSchedule.linear:
-        remaining = 1 - progress
-    elif config.schedule == LrSchedule.cosine:
-        remaining = (1 + math.cos(math.pi * progress)) / 2
-    else:
-        return config.lr
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
+from areal_sc.config.schema import OptimizerConfig
+from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
+from areal_sc.engines.training.parts import Box
+from areal_sc.engines.training.process_group import ProcessGroup
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a distributed tensor (it may be empty), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def first_row(tensor: torch.Tensor) -> int:
-    """Of this rank's shard. Each rank has as many rows as those before it, or what is left."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    num_rows, mesh = len(tensor), tensor.device_mesh
-    return min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
 
 
 class ShardedAdamW:
@@ -52,30 +28,50 @@ class ShardedAdamW:
     All memory that training always needs is taken at once, so that a server that shares the device,
     and starts later, measures what is really left.
 
+    Weights decay, norms and biases do not: what has one dimension only.
+
+    Args:
+        parameters: by the names that `parts` knows them by.
+        parts: this rank's.
+        world: all ranks.
+        tensor: ranks that have a cut of every parameter each.
+
     Attributes:
         num_updates: optimizer updates so far.
     Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, group: ProcessGroup
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        parts: CutParts,
+        world: ProcessGroup,
+        tensor: ProcessGroup,
     ) -> None:
-        if config.schedule != LrSchedule.constant and config.total_steps < 1:
-            raise ConfigError(
-                f"optimizer.total_steps: expected at least 1 with schedule={config.schedule}, "
-                f"got {config.total_steps}"
-            )
+        check_schedule(config)
         self.config = config
         self.num_updates = 0
-        self._group = group
+        self._parts = parts
+        self._world = world
+        self._tensor = tensor
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         # Same storage as the model's parameters: stepping these updates the model.
         self._shards = {
             name: nn.Parameter(local_part(parameter).detach())
             for name, parameter in self._parameters.items()
         }
+        held = {name: shard for name, shard in self._shards.items() if shard.numel()}
+        is_weight = {name: len(parts.cuts[name].shape) > 1 for name in held}
+        groups: list[dict[str, Any]] = [
+            {"params": [shard for name, shard in held.items() if is_weight[name]]},
+            {
+                "params": [shard for name, shard in held.items() if not is_weight[name]],
+                "weight_decay": 0.0,
+            },
+        ]
         self._adamw = torch.optim.AdamW(
-            [shard for shard in self._shards.values() if shard.numel()],
+            groups,
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -88,7 +84,7 @@ class ShardedAdamW:
                 "exp_avg": torch.zeros_like(shard),
                 "exp_avg_sq": torch.zeros_like(shard),
             }
-        if group.device.type == "cuda":
+        if world.device.type == "cuda":
             # The caching allocator keeps what is freed, for the gradients.
             _ = [torch.empty_like(shard) for shard in self._shards.values()]
 
@@ -102,6 +98,7 @@ class ShardedAdamW:
             gradient = parameter.grad
             self._shards[name].grad = None if gradient is None else local_part(gradient)
             parameter.grad = None
+        self._add_up_partial_gradients()
         norm = self._clip()
         if math.isfinite(norm):
             for settings in self._adamw.param_groups:
@@ -111,18 +108,46 @@ class ShardedAdamW:
         self._adamw.zero_grad()
         return norm
 
+    def _add_up_partial_gradients(self) -> None:
+        """Ranks that have copies of a parameter, and parts of its gradient, get the whole one."""
+        if self._tensor.size == 1:
+            return
+        names = [n for n in self._shards if self._parts.cuts[n].has_partial_gradients]
+        rooms = []
+        for name in names:
+            # one row for each box that there is, of which this rank fills its own
+            boxes = self._parts.cuts[name].boxes
+            shard = self._shards[name]
+            room = torch.zeros(len(set(boxes)), shard.numel(), device=shard.device)
+            if shard.grad is not None:
+                room[_number_of(boxes, self._tensor.rank)] = shard.grad.flatten()
+            rooms.append(room)
+        if not rooms:
+            return
+        summed = self._tensor.sum(torch.cat([room.flatten() for room in rooms]))
+        for name, flat in zip(
+            names, torch.split(summed, [room.numel() for room in rooms]), strict=True
+        ):
+            shard = self._shards[name]
+            if shard.grad is not None:
+                boxes = self._parts.cuts[name].boxes
+                own = flat.view(-1, shard.numel())[_number_of(boxes, self._tensor.rank)]
+                shard.grad.copy_(own.view_as(shard))
+
     def _clip(self) -> float:
         """Scales all gradients so that their global norm is at most `max_grad_norm` (0: never)."""
-        gradients = [
-            shard.grad
-            for shard in self._shards.values()
+        held = {
+            name: shard.grad
+            for name, shard in self._shards.items()
             if shard.grad is not None and shard.numel()
-        ]
-        squares = torch.zeros((), dtype=torch.float64, device=self._group.device)
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients))
+        }
+        counted = [gradient for name, gradient in held.items() if self._parts.is_first(name)]
+        gradients = list(held.values())
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        if counted:
+            norms = torch.stack(torch._foreach_norm(counted))
             squares = norms.double().square().sum()
-        norm = math.sqrt(float(self._group.sum(squares)))
+        norm = math.sqrt(float(self._world.sum(squares)))
         limit = self.config.max_grad_norm
         if limit > 0 and norm > limit and math.isfinite(norm):
             torch._foreach_mul_(gradients, limit / norm)
@@ -131,3 +156,8 @@ class ShardedAdamW:
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Name -> the live AdamW state of this rank's shard: `exp_avg`, `exp_avg_sq`, `step`."""
         return {name: self._adamw.state[shard] for name, shard in self._shards.items()}
+
+
+def _number_of(boxes: Sequence[Box], rank: int) -> int:
+    """Of a rank's box among those that differ, in their order."""
+    return list(dict.fromkeys(boxes)).index(boxes[rank])

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.initialization import no_init_weights
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
-from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
-from areal_sc.engines.fsdp.packed_attention import PackedLayout, register_packed_attention
+from areal_sc.algorithms.logprobs import (
+    VocabularyPart,
+    chunked_logprobs,
+    logprobs_of_logits,
+)
 from areal_sc.engines.rotary import rotate_rows_by_own_length
+from areal_sc.engines.small_limits import with_small_limits
+from areal_sc.engines.training.packed_attention import (
+    ATTENTION_NAME,
+    PackedLayout,
+    register_packed_attention,
+)
+from areal_sc.engines.training.probe import probe_rows
+from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
 # Models that fail the probe do so by far: 0.66 where attention crosses rows.
 _PROBE_TOLERANCE = 3e-4  # nats, float32
-_PROBE_LENGTHS = (13, 3, 6, 1)
-# A model may compute something else where a row, or all rows together, are longer than one of these
-# settings. The probe makes them smaller than its rows.
-_LENGTH_LIMITS = (
-    *("sliding_window", "window_size", "attention_chunk_size", "keep_window_size"),
-    *("floor_scale", "original_max_position_embeddings"),
-)
-_PROBE_LIMIT = 4
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,14 @@ class ModelAbilities:
         packs: rows can share one sequence. Otherwise they are padded into a batch, and the model
             attends by its own means.
         has_linear_head: logits are the output layer's product with the hidden states (and its
-            bias), so they can be computed in chunks. Otherwise the model computes all of them.
+            bias). Otherwise the model's own forward makes them of the hidden states.
     """
 
     packs: bool
     has_linear_head: bool
 
 
-_OWN_FORWARD = ModelAbilities(packs=False, has_linear_head=False)
+_SLOWEST = ModelAbilities(packs=False, has_linear_head=False)
 
 
 class PackedModel(nn.Module):
@@ -58,6 +60,8 @@ class PackedModel(nn.Module):
 
     Attributes:
         own_attention: the implementation that transformers has chosen for the model.
+        vocabulary: what this rank has of the output layer; None: all of it.
+        sequence: ranks that share the tokens of each forward; None: this one has them all.
     """
 
     def __init__(self, causal_lm: Any, *, chunk_tokens: int) -> None:
@@ -65,10 +69,17 @@ class PackedModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
         self.own_attention: str = causal_lm.config._attn_implementation
+        self.vocabulary: VocabularyPart | None = None
+        self.sequence: ProcessGroup | None = None
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
         text_config = causal_lm.config.get_text_config()
         self.attention_width = int(getattr(text_config, "hidden_size", 0) or 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's parameters."""
+        return next(self.parameters()).device
 
     @property
     def abilities(self) -> ModelAbilities:
@@ -84,8 +95,23 @@ class PackedModel(nn.Module):
                 register_packed_attention() if abilities.packs else self.own_attention
             )
 
+    @property
+    def attends_by_interface(self) -> bool:
+        """Whether its layers call the attention of this engine, and none of their own."""
+        return bool(self.causal_lm.config._attn_implementation == ATTENTION_NAME)
+
+    @property
+    def _body(self) -> Any:
+        """The model without its head."""
+        decoder = self.causal_lm.get_decoder()
+        if decoder is not self.causal_lm:
+            return decoder
+        # it is named as in the multimodal model that this one is a part of (Llama 4)
+        inner = (it for it in self.causal_lm.children() if isinstance(it, PreTrainedModel))
+        return next(inner, decoder)
+
     def layout(self, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        return PackedLayout.of(lengths, device, self.attention_width)
+        return PackedLayout.of(lengths, device, self.attention_width, self.sequence)
 
     def forward(
         self,
@@ -100,15 +126,15 @@ class PackedModel(nn.Module):
         Args:
             input_ids: [T] int64, the rows one after the other.
             layout: their lengths and positions.
-            positions: [N] int64, indices into the T tokens.
+            positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
             targets: [N] int64, token ids.
             temperatures: [N] > 0, divide the logits at each position; None: 1.
         Returns: logprobs [N] float32, entropy [N] float32 without gradient; nats.
         """
+        output, hidden = self._hidden(input_ids, layout)
+        hidden = hidden[positions]
         if not self.abilities.has_linear_head:
-            logits = self._own_logits(input_ids, layout, positions)
-            return logprobs_of_logits(logits, targets, temperatures=temperatures)
-        hidden = self._hidden(input_ids, layout)[positions]
+            return self._own_logprobs(output, hidden, targets, temperatures)
         head = self.causal_lm.get_output_embeddings()
         return chunked_logprobs(
             hidden,
@@ -117,25 +143,54 @@ class PackedModel(nn.Module):
             bias=head.bias,
             temperatures=temperatures,
             chunk_tokens=self.chunk_tokens,
+            vocabulary=self.vocabulary,
         )
 
-    def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """[T, H] final hidden states."""
+    def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> tuple[Any, torch.Tensor]:
+        """What the model without its head returns, and the [T, H] final hidden states in it."""
         arguments, is_token = self._inputs(input_ids, layout)
-        hidden: torch.Tensor = self.causal_lm.base_model(**arguments).last_hidden_state
-        return hidden[0] if is_token is None else hidden[is_token]
+        output: Any = self._body(**arguments)
+        hidden: torch.Tensor = output.last_hidden_state
+        return output, hidden[0] if is_token is None else hidden[is_token]
 
-    def _own_logits(
-        self, input_ids: torch.Tensor, layout: PackedLayout, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """[N, V] logits at the positions, as the model makes them."""
-        arguments, is_token = self._inputs(input_ids, layout)
-        forward = self.causal_lm.forward
-        if is_token is None and "logits_to_keep" in inspect.signature(forward).parameters:
-            kept: torch.Tensor = self.causal_lm(**arguments, logits_to_keep=positions).logits[0]
-            return kept
-        logits: torch.Tensor = self.causal_lm(**arguments).logits
-        return (logits[0] if is_token is None else logits[is_token])[positions]
+    def _own_logprobs(
+        self,
+        output: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, of logits that the model makes; a chunk at a time, and in backward again.
+
+        Args:
+            output: of the model without its head, which gives `hidden` in its place meanwhile.
+        """
+        body, kind = self._body, type(output)
+
+        def of_chunk(
+            hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            body.forward = lambda *_, **__: kind(last_hidden_state=hidden[None])
+            try:
+                logits = self.causal_lm(input_ids=targets[None], use_cache=False).logits[0]
+            finally:
+                del body.forward  # it hides the one of its class
+            return logprobs_of_logits(logits, targets, temperatures=temperatures)
+
+        if len(targets) <= self.chunk_tokens:
+            return of_chunk(hidden, targets, temperatures)
+        parts = [
+            checkpoint(
+                of_chunk,
+                *(hidden[chunk], targets[chunk]),
+                None if temperatures is None else temperatures[chunk],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for first in range(0, len(targets), self.chunk_tokens)
+            for chunk in [slice(first, first + self.chunk_tokens)]
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _inputs(
         self, input_ids: torch.Tensor, layout: PackedLayout
@@ -144,9 +199,9 @@ class PackedModel(nn.Module):
         # With a cache or an attention mask of ones, models silently attend across packed rows.
         if self.abilities.packs:
             return {
-                "input_ids": input_ids[None],
+                "input_ids": layout.own_values(input_ids[None]),
                 "attention_mask": None,
-                "position_ids": layout.position_ids,
+                "position_ids": layout.own_values(layout.position_ids),
                 "use_cache": False,
                 "layout": layout,
             }, None
@@ -162,28 +217,33 @@ class PackedModel(nn.Module):
 
 
 @torch.no_grad()
-def probe_abilities(model: PackedModel) -> ModelAbilities:
+def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
     """Compares the fast paths with the model's own forward of one row at a time.
 
     The rows are longer than the model's windows, chunks and the like: these are made small.
 
     Args:
         model: whole (not sharded), in float32; its `abilities` are left as they were.
+        longest_input: most tokens of a micro-batch; limits that it never reaches stay.
     Raises: ModelError: not even a padded batch gives what single rows give.
     """
-    model = _with_small_limits(model)
-    device = next(model.parameters()).device
+    causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
+    if causal_lm is not model.causal_lm:
+        model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens)
     vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
-    rows = [
-        (torch.arange(length, device=device) * 7 + 3 * index) % vocabulary
-        for index, length in enumerate(_PROBE_LENGTHS)
-    ]
-    expected = torch.cat([_probe(model, [row], _OWN_FORWARD) for row in rows])
+    rows = probe_rows(vocabulary, model.device)
+    with _trying(model, _SLOWEST):
+        expected = torch.cat(
+            [
+                causal_lm(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1)[:, 1]
+                for row in rows
+            ]
+        )
 
     def agrees(abilities: ModelAbilities) -> bool:
         try:
             difference = (_probe(model, rows, abilities) - expected).abs().max()
-        except (TypeError, AttributeError) as error:  # the forward lacks what this path needs
+        except (TypeError, AttributeError) as error:  # the forward lacks what this way needs
             logger.info("model_probe abilities=%s error=%r", abilities, error)
             return False
         return bool(difference <= _PROBE_TOLERANCE)
@@ -200,41 +260,32 @@ def probe_abilities(model: PackedModel) -> ModelAbilities:
             raise ModelError(f"{name}: rows of a padded batch do not give what single rows give")
         logger.warning("model=%s cannot attend within packed rows: rows are padded, slower", name)
     if not found.has_linear_head:
-        logger.warning(
-            "model=%s changes its logits: those of all trained tokens are in memory at once", name
-        )
+        logger.info("model=%s changes its logits: they are made by its own forward", name)
     return found
 
 
-def _with_small_limits(model: PackedModel) -> PackedModel:
-    """The same weights in a model whose limits are small; `model` itself if it has none.
+@torch.no_grad()
+def probe_hidden(model: PackedModel, layers: Sequence[nn.Module]) -> torch.Tensor:
+    """Hidden states of a few rows behind the last of the layers, float32, of this rank's tokens.
 
-    Raises: ModelError: the model cannot be built with such settings.
+    The model may be spread over ranks; all make the call.
+
+    Returns: [1, C, H], padding included; or padded rows, where the model does not pack them.
+    Raises: ModelError: no layer is called.
     """
-    config = copy.deepcopy(model.causal_lm.config)
-    if not _make_limits_small(vars(config.get_text_config())):
-        return model
-    config._attn_implementation = model.own_attention
-    name = type(model.causal_lm).__name__
-    try:
-        with no_init_weights():
-            causal_lm = type(model.causal_lm)(config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{name}: rows beyond its limits cannot be tried: {error}") from error
-    causal_lm.load_state_dict(model.causal_lm.state_dict(), assign=True)  # shared, not copied
-    return PackedModel(causal_lm.eval(), chunk_tokens=model.chunk_tokens)
+    newest: list[torch.Tensor] = []
 
+    def capture(_module: Any, _inputs: Any, outputs: Any) -> None:
+        newest[:] = [outputs if isinstance(outputs, torch.Tensor) else outputs[0]]
 
-def _make_limits_small(settings: dict[str, Any]) -> bool:
-    """Changes the limits in the settings, nested ones too; whether there were any."""
-    has_changed = False
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            has_changed |= _make_limits_small(value)
-        elif name in _LENGTH_LIMITS and isinstance(value, int) and value > _PROBE_LIMIT:
-            settings[name] = _PROBE_LIMIT
-            has_changed = True
-    return has_changed
+    vocabulary = int(model.causal_lm.config.get_text_config().vocab_size)
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(capture))
+        _probe(model, probe_rows(vocabulary, model.device), model.abilities)
+    if not newest:
+        raise ModelError(f"{type(model.causal_lm).__name__} does not name its decoder layers")
+    return newest[0].float().cpu()
 
 
 def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
@@ -249,7 +300,7 @@ def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
         return given[-1]
 
     head = model.causal_lm.get_output_embeddings()
-    with _trying(model, _OWN_FORWARD), head.register_forward_hook(enlarge):
+    with _trying(model, _SLOWEST), head.register_forward_hook(enlarge):
         logits = model.causal_lm(input_ids=row[None], use_cache=False).logits
     return len(given) == 1 and torch.allclose(logits, given[0])
 
@@ -260,9 +311,9 @@ def _probe(
     """[T] log-probabilities that `model` with these abilities gives."""
     with _trying(model, abilities):
         input_ids = torch.cat(list(rows))
-        positions = torch.arange(len(input_ids), device=input_ids.device)
         layout = model.layout([len(row) for row in rows], input_ids.device)
-        targets = torch.ones_like(input_ids)
+        positions = torch.arange(len(layout.own_tokens), device=input_ids.device)
+        targets = torch.ones_like(positions)
         logprobs: torch.Tensor = model(input_ids, layout, positions, targets, None)[0]
         return logprobs
 

@@ -9,6 +9,7 @@ of its own row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from areal_sc.engines.local.slots import PrefillChunk, StepPlan
+from areal_sc.engines.plain_attention import AttentionRule, attend_by_scores
 from areal_sc.errors import ModelError
 
 ATTENTION_NAME = "areal_sc_slots"
@@ -30,52 +32,67 @@ def attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    slot_attention: SlotAttention | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """For transformers' `AttentionInterface`, by the name `ATTENTION_NAME`."""
-    name = type(module).__name__
-    if slot_attention is None:
-        raise ModelError(f"{name} does not pass keyword arguments on to its attention function")
+    """For transformers' `AttentionInterface`, by the name `ATTENTION_NAME`.
+
+    Args:
+        module: has an attribute `current_step`; see `CurrentStep`.
+        sliding_window, softcap, s_aux: as in `AttentionRule`.
+    Raises: ModelError: the layer wants something else than causal attention.
+    """
     asked = dict(kwargs, attention_mask=attention_mask)
-    for unsupported in ("attention_mask", "sliding_window", "softcap", "s_aux", "position_bias"):
+    for unsupported in ("attention_mask", "position_bias"):
         if asked.get(unsupported) is not None:
             raise ModelError(
-                f"embedded generation has plain causal attention, but {name} asks for {unsupported}"
+                f"embedded generation makes its own masks, but {type(module).__name__} asks for "
+                f"{unsupported}"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return slot_attention.attend(module.layer_idx, query, key, value, scale), None
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
+    return module.current_step.attention.attend(query, key, value, rule), None
+
+
+@dataclass
+class CurrentStep:
+    """What the attention layers of a model share: not all models hand arguments down to them.
+
+    Attributes:
+        attention: of the pass in progress.
+    """
+
+    attention: SlotAttention | None = None
 
 
 class SlotCache:
-    """Keys and values of all rows: two tensors [layers, rows, H_kv, capacity, D].
+    """Keys and values of all rows: for each attention of a pass two tensors [rows, H_kv, L, D].
 
-    The first layer that attends tells their shape. Capacity and rows grow by doubling as sequences
-    need them.
+    Most models attend once a layer, but some twice, or not in every layer. So a pass counts, and
+    its first attention with a number tells the shapes. The capacity L and the rows grow by doubling
+    as sequences need them.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+    def __init__(self, max_rows: int, max_length: int) -> None:
         self.num_rows = 1
         self.capacity = _LENGTH_STEP
-        self._num_layers = num_layers
         self._max_rows = max_rows
         self._max_length = max_length
-        self._tables: tuple[torch.Tensor, ...] = ()
+        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def layer(
-        self, index: int, key: torch.Tensor, value: torch.Tensor
+    def table(
+        self, number: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, which gives new ones of the shapes [1, H_kv, T, D]."""
-        if not self._tables:
-            self._tables = tuple(
-                # zeros, not empty: entries that are masked out must be finite
-                new.new_zeros(
-                    self._num_layers, self.num_rows, new.shape[1], self.capacity, new.shape[-1]
-                )
-                for new in (key, value)
-            )
-        keys, values = self._tables
-        return keys[index], values[index]
+        """Those of one attention, which gives new ones of the shapes [1, H_kv, T, D]."""
+        if number == len(self._tables):
+            self._tables.append((self._zeros_like(key), self._zeros_like(value)))
+        return self._tables[number]
+
+    def _zeros_like(self, new: torch.Tensor) -> torch.Tensor:
+        # zeros, not empty: entries that are masked out must be finite
+        return new.new_zeros(self.num_rows, new.shape[1], self.capacity, new.shape[-1])
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Makes room for `num_rows` sequences of `length` tokens."""
@@ -86,20 +103,20 @@ class SlotCache:
         if length > self.capacity:
             capacity = max(length, min(2 * self.capacity, self._max_length))
             self.capacity = -(-capacity // _LENGTH_STEP) * _LENGTH_STEP
-        self._tables = tuple(_enlarged(t, self.num_rows, self.capacity) for t in self._tables)
+        for number, (keys, values) in enumerate(self._tables):
+            self._tables[number] = (self._enlarged(keys), self._enlarged(values))
+
+    def _enlarged(self, table: torch.Tensor) -> torch.Tensor:
+        larger = self._zeros_like(table)
+        larger[: table.shape[0], :, : table.shape[2]] = table
+        return larger
 
     def copy_rows(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
         """Copies `length` entries of each (source, target) rows; no row is both."""
         sources, targets = map(list, zip(*pairs, strict=True))
-        for table in self._tables:
-            table[:, targets, :, :length] = table[:, sources, :, :length]
-
-
-def _enlarged(table: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-    layers, old_rows, heads, old_capacity, head_dim = table.shape
-    larger = table.new_zeros(layers, rows, heads, capacity, head_dim)
-    larger[:, :old_rows, :, :old_capacity] = table
-    return larger
+        for tables in self._tables:
+            for table in tables:
+                table[targets, :, :length] = table[sources, :, :length]
 
 
 class SlotAttention:
@@ -111,36 +128,41 @@ class SlotAttention:
         self._positions = positions
         self._num_rows = plan.num_rows
         self._length = plan.max_length
+        self._num_attentions = 0
         self._write_tokens: torch.Tensor | None = None
-        self._entries: torch.Tensor | None = None
-        self._bias: torch.Tensor | None = None
+        self._entries: dict[int, torch.Tensor] = {}  # by heads of keys
+        self._is_seen: dict[int | None, torch.Tensor] = {}  # by window
+        self._bias: dict[int | None, torch.Tensor] = {}
         self._batches = [_ChunkBatch(chunks, positions.device) for chunks in _batches(plan.chunks)]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """The pass' next attention.
 
         Args:
             query: [1, H, T, D].
             key, value: [1, H_kv, T, D].
         Returns: [1, T, H, D_value].
         """
-        keys, values = self._cache.layer(layer, key, value)
-        if self._entries is None or self._bias is None:
-            self._entries = self._written_entries(num_heads=key.shape[1])
-            self._bias = self._last_bias(query.dtype)
-        self._store(keys, key, self._entries)
-        self._store(values, value, self._entries)
+        keys, values = self._cache.table(self._num_attentions, key, value)
+        self._num_attentions += 1
+        num_heads = key.shape[1]
+        if num_heads not in self._entries:
+            self._entries[num_heads] = self._written_entries(num_heads)
+        if rule.window not in self._bias:
+            self._is_seen[rule.window] = is_seen = self._seen_by_last(rule.window)
+            bias = torch.zeros(is_seen.shape, dtype=query.dtype, device=is_seen.device)
+            self._bias[rule.window] = bias.masked_fill_(~is_seen, -torch.inf)
+        self._store(keys, key, self._entries[num_heads])
+        self._store(values, value, self._entries[num_heads])
         packed = query[0].transpose(0, 1)  # [T, H, D]
         if not self._batches:
-            return self._attend_last(packed, keys, values, scale, self._bias)[None]
+            return self._attend_last(packed, keys, values, rule)[None]
         output = packed.new_empty(*packed.shape[:2], values.shape[-1])
         for batch in self._batches:
-            batch.attend(packed, keys, values, scale, output)
-        output[-self._num_rows :] = self._attend_last(
-            packed[-self._num_rows :], keys, values, scale, self._bias
-        )
+            batch.attend(packed, keys, values, rule, output)
+        output[-self._num_rows :] = self._attend_last(packed[-self._num_rows :], keys, values, rule)
         return output[None]
 
     def _written_entries(self, num_heads: int) -> torch.Tensor:
@@ -153,12 +175,10 @@ class SlotAttention:
         heads = rows[:, None] * num_heads + torch.arange(num_heads, device=device)
         return (heads * self._cache.capacity + positions[:, None]).flatten()
 
-    def _last_bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """[N, 1, 1, L] additive, for each row's last token: 0 on its own entries, else -inf."""
+    def _seen_by_last(self, window: int | None) -> torch.Tensor:
+        """[N, 1, 1, L] bool, which entries each row's last token attends to."""
         entries = torch.arange(self._length, device=self._positions.device)
-        is_beyond = entries > self._positions[-self._num_rows :, None]
-        bias = torch.zeros(is_beyond.shape, dtype=dtype, device=entries.device)
-        return bias.masked_fill_(is_beyond, -torch.inf)[:, None, None, :]
+        return _is_seen(entries, self._positions[-self._num_rows :], window)[:, None, None, :]
 
     def _store(self, table: torch.Tensor, new: torch.Tensor, entries: torch.Tensor) -> None:
         """Writes [1, H_kv, T, D] to the rows' entries."""
@@ -173,23 +193,29 @@ class SlotAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scale: float,
-        bias: torch.Tensor,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """One query a row: [N, H, D] -> [N, H, D_value]."""
         n, length = self._num_rows, self._length
         num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+        if not rule.is_plain:
+            entries = (keys[:n, :, :length], values[:n, :, :length])
+            is_seen = self._is_seen[rule.window]
+            return attend_by_scores(query[:, :, None], *entries, is_seen, rule)[:, :, 0]
+        bias = self._bias[rule.window]
         grouped = query.reshape(n, num_kv_heads, num_heads // num_kv_heads, -1)
         if query.dtype != torch.float32 or query.is_cuda:
             mask = bias.expand(n, 1, grouped.shape[2], length)
             attended = F.scaled_dot_product_attention(
-                grouped, keys[:n, :, :length], values[:n, :, :length], attn_mask=mask, scale=scale
+                *(grouped, keys[:n, :, :length], values[:n, :, :length]),
+                attn_mask=mask,
+                scale=rule.scale,
             )
             return attended.reshape(n, num_heads, -1)
         # for single queries on a CPU, batched products take 0.75 of the fused kernel's time
         flat_keys = keys[:n].flatten(0, 1)[:, :length]
         flat_values = values[:n].flatten(0, 1)[:, :length]
-        scores = torch.bmm((grouped * scale).flatten(0, 1), flat_keys.transpose(1, 2))
+        scores = torch.bmm((grouped * rule.scale).flatten(0, 1), flat_keys.transpose(1, 2))
         scores = scores.view(n, num_kv_heads, -1, length).add_(bias)
         weights = torch.softmax(scores, dim=-1).flatten(0, 1)
         return torch.bmm(weights, flat_values).view(n, num_heads, -1)
@@ -211,33 +237,50 @@ class _ChunkBatch:
         self._queries = torch.from_numpy(queries).to(device)  # [S, Q]
         self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
         self._targets = torch.from_numpy(queries[is_real]).to(device)
+        self._positions = torch.from_numpy(starts[:, None] + column).to(device)  # [S, Q]
         # where all start at 0, query and entry positions agree and plain causality is enough
-        self._mask = None
-        if starts.any():
-            positions = torch.from_numpy(starts[:, None] + column).to(device)
-            entries = torch.arange(self._length, device=device)
-            self._mask = (entries <= positions[:, :, None])[:, None]  # [S, 1, Q, L]
+        self._is_at_start = not starts.any()
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scale: float,
+        rule: AttentionRule,
         output: torch.Tensor,
     ) -> None:
         """Fills the chunks' tokens in `output` [T, H, D_value]."""
-        attended = F.scaled_dot_product_attention(
-            query[self._queries].transpose(1, 2),
-            keys[self._rows, :, : self._length],
-            values[self._rows, :, : self._length],
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
+        queries = query[self._queries].transpose(1, 2)
+        entries = (keys[self._rows, :, : self._length], values[self._rows, :, : self._length])
+        if rule.is_plain:
+            is_causal = self._is_at_start and (rule.window is None or self._length <= rule.window)
+            attended = F.scaled_dot_product_attention(
+                queries,
+                *entries,
+                attn_mask=None if is_causal else self._mask(rule.window),
+                is_causal=is_causal,
+                scale=rule.scale,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+        else:
+            attended = attend_by_scores(queries, *entries, self._mask(rule.window), rule)
         attended = attended.transpose(1, 2).flatten(0, 1)
         output.index_copy_(0, self._targets, attended[self._real])
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """[S, 1, Q, L] bool, which entries each query attends to."""
+        if window not in self._masks:
+            entries = torch.arange(self._length, device=self._positions.device)
+            self._masks[window] = _is_seen(entries, self._positions, window)[:, None]
+        return self._masks[window]
+
+
+def _is_seen(entries: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[..., L] bool: which `entries` [L] a token at each of `positions` [...] attends to."""
+    distance = positions[..., None] - entries
+    is_before = distance >= 0
+    return is_before if window is None else is_before & (distance < window)
 
 
 def _batches(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:

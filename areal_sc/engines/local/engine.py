@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,9 +69,10 @@ class LocalEngine(GenerationThread):
             device = resolved_device(config.device, torch.cuda.device_count(), "rollout.device")
             loaded = load_folder(config.path, torch.device(device), config.dtype)
         model, self.tokenizer = loaded
-        check_context(model.config, config.max_context_tokens)
-        local_model = LocalModel(model)
-        check_generation(model, local_model)
+        check_context(model, config.max_context_tokens)
+        local_model = LocalModel(model, has_float32_logits=config.float32_output_layer)
+        pass_tokens = config.max_prefill_tokens + config.max_running_sequences
+        check_generation(model, longest_input=max(config.max_context_tokens, pass_tokens))
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._vocab_size = local_model.vocab_size
@@ -85,7 +87,7 @@ class LocalEngine(GenerationThread):
             config.seed,
         )
         generator = SlotGenerator(local_model, table, config.max_context_tokens)
-        super().__init__(generator, config.num_threads)
+        super().__init__(generator, config.num_threads, config.step_timeout_s)
 
     @classmethod
     def from_model(
@@ -139,7 +141,9 @@ class LocalEngine(GenerationThread):
         """The same, by the safetensors files of a Hugging Face folder."""
         started = time.perf_counter()
         check_model_folder(folder)
-        await self._replace(version, await asyncio.to_thread(read_weights, folder), started)
+        names = self._generator.weight_names
+        tensors = await asyncio.to_thread(read_weights, folder, names)
+        await self._replace(version, tensors, started)
 
     async def update_weights_from_group(
         self,
@@ -205,6 +209,7 @@ class LocalEngine(GenerationThread):
         table = self._generator.table
         return {
             **self._generator.counters,
+            **asdict(self._generator.turns),
             **self._update_times,
             "update_stall_s": self._update_times["update_load_s"],
             "running_requests": table.num_running,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from areal_sc.engines.base import Completion
+from areal_sc.engines.busy_time import TurnSums
 from areal_sc.engines.local.attention import SlotAttention, SlotCache
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.sampling import sample
@@ -24,11 +25,12 @@ class SlotGenerator:
 
     Attributes:
         version: policy version of the weights.
-        counters: what `stats()` of the engine shows.
+        counters, turns: what `stats()` of the engine shows.
     """
 
     def __init__(self, model: LocalModel, table: SlotTable, max_context_tokens: int) -> None:
         self.version = 0
+        self.turns = TurnSums()
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 "generated_tokens",
@@ -46,12 +48,17 @@ class SlotGenerator:
         )
         self.table = table
         self._model = model
-        self._cache = SlotCache(model.num_layers, table.max_rows, max_context_tokens)
+        self._cache = SlotCache(table.max_rows, max_context_tokens)
 
     @property
     def device(self) -> torch.device:
         """Of the weights."""
         return self._model.device
+
+    @property
+    def weight_names(self) -> Container[str]:
+        """Of what `update_weights` takes."""
+        return self._model.weight_names
 
     def cancel(self, request: SlotRequest) -> Completion:
         partial = self.table.cancel(request)
@@ -101,7 +108,9 @@ class SlotGenerator:
         counters["recomputed_tokens"] += plan.num_recomputed_tokens
         counters["finished_requests"] += len(finished)
         counters["steps"] += 1
-        counters["busy_s"] += time.perf_counter() - start
+        spent_s = time.perf_counter() - start
+        counters["busy_s"] += spent_s
+        self.turns.add(int(plan.is_ready.sum()), plan.num_rows, spent_s)
         return finished
 
     def _forward(self, plan: StepPlan) -> tuple[Ints, npt.NDArray[np.float32]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from areal_sc.algorithms.logprobs import output_logits
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
-from areal_sc.engines.local.attention import ATTENTION_NAME, SlotAttention, attention_forward
-from areal_sc.engines.rotary import length_dependent_rope
+from areal_sc.engines.local.attention import (
+    ATTENTION_NAME,
+    CurrentStep,
+    SlotAttention,
+    attention_forward,
+)
+from areal_sc.engines.rotary import rope_limits
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ConfigError, ModelError
 
@@ -34,15 +41,15 @@ def load_folder(
     Raises: ModelError: something is missing or unreadable; names it and the folder.
     """
     check_model_folder(path)
-    folder = Path(path)
+    model: Any = _load(Path(path), getattr(torch, dtype))
+    return model.to(device), load_tokenizer(path)
+
+
+def _load(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Raises: ModelError: weights are damaged, missing, or of another shape."""
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, loading = load(
-            folder,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        model, loading = load(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"model folder {folder}: weights cannot be read: {error}") from error
     wrong = sorted(
@@ -53,12 +60,17 @@ def load_folder(
             f"model folder {folder}: {len(wrong)} weights are missing or of another shape, "
             f"the first is {wrong[0]}"
         )
-    return model.to(device), load_tokenizer(folder)
+    return model  # type: ignore[no-any-return]
 
 
-def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """Every tensor of the safetensors files of a model folder; views of the mapped files.
+def read_weights(folder: Path, names: Container[str]) -> list[tuple[str, torch.Tensor]]:
+    """The weights of a model folder, under the names that they have in memory.
 
+    They are views of the mapped files. Where the files name them otherwise, as with experts that
+    loading fuses, transformers loads the model a second time.
+
+    Args:
+        names: of the model's weights in memory.
     Raises: ModelError: a file is damaged, or there is none.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -69,7 +81,9 @@ def read_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
             raise ModelError(f"{path}: not a complete safetensors file: {error}") from error
     if not tensors:
         raise ModelError(f"{folder}: it has no safetensors files")
-    return list(tensors.items())
+    if all(name in names for name in tensors):
+        return list(tensors.items())
+    return list(_load(folder, "auto").state_dict().items())
 
 
 class LocalModel:
@@ -77,25 +91,34 @@ class LocalModel:
 
     It shares the weights of the model that it is made from, whose attention and mode stay as they
     are.
+
+    Args:
+        has_float32_logits: the output layer sums in float32 and does not round, whatever the dtype.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, has_float32_logits: bool = False) -> None:
         _check_supported(model)
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
         weights = {id(tensor): tensor for tensor in model.parameters()}
         self._model: Any = copy.deepcopy(model, weights)
         self._model.eval()  # type: ignore[no-untyped-call]
+        self._step = CurrentStep()
+        for module in self._model.modules():
+            vars(module)["current_step"] = self._step
         self._model.set_attn_implementation(ATTENTION_NAME)
         if self._model.config._attn_implementation != ATTENTION_NAME:
             raise ModelError(
-                f"{type(model).__name__} does not use transformers' attention interface"
+                f"{type(model).__name__} does not use transformers' attention interface, by which "
+                "embedded generation gives a model its cache: use SGLang"
             )
+        if has_float32_logits:
+            head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            head.forward = functools.partial(_float32_forward, head)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.device = model.device
         self.dtype = model.dtype
         embeddings: Any = model.get_input_embeddings()
         self.vocab_size: int = embeddings.num_embeddings
-        self.num_layers: int = model.config.num_hidden_layers
 
     def __call__(
         self,
@@ -110,15 +133,17 @@ class LocalModel:
             token_ids, positions: [T] int64.
         """
         keep = {"logits_to_keep": num_last} if self._keeps_logits else {}
+        self._step.attention = attention
         output = self._model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            slot_attention=attention,
-            **keep,
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **keep
         )
         logits: torch.Tensor = output.logits[0, -num_last:]
         return logits
+
+    @property
+    def weight_names(self) -> Container[str]:
+        """Of parameters and stored buffers, each name of tied ones."""
+        return self._model.state_dict().keys()  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def replace_weights(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -160,29 +185,42 @@ class LocalModel:
             targets[name].copy_(tensor.reshape(targets[name].shape))
 
 
-def check_context(config: Any, max_context_tokens: int) -> None:
-    """Raises: ConfigError: the model has fewer positions than the context limit asks for."""
-    limit = getattr(config, "max_position_embeddings", None)
+def _float32_forward(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """[..., V] float32 logits of [..., H]."""
+    logits = output_logits(hidden.flatten(0, -2), head.weight, head.bias)
+    return logits.view(*hidden.shape[:-1], -1)
+
+
+def check_context(model: PreTrainedModel, max_context_tokens: int) -> None:
+    """Checks that a context of this length is one that embedded generation gets right.
+
+    Raises: ConfigError: the model has fewer positions. ModelError: its rotary embeddings are others
+        for longer sequences, so that the keys in the cache would be wrong.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and max_context_tokens > limit:
         raise ConfigError(
             f"rollout.max_context_tokens is {max_context_tokens}, but the model has "
             f"max_position_embeddings {limit}"
         )
+    for kind, limit in rope_limits(model.config).items():
+        if max_context_tokens > limit:
+            raise ModelError(
+                f"{type(model).__name__} has {kind} rotary embeddings: beyond {limit} tokens they "
+                "turn the keys of all tokens otherwise, also of those that were sampled before; "
+                f"expected rollout.max_context_tokens of at most {limit}, got {max_context_tokens}"
+            )
 
 
 def _check_supported(model: PreTrainedModel) -> None:
-    """Raises: ModelError: the model's attention is not plain causal attention in every layer."""
-    config, name = model.config, type(model).__name__
-    other = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    """Raises: ModelError: layers know the past by something else than keys and values."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    known = {"full_attention", "sliding_attention"}
+    other = set(getattr(config, "layer_types", None) or ()) - known
     if other:
         raise ModelError(
             f"{name} has layers of type {', '.join(sorted(other))}; embedded generation caches "
-            "full attention only"
+            "keys and values of attention, full or in windows: use SGLang"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; embedded generation needs a decoder")
-    if rope := length_dependent_rope(config):
-        raise ModelError(
-            f"{name} has {', '.join(rope)} rotary embeddings: they change with a sequence's "
-            "length, so cached keys would not agree with a plain forward pass"
-        )

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
+from areal_sc.engines.small_limits import with_small_limits
 from areal_sc.errors import ModelError
 
 _PROMPT_LENGTHS = (11, 4)
@@ -22,13 +23,17 @@ _TOLERANCE = 3e-4  # nats, float32
 _TOLERANCE_HALF_PRECISION = 0.5
 
 
-def check_generation(model: PreTrainedModel, local: LocalModel) -> None:
+def check_generation(model: PreTrainedModel, longest_input: int) -> None:
     """Generates tokens of two prompts together and compares their log-probabilities.
 
+    The prompts are longer than the model's windows and the like: these are made small.
+
     Args:
-        model: what `local` was made from, with its own attention.
-    Raises: ModelError: they differ.
+        longest_input: most tokens of a sequence or a pass; longer windows stay as they are.
+    Raises: ModelError: they differ from those of the model's own forward pass.
     """
+    model = with_small_limits(model, model.config._attn_implementation, longest_input)
+    local = LocalModel(model)
     generator = SlotGenerator(
         local, SlotTable(2, _MAX_TOKENS, _MAX_PREFILL_TOKENS, seed=0), _MAX_TOKENS
     )

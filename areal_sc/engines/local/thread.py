@@ -6,13 +6,14 @@
       futures are set                      <- one wake-up a step with what has finished
 
 Consumes: commands, in order. Waits for: a command, when nothing runs or it is paused. Unblocked
-by: every posted command. Ends: on `close`, or when a step raises; then all pending and later calls
-raise that error.
+by: every posted command. Ends: on `close`, or when a step raises or does not end; then all pending
+and later calls raise that error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import threading
 from collections import deque
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 30.0  # a step in progress is not interrupted
 _IDLE_CHECK_S = 5.0
+_STDERR = 2
+_LOOKS_PER_LIMIT = 4  # so a pause of the whole process is not taken for a step that hangs
 
 Command = Callable[[], None]
 
@@ -40,9 +43,12 @@ class GenerationThread:
     Args:
         generator: changed by the thread alone once it is started.
         num_threads: of torch, in this thread.
+        step_limit_s: of one step.
     """
 
-    def __init__(self, generator: SlotGenerator, num_threads: int) -> None:
+    def __init__(self, generator: SlotGenerator, num_threads: int, step_limit_s: float) -> None:
+        self._step_limit_s = step_limit_s
+        self._watch: asyncio.Task[None] | None = None
         self._generator = generator
         self._num_threads = num_threads
         # event loop's side
@@ -55,7 +61,9 @@ class GenerationThread:
         # shared: appended by the event loop, taken by the thread
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
+        self._step = 0  # its number, while one runs
         # thread's side
+        self._num_steps = 0
         self._is_paused = False
         self._is_closing = False
         self._when_empty: list[Command] = []
@@ -66,6 +74,7 @@ class GenerationThread:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
+        self._watch = asyncio.create_task(self._watch_steps(), name="watch over generation")
 
     async def close(self) -> None:
         """Ends the thread after the step in progress; pending and later calls raise WorkerError."""
@@ -73,6 +82,8 @@ class GenerationThread:
             self._fail(WorkerError("the generation engine is closed"))
         if self._thread is None:
             return
+        assert self._watch is not None
+        self._watch.cancel()
         self._commands.append(self._set_closing)
         self._wake.set()
         await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
@@ -163,6 +174,20 @@ class GenerationThread:
         for future in pending:
             _settle(future, None, error)
 
+    async def _watch_steps(self) -> None:
+        """A step that does not end is a failure of the engine; the stacks go to the log."""
+        step = num_looks = 0
+        while num_looks < _LOOKS_PER_LIMIT:
+            await asyncio.sleep(self._step_limit_s / _LOOKS_PER_LIMIT)
+            num_looks = num_looks + 1 if self._step == step != 0 else 0
+            step = self._step
+            if self._failure is not None:
+                return
+        logger.error("a step of generation hangs; the stacks of all threads follow")
+        faulthandler.dump_traceback(_STDERR)
+        what = f"has not ended for rollout.step_timeout_s={self._step_limit_s:g}"
+        self._fail(WorkerError(f"a step of generation {what}"))
+
     def _run(self) -> None:
         """The thread: commands, then a step, until it is closed."""
         torch.set_num_threads(self._num_threads)
@@ -175,7 +200,10 @@ class GenerationThread:
                     return
                 self._run_when_empty()
                 if self._generator.table.has_work and not self._is_paused:
+                    self._num_steps += 1
+                    self._step = self._num_steps
                     finished = self._generator.step()
+                    self._step = 0
                     if finished:
                         self._deliver_later(finished)
                 else:

@@ -150,6 +150,7 @@ class Completer:
         self, server: Replica, request: CompletionRequest, request_id: str
     ) -> AnswerPart:
         """Its place is free again when the server is done with it."""
+        begun = server.busy.begin()
         try:
             max_support = None
             if request.is_truncated:
@@ -157,6 +158,7 @@ class Completer:
             part = await server.generate(request, request_id, max_support)
         finally:
             self._replicas.dispatcher.leave(server, request)
+        server.busy.end(begun, len(part.token_ids))
         self.counters.generated_tokens += len(part.token_ids)
         self.counters.shared_prompt_tokens += part.num_cached_tokens
         self.counters.prefill_tokens += part.num_prompt_tokens - part.num_cached_tokens

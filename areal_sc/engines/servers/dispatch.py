@@ -1,4 +1,4 @@
-"""Which server a request goes to, and who waits for one. No I/O, no clock.
+"""Which server a request goes to, and who waits for one. No I/O.
 
 A request counts as many tokens as it has and may still get. It goes to the server with the fewest
 tokens outstanding. Requests of one group have their prompt in common: they go to the server whose
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from areal_sc.engines.busy_time import BusyTime
 from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.errors import ArealError
 
@@ -39,6 +40,7 @@ class ServerLoad:
         num_running: requests that it has.
         outstanding_tokens: of these requests.
         is_empty: set while it has none.
+        busy: how long it had requests, and how many.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ServerLoad:
     num_running: int = 0
     outstanding_tokens: int = 0
     is_empty: asyncio.Event = field(default_factory=asyncio.Event)
+    busy: BusyTime = field(default_factory=BusyTime)
 
     def __post_init__(self) -> None:
         self.is_empty.set()
@@ -78,10 +81,13 @@ class Dispatcher(Generic[L]):
 
     Attributes:
         failure: why no request can be placed any more, or None.
+        newest_version: of the weights that were published last; they may be of an earlier version
+            than those before. None: it is not known.
     """
 
     def __init__(self, servers: Sequence[L]) -> None:
         self.failure: ArealError | None = None
+        self.newest_version: int | None = None
         self._servers = servers
         self._homes: OrderedDict[str, L] = OrderedDict()
         self._waiting: deque[_Waiting[L]] = deque()
@@ -117,6 +123,7 @@ class Dispatcher(Generic[L]):
     def leave(self, server: L, request: CompletionRequest) -> None:
         """Takes a request off its server, however it ended."""
         server.num_running -= 1
+        server.busy.note(server.num_running)
         server.outstanding_tokens -= request.max_tokens
         if server.num_running == 0:
             server.is_empty.set()
@@ -153,7 +160,10 @@ class Dispatcher(Generic[L]):
 
     def choose(self, request: CompletionRequest) -> L | None:
         """The server for a request, or None: every one that may take it is full or closed."""
-        free = [s for s in self._servers if s.has_room and s.version >= request.min_version]
+        oldest = request.min_version
+        if self.newest_version is not None:
+            oldest = min(oldest, self.newest_version)
+        free = [s for s in self._servers if s.has_room and s.version >= oldest]
         if not free:
             return None
         best = min(free, key=lambda server: server.outstanding_tokens)
@@ -165,6 +175,7 @@ class Dispatcher(Generic[L]):
 
     def _place(self, server: L, request: CompletionRequest) -> None:
         server.num_running += 1
+        server.busy.note(server.num_running)
         server.is_empty.clear()
         server.outstanding_tokens += request.max_tokens
         if request.prefix_group is not None:

@@ -11,6 +11,7 @@ start. Unblocked by: answers, servers that come back, and the failure of the las
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
     ServedModel,
-    as_shaped,
+    as_served,
     check_shapes,
     check_weights_folder,
 )
@@ -69,12 +70,13 @@ class ServerEngine(ReplicaSet):
         handle.check_servers()
         config = handle.config
         self._model = ServedModel.read(config.path)
+        self._model.check_context(config.max_context_tokens)
         is_disk = config.weight_update.method == WeightUpdateMethod.disk
-        if self._model.is_stored_by_other_names and not is_disk:
-            other = min(self._model.parameters.keys() - self._model.stored.keys())
+        if not self._model.can_get_tensors and not is_disk:
             raise ConfigError(
-                f"weight_update.method: the files of {config.path} do not name the weights as they "
-                f"are named in memory, e.g. {other}, and servers know the files' names: choose disk"
+                f"weight_update.method: servers know weights by their names in files, and those of "
+                f"{config.path} are no parts of the weights in memory, under names that "
+                "transformers knows: choose disk"
             )
         self.tokenizer = self._model.tokenizer
         self.max_context_tokens = config.max_context_tokens
@@ -160,16 +162,22 @@ class ServerEngine(ReplicaSet):
         late: Weights = self._tensor_weights(version, again)
         if self._settings.servers.urls:
             folder = Path(self._config.weight_update.folder) / f"{self._settings.owner}-{version}"
-            late = WrittenWeights(version, folder, self._shaped(again), Path(self._config.path))
+            late = WrittenWeights(version, folder, self._as_served(again), Path(self._config.path))
+        if (stored_names := self._model.stored_names) is not None:
+            buckets = [stored_names.describe(layout) for layout in buckets]
         size = self._group_sizes.get(group_name, 0)
         await self.publish(CollectiveWeights(version, group_name, size, buckets, late, give_up))
 
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests and servers of now."""
         num_waiting = self.dispatcher.num_waiting
+        for replica in self.replicas:
+            replica.busy.note(replica.num_running)
         return {
             **asdict(self._completer.counters),
             **asdict(self.times),
+            "busy_s": sum(replica.busy.busy_s for replica in self.replicas),
+            **_sums(asdict(replica.busy.turns) for replica in self.replicas),
             "weight_updates": self.num_updates,
             "running_requests": self._completer.num_running - num_waiting,
             "waiting_requests": num_waiting,
@@ -188,13 +196,15 @@ class ServerEngine(ReplicaSet):
         )
         check_sampling(sampling)
         room = self.max_context_tokens - len(prompt)
+        ends = dict.fromkeys((*model.end_token_ids, *sampling.stop_token_ids))
         keeps_few = sampling.top_p < 1 or 0 < sampling.top_k < model.vocab_size
         return CompletionRequest(
             prompt=prompt,
             sampling=sampling,
             max_new_tokens=min(sampling.max_new_tokens, room),
             length_reason="length" if sampling.max_new_tokens <= room else "context",
-            stop_token_ids=tuple(dict.fromkeys((*model.end_token_ids, *sampling.stop_token_ids))),
+            # servers may refuse others; the model cannot sample them
+            stop_token_ids=tuple(token for token in ends if 0 <= token < model.vocab_size),
             prefix_group=prefix_group,
             is_truncated=sampling.temperature > 0 and keeps_few,
             cancelled=asyncio.get_running_loop().create_future(),
@@ -202,13 +212,13 @@ class ServerEngine(ReplicaSet):
 
     def _tensor_weights(self, version: int, source: TensorSource) -> TensorWeights:
         bucket_bytes = self._config.weight_update.bucket_bytes
-        return TensorWeights(version, self._shaped(source), self._buckets, bucket_bytes)
+        return TensorWeights(version, self._as_served(source), self._buckets, bucket_bytes)
 
-    def _shaped(self, source: TensorSource) -> TensorSource:
-        async def shaped() -> Iterable[NamedTensor]:
-            return as_shaped(await source(), self._model.parameters)
+    def _as_served(self, source: TensorSource) -> TensorSource:
+        async def as_served_from() -> Iterable[NamedTensor]:
+            return as_served(await source(), self._model.parameters, self._model.stored_names)
 
-        return shaped
+        return as_served_from
 
 
 def _serves_on_cuda(handle: ServersHandle) -> bool:
@@ -217,3 +227,10 @@ def _serves_on_cuda(handle: ServersHandle) -> bool:
     if handle.servers.urls:
         return device == Device.cuda
     return resolved_device(device, torch.cuda.device_count(), "rollout.device") == Device.cuda
+
+
+def _sums(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums = Counter[str]()
+    for of_one in counts:
+        sums.update(of_one)
+    return dict(sums)

@@ -10,15 +10,10 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from areal_sc.config.machine import Machine, count_cuda_devices, resolved_device
+from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.schema import (
-    Device,
-    GRPOConfig,
-    RolloutConfig,
-    ServersConfig,
-    WeightUpdateMethod,
-)
+from areal_sc.config.schema import Device, GRPOConfig, RolloutConfig, WeightUpdateMethod
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.config.worker_plan import WorkerPlan
 from areal_sc.engines.handle_base import GeneratorHandle, with_local_model
 from areal_sc.errors import ConfigError
@@ -58,6 +53,8 @@ class ServersHandle(GeneratorHandle):
         module: that `python -m` runs as their main program.
         client_class: `module:name` of their `ServerClient`.
         scheduler_title: part of the titles of those of their processes that compute.
+        session_files: pattern of the names of files in shared memory that their processes map, and
+            leave when they are killed together.
         support_setting: that limits the tokens of a truncated distribution.
     """
 
@@ -66,6 +63,7 @@ class ServersHandle(GeneratorHandle):
     module: ClassVar[str]
     client_class: ClassVar[str]
     scheduler_title: ClassVar[str]
+    session_files: ClassVar[str]
     support_setting: ClassVar[str]
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
@@ -109,7 +107,7 @@ class ServersHandle(GeneratorHandle):
     @property
     def takes_free_memory(self) -> bool:
         device, num_devices = self.devices
-        return num_devices > 0 and resolved_device(device, count_cuda_devices()) == Device.cuda
+        return num_devices > 0 and device != Device.cpu
 
     @property
     def num_servers(self) -> int:
@@ -145,6 +143,14 @@ class ServersHandle(GeneratorHandle):
         dealt = replace(servers, urls=servers.urls[index::num_workers])
         setattr(config, self.section, dealt)
         return config
+
+    def check_scaling(self) -> None:
+        for name in ("urls", "ports"):
+            if getattr(self.servers, name):
+                raise ConfigError(
+                    f"{self.section}.{name} names the servers of each worker, so that the number "
+                    "of rollout workers cannot change; leave it empty"
+                )
 
     def check(self, run: GRPOConfig) -> None:
         stop_s, shutdown_s = self.servers.stop_timeout_s, run.scheduler.shutdown_timeout_s

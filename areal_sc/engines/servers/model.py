@@ -18,6 +18,8 @@ from transformers import (
 )
 
 from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
+from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
+from areal_sc.engines.servers.stored_names import StoredNames
 from areal_sc.engines.tokenizer import end_token_ids, load_tokenizer
 from areal_sc.errors import ModelError
 
@@ -37,6 +39,8 @@ class ServedModel:
         parameters: name and shape of each, tied ones once, as the trainers publish them; {} when
             the architecture cannot be built here.
         stored: the same of the tensors in the folder's safetensors files; {} when there are none.
+        stored_names: which of those each parameter is; None where that is not known.
+        rope_limits: up to which length rotary embeddings depend on positions alone, by their kind.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,6 +48,8 @@ class ServedModel:
     end_token_ids: tuple[int, ...]
     parameters: dict[str, tuple[int, ...]]
     stored: dict[str, tuple[int, ...]]
+    stored_names: StoredNames | None
+    rope_limits: dict[str, int]
 
     @classmethod
     def read(cls, path: str) -> ServedModel:
@@ -56,13 +62,31 @@ class ServedModel:
         generation = None
         if (Path(path) / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(path)
+        model, stored = _build_unfilled(path), read_stored_shapes(Path(path))
         return cls(
             tokenizer,
             config["vocab_size"],
             end_token_ids(tokenizer, generation),
-            _read_parameters(path),
-            read_stored_shapes(Path(path)),
+            {} if model is None else {n: tuple(p.shape) for n, p in model.named_parameters()},
+            stored,
+            None if model is None else StoredNames.find(model, stored),
+            {} if model is None else rope_limits(model.config),
         )
+
+    def check_context(self, max_context_tokens: int) -> None:
+        """Raises: ModelError: servers would turn keys otherwise than trainers do."""
+        if DYNAMIC in self.rope_limits:
+            raise ModelError(
+                "the model has dynamic rotary embeddings: servers scale them for the longest "
+                "context, also those of shorter rows, but trainers do not; use rollout.engine=local"
+            )
+        limit = self.rope_limits.get(LONGROPE, max_context_tokens)
+        if max_context_tokens > limit:
+            raise ModelError(
+                "the model has longrope rotary embeddings: servers choose one set of frequencies "
+                "for all rows of a batch, trainers one for each row; expected "
+                f"rollout.max_context_tokens of at most {limit}, got {max_context_tokens}"
+            )
 
     @property
     def is_stored_by_other_names(self) -> bool:
@@ -70,13 +94,18 @@ class ServedModel:
         return bool(self.stored) and not self.parameters.keys() <= self.stored.keys()
 
     @property
+    def can_get_tensors(self) -> bool:
+        """Whether servers understand the weights that trainers have in memory."""
+        return self.stored_names is not None or not self.parameters
+
+    @property
     def shapes_in_folders(self) -> dict[str, tuple[int, ...]]:
         """What a published folder has to hold at least."""
         return self.stored if self.is_stored_by_other_names else self.parameters
 
 
-def _read_parameters(path: str) -> dict[str, tuple[int, ...]]:
-    """Of the model without its values."""
+def _build_unfilled(path: str) -> Any:
+    """The model without its values; None if it cannot be built."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
@@ -84,8 +113,8 @@ def _read_parameters(path: str) -> dict[str, tuple[int, ...]]:
         model.tie_weights()
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         logger.warning("path=%s its parameters are not known: %s", path, error)
-        return {}
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return None
+    return model
 
 
 def check_weights_folder(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -127,15 +156,21 @@ def check_shapes(
             )
 
 
-def as_shaped(
-    named_tensors: Iterable[NamedTensor], shapes: Mapping[str, tuple[int, ...]]
+def as_served(
+    named_tensors: Iterable[NamedTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_names: StoredNames | None,
 ) -> list[NamedTensor]:
-    """Views of tensors that may be flat, in the shapes of the model.
+    """Views of tensors that may be flat, by the names and in the shapes that servers know.
 
+    Args:
+        shapes: of the parameters; when empty, nothing is known or compared.
     Raises: ModelError: a parameter is missing, unknown, or of another size.
     """
     given = dict(named_tensors)
     check_shapes({name: tuple(t.shape) for name, t in given.items()}, shapes, "the weights")
+    if stored_names is not None:
+        return stored_names.split(given.items())
     return [
         (name, tensor.reshape(shapes.get(name, tensor.shape))) for name, tensor in given.items()
     ]

@@ -128,7 +128,7 @@ class ServerProcess:
                 await asyncio.sleep(_READY_POLL_S)
             else:
                 self.schedulers = find_by_title(self.pid, self._handle.scheduler_title)
-                self._left_files = mapped_files(self.pid, self._handle.left_files)
+                self._left_files = mapped_files(self.pid, self._handle.session_files)
                 return
         code = self._process.returncode
         raise self._start_error(f"ended with exit code {code} before it was ready")
@@ -150,7 +150,7 @@ class ServerProcess:
 
     async def kill(self) -> None:
         """Kills the whole session, reaps its leader, and deletes its files in shared memory."""
-        left = self._left_files | mapped_files(self.pid, self._handle.left_files)
+        left = self._left_files | mapped_files(self.pid, self._handle.session_files)
         kill_session(self.pid)
         await self._process.wait()
         for path in left:

@@ -18,29 +18,35 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_sc.config.schema import (
-    GenerationConfig,
-    RolloutConfig,
-    ServersConfig,
-    WeightUpdateMethod,
-)
+from areal_sc.config.schema import GenerationConfig, RolloutConfig, WeightUpdateMethod
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.watch import Watch
-from areal_sc.errors import ArealError, ConfigError, EngineFailed, PeerLost, RpcTimeout
+from areal_sc.errors import (
+    ArealError,
+    ConfigError,
+    EngineFailed,
+    PeerLost,
+    RpcTimeout,
+    WorkerStartError,
+)
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1
 """Of weights that are not those of the model folder, nor any that this run has published."""
 
+MAX_PORT_RACES = 3
+"""Starts after one that lost a port: servers choose free ones long before they listen there."""
 _RECONNECT_POLL_S = 1.0
 _KEY_BYTES = 24
 
@@ -126,6 +132,16 @@ class Replica(ServerLoad):
         Raises: ConfigError, ModelError, WorkerStartError, TransportError: what is wrong with it;
             nothing of it is left running then.
         """
+        for num_left in reversed(range(MAX_PORT_RACES + 1)):
+            try:
+                return await self._bring_up(wait_s)
+            except WorkerStartError as error:
+                has_chosen = self.is_own and not self._settings.servers.ports
+                if not (num_left and has_chosen and _lost_port(error.log_tail)):
+                    raise
+                logger.warning("server=%s starts again, on other ports: %s", self.name, error)
+
+    async def _bring_up(self, wait_s: float) -> None:
         settings, servers, server = self._settings, self._settings.servers, None
         key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
         async with AsyncExitStack() as undo:
@@ -304,3 +320,8 @@ async def _resume_soon(client: ServerClient, wait_s: float) -> None:
 
 def _is_same_folder(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _lost_port(log_tail: Sequence[str]) -> bool:
+    """Whether the end of a server's log says that another process has taken a port of it."""
+    return any("address already in use" in line.lower() for line in log_tail)

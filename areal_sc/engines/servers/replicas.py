@@ -133,6 +133,7 @@ class ReplicaSet:
             async with weights.opened():
                 self.times.update_open_s += time.perf_counter() - started
                 self._weights = weights
+                self.dispatcher.newest_version = weights.version
                 self._changed.set()
                 serving = self.serving
                 size = self._settings.config.max_unavailable or max(1, len(serving))
@@ -253,9 +254,10 @@ class ReplicaSet:
 
     async def _become_serving(self, replica: Replica) -> None:
         """Gives the server what has changed since it started, until nothing has."""
+        loaded: Weights | None = None  # another history may have weights of the same version
         while True:
             weights = self._weights
-            if replica.version != weights.version:
+            if replica.version != weights.version or loaded not in (None, weights):
                 try:
                     async with weights.again.opened():
                         failed = await update_wave(
@@ -270,6 +272,7 @@ class ReplicaSet:
                     continue
                 if failed:
                     raise failed[replica]
+                loaded = weights
             elif self._is_paused and not replica.is_paused:
                 await replica.pause()
             elif replica.is_paused and not self._is_paused:

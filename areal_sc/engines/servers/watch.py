@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from areal_sc.config.schema import ServersConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.process import ProcessState, ServerProcess, read_process
 from areal_sc.errors import ArealError, RpcTimeout

@@ -11,6 +11,7 @@ from typing import Final
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerLost, RpcTimeout, ServerBusy, ShardGone
+from areal_sc.transport.bulk.credits import MAX_INFLIGHT_BYTES, Credits
 from areal_sc.transport.bulk.owner_connection import REOPEN_DELAY_S, Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut
 from areal_sc.transport.bulk.session import (
@@ -39,6 +40,7 @@ class BulkClient:
         puller: name of this side, for the owners' messages.
         config: how to ask.
         absence_s: an owner may be gone for so long: it is being started again.
+        max_inflight_bytes: asked of all owners together and not yet received.
 
     Attributes:
         seconds: where the time of pulls went, by phase; see `PlaneStats`.
@@ -51,12 +53,14 @@ class BulkClient:
         config: TransportConfig | None = None,
         *,
         absence_s: float = 0.0,
+        max_inflight_bytes: int = MAX_INFLIGHT_BYTES,
     ) -> None:
         self.seconds = {"connecting": 0.0, "queueing": 0.0, "wire": 0.0, "copying": 0.0}
         self._transport = transport
         self._puller = puller
         self._config = config or TransportConfig()
         self._absence_s = absence_s
+        self._credits = Credits(max_inflight_bytes, self._config.chunk_bytes)
         self._refused = Refusals(logger, "reply_refused", puller)
         self._connections: dict[Owner, OwnerConnection] = {}
         self._is_closed = False
@@ -137,7 +141,7 @@ class BulkClient:
                 request_session,
                 *(self._transport, owner, self._puller, self._config, self._absence_s),
             )
-            found = OwnerConnection(owner, self._config, open_session, self._refused)
+            found = OwnerConnection(owner, self._config, open_session, self._credits, self._refused)
             self._connections[owner] = found
         return found
 

@@ -4,8 +4,8 @@
     requests     [ A ] [ b c ] [ A ] [ A ] ...
 
 consumes     transfers; replies of the owner's bulk socket
-waits for    credit: at most `max_inflight_chunks` chunks are outstanding, so nothing is queued
-             anywhere that was not asked for
+waits for    credit: at most `max_inflight_chunks` chunks are outstanding, and as much as `Credits`
+             allow to all connections together; so nothing is queued anywhere that was not asked for
 unblocked by the owner's replies, or the end of its connection
 
 A connection that is lost, for whatever reason, is opened again through the owner's control socket,
@@ -36,6 +36,7 @@ from areal_sc.errors import (
     ShardGone,
     TransportError,
 )
+from areal_sc.transport.bulk.credits import Credits
 from areal_sc.transport.bulk.messages import (
     FAILURE,
     FAILURES,
@@ -112,6 +113,7 @@ class OwnerConnection:
         owner: whose shards are asked for.
         config: how to ask.
         open_session: asks the owner's control socket.
+        credits: shared with the connections to other owners.
         refused: counts replies that the owner cannot have sent.
 
     Attributes:
@@ -123,18 +125,19 @@ class OwnerConnection:
         owner: Owner,
         config: TransportConfig,
         open_session: Callable[[], Awaitable[SessionGrant]],
+        credits: Credits,
         refused: Refusals,
     ) -> None:
         self.owner = owner
         self.is_ended = False
         self._config = config
         self._open_session = open_session
+        self._credits = credits
         self._refused = refused
         self._loop = asyncio.get_running_loop()
         self._fetches: deque[Fetch] = deque()  # of which not all was asked for, in turn
         self._unanswered: deque[Request] = deque()
         self._inflight_bytes = 0
-        self._is_asking_scheduled = False
         self._stream: MessageStream | None = None
         self._requests: MessageCipher  # of the newest session, as `_replies`
         self._replies: MessageCipher
@@ -200,7 +203,7 @@ class OwnerConnection:
             raise ProtocolError(f"not an answer to {len(request)} slices: {failure!r:.200}")
         self._unanswered.popleft()
         self._content = ()
-        self._inflight_bytes -= _num_bytes(request)
+        self._return_credit(_num_bytes(request))
         self._num_openings, self._last_loss = 0, ""
         for fetch, transfer in request:
             fetch.copying_s += share_s
@@ -283,7 +286,7 @@ class OwnerConnection:
             self._stream.close()
             self._stream = None
         self._content = ()
-        self._inflight_bytes = 0
+        self._return_credit(self._inflight_bytes)
         while self._unanswered:
             self._put_back(self._unanswered.pop())
 
@@ -295,30 +298,35 @@ class OwnerConnection:
                     self._fetches.append(fetch)
 
     def _ask_soon(self) -> None:
-        """Once a turn: what several pulls submit in one turn shares requests."""
-        if self._stream is not None and not self._is_asking_scheduled:
-            self._is_asking_scheduled = True
-            self._loop.call_soon(self._ask)
+        if self._stream is not None:
+            self._credits.want(self)
 
-    def _ask(self) -> None:
-        self._is_asking_scheduled = False
+    def ask(self) -> int | None:
+        """See `Asker`."""
         room = self._config.chunk_bytes * (self._config.max_inflight_chunks - 1)
+        if (
+            self._stream is None
+            or len(self._unanswered) >= MAX_REQUESTS
+            or self._inflight_bytes > room
+            or not (request := self._next_request())
+        ):
+            return None
+        num_bytes = _num_bytes(request)
+        self._unanswered.append(request)
+        self._inflight_bytes += num_bytes
         try:
-            while (
-                self._stream is not None
-                and len(self._unanswered) < MAX_REQUESTS
-                and self._inflight_bytes <= room
-                and (request := self._next_request())
-            ):
-                content = msgspec.msgpack.encode([transfer.rows for _, transfer in request])
-                self._unanswered.append(request)
-                self._inflight_bytes += _num_bytes(request)
-                for fetch, _ in request:
-                    fetch.sent_s = fetch.sent_s or self._loop.time()
-                self._stream.send(partial(self._requests.seal, READ, [content]))
+            content = msgspec.msgpack.encode([transfer.rows for _, transfer in request])
+            for fetch, _ in request:
+                fetch.sent_s = fetch.sent_s or self._loop.time()
+            self._stream.send(partial(self._requests.seal, READ, [content]))
         except Exception as error:  # the boundary of the event loop: nobody may wait for ever
             if not self._lost.done():
                 self._lost.set_exception(error)
+        return num_bytes
+
+    def _return_credit(self, num_bytes: int) -> None:
+        self._inflight_bytes -= num_bytes
+        self._credits.give_back(num_bytes)
 
     def _next_request(self) -> Request:
         """What the pulls want whose turn it is, up to the size of a request.

@@ -7,16 +7,19 @@ transfers   slices with their destinations; requests are made of smaller ones
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
+
+import torch
 
 from areal_sc.errors import MetadataError, ProtocolError
 from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROWS, ShardSlice
 from areal_sc.transport.bulk.session import Owner
 from areal_sc.transport.shards.ids import parse_shard_id
-from areal_sc.transport.shards.layout import SealedField
+from areal_sc.transport.shards.layout import SealedField, ShardLayout
 from areal_sc.transport.tensor_bytes import dtype_named
 
 
@@ -72,6 +75,41 @@ def slices_of(
                 wanted = shard_slice(shard.shard_id, columns.dtypes, its_rows, its_lengths)
                 slices.append(OwnedSlice(owner, wanted, starts[offset]))
     return batch, dtypes, slices
+
+
+def copy_layout(ranks: Iterable[Mapping[str, OwnedSlice]]) -> ShardLayout:
+    """Of a copy of the parameters that these ranks hold parts of, one row each.
+
+    Raises: ProtocolError: the parts of a parameter have different dtypes.
+    """
+    numel: Counter[str] = Counter()
+    dtypes: dict[str, str] = {}
+    for rank in ranks:
+        for name, (_, rows, _) in rank.items():
+            numel[name] += sum(rows.lengths)
+            dtype = rows.fields[name]
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise ProtocolError(f"parts of {name!r} are of {dtypes[name]} and of {dtype}")
+    tensors = {
+        name: torch.empty(numel[name], dtype=dtype_named(dtype), device="meta")
+        for name, dtype in dtypes.items()
+    }
+    return ShardLayout.of(tensors, {name: [numel[name]] for name in tensors}, is_copy=True)
+
+
+def transfers_to(
+    ranks: Iterable[Mapping[str, OwnedSlice]], layout: ShardLayout, memory: memoryview
+) -> dict[Owner, list[Transfer]]:
+    """What fills the memory of such a copy, the parts of each parameter in the order of ranks."""
+    starts = {name: field.start for name, field in layout.fields.items()}
+    transfers: dict[Owner, list[Transfer]] = {}
+    for rank in ranks:
+        for name, (owner, rows, _) in rank.items():
+            end = starts[name] + rows.num_bytes
+            part = memory[starts[name] : end]
+            starts[name] = end
+            transfers.setdefault(owner, []).append(Transfer(rows, [part]))
+    return transfers
 
 
 def first_of_run(rows: Sequence[int]) -> int | None:

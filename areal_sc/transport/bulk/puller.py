@@ -35,10 +35,12 @@ from areal_sc.transport.bulk.copies import Copy, run_copies
 from areal_sc.transport.bulk.plan import (
     OwnedSlice,
     Transfer,
+    copy_layout,
     find_bytes,
     first_of_run,
     shard_slice,
     slices_of,
+    transfers_to,
 )
 from areal_sc.transport.bulk.session import FieldDescription, Owner
 from areal_sc.transport.packed_rows import PackedRows
@@ -144,6 +146,29 @@ class Puller:
             for name in bucket:
                 yield name, [parts.pop(name) for parts in pulled if name in parts]
             deadline += loop.time() - handed_over
+
+    async def copy_weights(self, weights: WeightsReference, *, spare_bytes: int) -> str:
+        """Pulls all parameters into one shard of the own store; returns its id.
+
+        A parameter that several ranks hold parts of is joined, in their order.
+
+        Args:
+            spare_bytes: of the store's memory so much must stay free beside a new copy.
+        Raises: as `pull`. StoreFull: there is no room for a copy.
+        """
+        store, deadline = self._local_store, self._deadline()
+        assert store is not None
+        ranks = await _all_of(self._parameters(*shard, deadline) for shard in weights.shards)
+        layout = copy_layout(ranks)
+        # in a thread: to reserve gigabytes takes a while
+        block = await asyncio.to_thread(store.begin, layout, spare_bytes=spare_bytes)
+        try:
+            transfers = transfers_to(ranks, layout, block.memory)
+            await self._fill(transfers, self._deadline())
+            return store.seal(block)
+        except BaseException:
+            store.give_up(block)
+            raise
 
     async def close(self) -> None:
         """Closes the connections to owners."""

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Final
 
@@ -49,7 +49,7 @@ from areal_sc.transport.bulk.session import (
 from areal_sc.transport.bulk.stream import MessageStream, configure
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.store import TensorStore
-from areal_sc.transport.sockets.interface import LOOPBACK, Interface
+from areal_sc.transport.sockets.interface import LOOPBACK, Interface, family_of
 from areal_sc.transport.sockets.refusals import Refusals
 from areal_sc.transport.sockets.zmq_socket import HANDSHAKE_TIMEOUT_MS, Buffer
 
@@ -79,11 +79,13 @@ class _Puller:
 
     Attributes:
         name: of the other side, for messages.
+        key: public key of whom the session was opened for.
         is_admitted: it has shown a session.
     """
 
     def __init__(self, server: BulkServer, connection: socket.socket, host: str) -> None:
         self.name = host
+        self.key = ""
         self.is_admitted = False
         self.stream = MessageStream(connection, self)
         self._server = server
@@ -126,7 +128,7 @@ class _Puller:
         )
         if prefix != PREFIX:
             raise ProtocolError(f"expected protocol {PREFIX!r}, got {prefix!r}")
-        self.name, grant = self._server.granted(session_id)
+        self.name, self.key, grant = self._server.granted(session_id)
         self._requests = MessageCipher(grant.request_key, grant.is_encrypted)
         self._replies = MessageCipher(grant.reply_key, grant.is_encrypted, self._server.pool)
         self._requests.open(HELLO, tag, [self._content])
@@ -171,7 +173,7 @@ class BulkServer:
         self._interface = interface
         self._is_encrypted = is_encrypted
         self._reply_timeout_s = reply_timeout_s
-        self._grants: OrderedDict[bytes, tuple[str, SessionGrant]] = OrderedDict()
+        self._grants: OrderedDict[bytes, tuple[str, str, SessionGrant]] = OrderedDict()
         # both in the order of their coming
         self._callers: dict[_Puller, asyncio.TimerHandle] = {}
         self._pullers: dict[_Puller, None] = {}
@@ -190,17 +192,16 @@ class BulkServer:
         Raises: TransportError: the interface cannot be bound.
         """
         assert self._listener is None, "started twice"
-        node_id = self._store.node_id
+        node_id, host = self._store.node_id, self._interface.host
         try:
-            host = self._interface.listening_host()
-            self._listener = socket.create_server((host, 0), backlog=MAX_CALLERS)
+            self._listener = socket.create_server(
+                (host, 0), family=family_of(host), backlog=MAX_CALLERS
+            )
         except OSError as error:
-            raise TransportError(
-                f"{node_id} cannot listen on {self._interface.bind}: {error}"
-            ) from error
+            raise TransportError(f"{node_id} cannot listen on {host}: {error}") from error
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
-        self._address = self._interface.reachable(f"tcp://{host}:{port}")
+        self._address = self._interface.reachable(f":{port}")
         self._tasks = [
             asyncio.create_task(self._accept(self._listener), name=f"callers of {node_id}"),
             asyncio.create_task(self._watch(), name=f"pullers of {node_id}"),
@@ -209,12 +210,12 @@ class BulkServer:
 
     def methods(self) -> list[Served]:
         """The RPC methods by which members of the run get a session, and what they may ask."""
-        return [OPEN_SESSION.served_by(self.open_session), DESCRIBE.served_by(self.describe)]
+        return [OPEN_SESSION.served_to(self.open_session), DESCRIBE.served_by(self.describe)]
 
-    def open_session(self, puller: str) -> SessionGrant:
-        """A new session, for whoever the control socket has let in."""
+    def open_session(self, puller: str, key: str = "") -> SessionGrant:
+        """A new session, for whoever the control socket has let in, with that public key."""
         grant = SessionGrant.create(self._address, self._is_encrypted)
-        self._grants[grant.session_id] = puller, grant
+        self._grants[grant.session_id] = puller, key, grant
         if len(self._grants) > MAX_SESSIONS:
             self._grants.popitem(last=False)
         return grant
@@ -224,8 +225,17 @@ class BulkServer:
         fields = self._store.describe(shard_id).items()
         return [FieldDescription(name, field.dtype, field.row_lengths) for name, field in fields]
 
-    def granted(self, session_id: bytes) -> tuple[str, SessionGrant]:
-        """Puller and keys of a session that has no connection yet.
+    def end_sessions(self, known: Container[str]) -> None:
+        """Ends those of callers whose public keys are not known any more."""
+        for session_id, (_, key, _) in list(self._grants.items()):
+            if key not in known:
+                del self._grants[session_id]
+        for puller in list(self._pullers):
+            if puller.key not in known:
+                self.drop(puller, "it has been started again")
+
+    def granted(self, session_id: bytes) -> tuple[str, str, SessionGrant]:
+        """Puller, its public key, and keys of a session that has no connection yet.
 
         Raises: ProtocolError: there is none.
         """

@@ -18,6 +18,7 @@ from areal_sc.transport.bulk.messages import KEY_BYTES, SESSION_ID_BYTES
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Transport
+from areal_sc.transport.security.passes import WORKERS
 
 OWNER_ABSENCE_S: Final = 30.0
 """Those who pull from a worker wait for so long while it is started again. On the same node they
@@ -75,10 +76,10 @@ class FieldDescription(NamedTuple):
     row_lengths: tuple[_Count, ...]
 
 
-OPEN_SESSION: Final = Method("bulk.open", str, SessionGrant)
+OPEN_SESSION: Final = Method("bulk.open", str, SessionGrant, callers=WORKERS)
 """Its argument names the puller, for messages."""
 
-DESCRIBE: Final = Method("bulk.describe", str, list[FieldDescription])
+DESCRIBE: Final = Method("bulk.describe", str, list[FieldDescription], callers=WORKERS)
 """Its argument is the id of a shard."""
 
 

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 from areal_sc.errors import ProtocolError
 from areal_sc.transport.bulk.messages import HEAD
+from areal_sc.transport.sockets.interface import family_of
 from areal_sc.transport.sockets.zmq_socket import (
     HANDSHAKE_TIMEOUT_MS,
     KEEPALIVE_EVERY_S,
@@ -255,7 +256,7 @@ async def connect(address: str) -> socket.socket:
     Raises: OSError: nobody listens there. TransportError: the address is malformed.
     """
     host, port = parsed_address(address)
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    connection = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         configure(connection)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_MS / 1000):

@@ -120,6 +120,9 @@ class RpcClient:
         keeps_trying: somebody else finds out whether the server still lives, and calls
             `fail_pending` when it does not. Until then, or its deadline, no call fails because the
             server cannot be reached.
+        server_key: see `Route`.
+        shown_pass: of the worker that calls.
+        term: of the controller that calls; 0: a worker does.
 
     Attributes:
         bytes_sent, bytes_received: of all frames.
@@ -135,6 +138,9 @@ class RpcClient:
         incarnation: str,
         new_request_id: RequestIds,
         keeps_trying: bool = False,
+        server_key: str = "",
+        shown_pass: bytes = b"",
+        term: int = 0,
     ) -> None:
         self.node_id = node_id
         self.address = address
@@ -144,11 +150,13 @@ class RpcClient:
         self.bytes_received = 0
         self.malformed = Refusals(logger, "malformed_reply", node_id)
         self._keeps_trying = keeps_trying
+        self._term = term
+        self._shown_pass = shown_pass
         self._pending: dict[str, _Pending] = {}
         self._is_interrupted = False
         self._repeating: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._route = hub.connect(address, self)
+        self._route = hub.connect(address, self, server_key)
 
     @property
     def is_lost(self) -> str | None:
@@ -171,7 +179,9 @@ class RpcClient:
         Raises:
             RpcTimeout: no reply within `timeout_s`.
             PeerLost: the server is gone: connections to it end, or cannot be made.
+            NotPermitted: the caller is none of those that may call this.
             IncarnationMismatch: the server is another incarnation than the one meant.
+            StaleTerm: the server has been called by a controller of a later term.
             ServerBusy: the server runs as much as it takes; a later call may succeed.
             ProtocolError: the arguments are too large, or arguments or reply are not of the
                 declared types.
@@ -202,7 +212,10 @@ class RpcClient:
 
         Raises: PeerLost: the server is gone. ProtocolError: the arguments are too large.
         """
-        frame = encode(Request(call.request_id, self.incarnation, call.method.name, args))
+        name = call.method.name
+        frame = encode(
+            Request(call.request_id, self.incarnation, name, args, self._term, self._shown_pass)
+        )
         if self._route.is_closed or (self._route.is_lost is not None and not self._keeps_trying):
             raise self._peer_lost(f"{call.method.name} not sent")
         is_sent = self._is_interrupted or self.send(frame)
@@ -341,7 +354,8 @@ async def call_all(
             call.fail(
                 RpcTimeout(
                     f"{method.name} on {client.node_id} ({client.address}) gave no reply within "
-                    f"{timeout_s:g} s"
+                    f"{timeout_s:g} s",
+                    silent=client.node_id,
                 )
             )
             if number % CALLS_PER_TURN == 0:

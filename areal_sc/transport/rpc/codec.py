@@ -20,9 +20,10 @@ from msgspec import Meta, Raw, Struct
 from areal_sc import errors
 from areal_sc.errors import ArealError, ProtocolError, RemoteError
 from areal_sc.transport.rpc.method import UNDECODABLE, short_text
+from areal_sc.transport.security.passes import MAX_PASS_BYTES
 from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, Buffer, Frame
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 6
 _MAGIC: Final = b"SC"
 _PROTOCOL: Final = int.from_bytes(_MAGIC + bytes([PROTOCOL_VERSION, 0]))
 _UINT32: Final = b"\xce"
@@ -34,6 +35,7 @@ ANY_INCARNATION: Final = ""
 """Stands for every life of a server: for calls that change nothing, so that any may answer."""
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Term = Annotated[int, Meta(ge=0)]
 
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
@@ -47,12 +49,19 @@ MAX_FRAMES: Final = -(-MAX_MESSAGE_BYTES // FRAME_BYTES)
 
 
 class Request(Struct, array_like=True, forbid_unknown_fields=True, tag=_PROTOCOL):
-    """A call of `method`, meant for one incarnation of the server or for `ANY_INCARNATION`."""
+    """A call of `method`, meant for one incarnation of the server or for `ANY_INCARNATION`.
+
+    Attributes:
+        term: of the controller that calls; 0: a worker does.
+        shown_pass: of the worker that calls; b"": the key of its connection says enough.
+    """
 
     request_id: Name
     incarnation: Name
     method: Name
     args: Raw
+    term: Term = 0
+    shown_pass: Annotated[bytes, Meta(max_length=MAX_PASS_BYTES)] = b""
 
 
 class Reply(Struct, array_like=True, forbid_unknown_fields=True, tag=_PROTOCOL + 1):

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Raw
 
 from areal_sc.errors import ProtocolError
+from areal_sc.transport.security.passes import CONTROLLER, Caller
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -47,15 +48,26 @@ class Method(Generic[A, R]):
         reply: type of the reply.
         deadline_s: seconds that a call may take where its caller does not say; None: the
             `transport.call_timeout_s` of the run.
+        writes: it waits for a disk: `transport.write_timeout_s` is its deadline.
+        callers: those that may call it.
     """
 
-    __slots__ = ("_args", "_reply", "deadline_s", "name")
+    __slots__ = ("_args", "_reply", "callers", "deadline_s", "name", "writes")
 
     def __init__(
-        self, name: str, args: type[A], reply: type[R], *, deadline_s: float | None = None
+        self,
+        name: str,
+        args: type[A],
+        reply: type[R],
+        *,
+        deadline_s: float | None = None,
+        writes: bool = False,
+        callers: frozenset[Caller] = CONTROLLER,
     ) -> None:
         self.name = name
+        self.callers = callers
         self.deadline_s = deadline_s
+        self.writes = writes
         self._args = msgspec.msgpack.Decoder(args)
         self._reply = msgspec.msgpack.Decoder(reply)
 
@@ -74,6 +86,10 @@ class Method(Generic[A, R]):
         """What a server needs to serve the method."""
         return Served(self, handler)
 
+    def served_to(self, handler: Callable[[A, str], Coroutine[Any, Any, R] | R]) -> Served:
+        """As `served_by`; the handler also gets the caller's public key, "" if it has none."""
+        return Served(self, handler, takes_key=True)
+
     def _decoded(self, decoder: msgspec.msgpack.Decoder[T], packed: Raw, what: str) -> T:
         try:
             return decoder.decode(packed)
@@ -85,10 +101,15 @@ class Method(Generic[A, R]):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A method, and the function of a server that answers its calls."""
+    """A method, and the function of a server that answers its calls.
+
+    Attributes:
+        takes_key: it wants to know who calls.
+    """
 
     method: Method[Any, Any]
-    handler: Handler[Any, Any]
+    handler: Callable[..., Any]
+    takes_key: bool = False
 
 
 def short_text(error: Exception) -> str:

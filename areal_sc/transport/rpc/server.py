@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
@@ -21,8 +23,10 @@ import zmq
 from areal_sc.errors import (
     ArealError,
     IncarnationMismatch,
+    NotPermitted,
     ProtocolError,
     ServerBusy,
+    StaleTerm,
     TransportError,
 )
 from areal_sc.transport.rpc.codec import (
@@ -37,7 +41,8 @@ from areal_sc.transport.rpc.codec import (
 )
 from areal_sc.transport.rpc.method import Served, pack
 from areal_sc.transport.rpc.outbox import Outbox
-from areal_sc.transport.security.curve import CurveAuthenticator, Guard
+from areal_sc.transport.security.curve import CurveServer, Guard
+from areal_sc.transport.security.passes import Caller
 from areal_sc.transport.sockets.refusals import Refusals
 from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, configure_socket
 
@@ -45,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 LAST_REPLIES_LINGER_S: Final = 1.0
 """How long a closing server goes on sending the replies that are already queued."""
+
+MAX_FIRST_BYTES: Final = 16 << 10
+"""A longer message is not read of somebody who has not shown yet who it is."""
 
 _ENTRY_BYTES: Final = 300
 """What an entry takes beside its reply: the id, the tuple, the dict's slot."""
@@ -102,6 +110,27 @@ class ReplayCache:
             self.num_bytes -= _ENTRY_BYTES + len(oldest or b"")
 
 
+class NewestTerm:
+    """The newest term that a controller has called with.
+
+    Args:
+        number: of what is known already.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def refusal(self, term: int) -> StaleTerm | None:
+        """Why a request of this term is refused; None: it is not. 0 is that of a worker."""
+        if not term or term >= self.number:
+            self.number = max(self.number, term)
+            return None
+        return StaleTerm(
+            f"another start of the script, of term {self.number}, has taken the run over; this "
+            f"one, of term {term}, changes nothing any more"
+        )
+
+
 class RpcServer:
     """Serves methods to callers that mean this incarnation.
 
@@ -110,11 +139,15 @@ class RpcServer:
         node_id: the server's name, for messages.
         incarnation: this life of it.
         bind: ZMQ interface, with a system-chosen port unless it names one.
-        authenticator: lets members of the run in, and nobody else.
+        security: knows who calls, and keeps strangers out; None: everyone is the controller.
         max_running: requests executed at a time; more are refused with `ServerBusy`. One that
             generates a group stays for minutes, so it is far above what controllers ask for.
         max_running_bytes: of these requests.
         reply_timeout_s: how long a caller may read nothing before it is dropped with its replies.
+        term: newest one of a controller that is known already.
+
+    Attributes:
+        newest_term: of a controller; those of an earlier one are refused.
     """
 
     def __init__(
@@ -124,16 +157,19 @@ class RpcServer:
         node_id: str,
         incarnation: str,
         bind: str = "tcp://127.0.0.1",
-        authenticator: CurveAuthenticator | None = None,
+        security: CurveServer | None = None,
         max_running: int = 16_384,
         max_running_bytes: int = 256 << 20,
         reply_timeout_s: float = 30.0,
+        term: int = 0,
     ) -> None:
+        self.newest_term = NewestTerm(term)
         self.node_id = node_id
         self.incarnation = incarnation
         self._served = {served.method.name: served for served in methods}
-        self._bind = bind if bind.count(":") == 2 else f"{bind}:0"
-        self._authenticator = authenticator
+        self._bind = bind if bind.rpartition(":")[2].isdecimal() else f"{bind}:0"
+        self._security = security
+        self._callers = {} if security is None else security.callers.known
         self._max_running = max_running
         self._max_running_bytes = max_running_bytes
         self._reply_timeout_s = reply_timeout_s
@@ -164,9 +200,10 @@ class RpcServer:
         raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # what ZMQ has queued for a stopped caller is freed when the kernel gives it up
         raw.setsockopt(zmq.TCP_MAXRT, round(self._reply_timeout_s * 1000))
-        if self._authenticator is not None:
-            self._guard = self._authenticator.configure_server(self._context, raw)
+        if self._security is not None:
+            self._guard = self._security.configure(self._context, raw)
         try:
+            raw.setsockopt(zmq.IPV6, "[" in self._bind)
             raw.bind(self._bind)
         except zmq.ZMQError as error:
             if self._guard is not None:
@@ -177,7 +214,11 @@ class RpcServer:
                 f"{self.node_id} cannot listen on {self._bind}: {error}"
             ) from error
         address = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._socket = AsyncSocket(raw, self._on_message, max_parts=1 + MAX_FRAMES)
+        self._socket = AsyncSocket(
+            *(raw, self._on_message),
+            max_parts=1 + MAX_FRAMES,
+            knows_senders=self._guard is not None,
+        )
         self._outbox = Outbox(self._socket, node_id=self.node_id, timeout_s=self._reply_timeout_s)
         return address
 
@@ -196,43 +237,73 @@ class RpcServer:
             if self._guard is not None:
                 self._guard.close()
             self._socket.close(LAST_REPLIES_LINGER_S)
-        await asyncio.to_thread(self._context.term)
+        await _terminated(self._context)
 
     def _on_message(self, frames: Sequence[Frame]) -> None:
         if self._is_closing:
             return
-        caller = bytes(frames[0])
+        assert self._socket is not None
+        routing_id, sender = bytes(frames[0]), self._socket.sender
+        caller = Caller.controller if self._security is None else self._callers.get(sender)
+        num_bytes = sum(map(len, frames[1:]))
+        if caller is None and num_bytes > MAX_FIRST_BYTES:
+            self._refuse(f"a stranger sends {num_bytes} bytes")
+            return
         try:
             message = decode(frames[1:])
-            num_bytes = sum(map(len, frames[1:]))
             if type(message) is Request:
-                self._on_request(caller, message, num_bytes)
+                if caller is Caller.controller or self._admits(routing_id, sender, message):
+                    self._on_request(routing_id, sender, message, num_bytes)
             elif type(message) is Cancel:  # of whichever connection: an id is one caller's
-                if message.request_id in self._running:
+                if message.request_id in self._running and caller is not None:
                     self._running[message.request_id].task.cancel()
             else:
                 raise ProtocolError(f"a server takes no {type(message).__name__}")
         except ProtocolError as error:
             self._malformed.add(error)
 
-    def _on_request(self, caller: bytes, request: Request, num_bytes: int) -> None:
+    def _admits(self, routing_id: bytes, sender: str, request: Request) -> bool:
+        """Whether a request is executed that is not the controller's; a stranger gets no answer."""
+        assert self._security is not None
+        request.term = 0  # which a controller alone may say
+        served = self._served.get(request.method)
+        try:
+            caller = self._security.callers.find(sender, request.shown_pass)
+            if caller is None:
+                self._refuse("a caller shows neither a key nor a pass of the run")
+            elif served is None or caller not in served.method.callers:
+                raise NotPermitted(f"a {caller} may not call {request.method} of {self.node_id}")
+            return caller is not None
+        except NotPermitted as denial:
+            self._refuse(denial)
+            self._outbox.send(routing_id, encode(failure_of(denial, request.request_id)))
+            return False
+
+    def _refuse(self, reason: object) -> None:
+        assert self._security is not None
+        self._security.refusals.add(reason)
+
+    def _on_request(self, routing_id: bytes, sender: str, request: Request, num_bytes: int) -> None:
         running = self._running.get(request.request_id)
         finished = self._finished.get(request.request_id)
         error = self._refusal(request, num_bytes, running or finished)
         if error is not None:
-            self._outbox.send(caller, encode(failure_of(error, request.request_id)))
+            self._outbox.send(routing_id, encode(failure_of(error, request.request_id)))
         elif running is not None:
-            running.callers.add(caller)
+            running.callers.add(routing_id)
         elif finished is not None and finished.reply is not None:
-            self._outbox.send(caller, finished.reply)
+            self._outbox.send(routing_id, finished.reply)
         else:
-            self._execute(caller, request, num_bytes)
+            self._execute(routing_id, sender, request, num_bytes)
 
     def _refusal(
         self, request: Request, num_bytes: int, earlier: _Execution | FinishedRequest | None
     ) -> ArealError | None:
         """Why the request is neither executed nor answered as before; None if it is."""
         method, request_id = request.method, request.request_id
+        stale = self.newest_term.refusal(request.term)
+        if stale is not None:
+            return stale
         if request.incarnation not in (self.incarnation, ANY_INCARNATION):
             return IncarnationMismatch(
                 f"{method} was meant for incarnation {request.incarnation} of {self.node_id}, this "
@@ -263,18 +334,21 @@ class RpcServer:
             )
         return None
 
-    def _execute(self, caller: bytes, request: Request, num_bytes: int) -> None:
+    def _execute(self, routing_id: bytes, sender: str, request: Request, num_bytes: int) -> None:
         served = self._served[request.method]
         try:
-            outcome = served.handler(served.method.read_args(request.args))
+            args = served.method.read_args(request.args)
+            outcome = served.handler(args, sender) if served.takes_key else served.handler(args)
         except Exception as error:  # the RPC boundary: whatever a method raises goes to its caller
-            self._finish(request, [caller], self._failure(request, error))
+            self._finish(request, [routing_id], self._failure(request, error))
             return
         if not isinstance(outcome, CoroutineType):
-            self._finish(request, [caller], self._reply(request, outcome))
+            self._finish(request, [routing_id], self._reply(request, outcome))
             return
         task = asyncio.create_task(outcome)
-        self._running[request.request_id] = _Execution(request.method, {caller}, num_bytes, task)
+        self._running[request.request_id] = _Execution(
+            request.method, {routing_id}, num_bytes, task
+        )
         self._num_running_bytes += num_bytes
         task.add_done_callback(partial(self._on_executed, request))
 
@@ -309,3 +383,16 @@ class RpcServer:
             *(self.node_id, request.method, request.request_id, error),
         )
         return encode(failure_of(error, request.request_id))
+
+
+async def _terminated(context: Context) -> None:
+    """Ends it in a thread of its own: a script that ends has no pool of threads any more."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def terminate() -> None:
+        context.term()
+        with suppress(RuntimeError):  # nobody waits: the loop is closed
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=terminate, name="end of sockets").start()
+    await done.wait()

@@ -18,7 +18,7 @@ from areal_sc.errors import ArealError, TransportError
 from areal_sc.transport.rpc.client import RpcClient, call_all, random_request_ids
 from areal_sc.transport.rpc.codec import MAX_FRAMES
 from areal_sc.transport.rpc.method import A, Method, R
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.sockets.hub import PeerHub
 
 
@@ -47,7 +47,13 @@ class Transport(Protocol):
     """Where connections come from; a simulated one takes its place in virtual time."""
 
     def connect(
-        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
+        self,
+        address: str,
+        node_id: str,
+        incarnation: str,
+        *,
+        keeps_trying: bool = False,
+        server_key: str = "",
     ) -> Connection: ...
 
     async def call_all(
@@ -63,14 +69,21 @@ class Transport(Protocol):
 
 
 class ZmqTransport:
-    """Connections over ZMQ that share one socket, with its one I/O thread."""
+    """Connections over ZMQ that share one socket, with its one I/O thread.
+
+    Args:
+        client: who calls by it; None: servers that serve everyone are called.
+        term: of the controller that calls by it; 0: a worker does.
+    """
 
     def __init__(
         self,
         *,
-        authenticator: CurveAuthenticator | None = None,
+        client: CurveClient | None = None,
+        term: int = 0,
     ) -> None:
-        self._authenticator = authenticator
+        self._client = client
+        self._term = term
         self._new_request_id = random_request_ids()
         self._hub: PeerHub | None = None
         self._is_closed = False
@@ -78,18 +91,25 @@ class ZmqTransport:
         self._connections: WeakSet[RpcClient] = WeakSet()
 
     def connect(
-        self, address: str, node_id: str, incarnation: str, *, keeps_trying: bool = False
+        self,
+        address: str,
+        node_id: str,
+        incarnation: str,
+        *,
+        keeps_trying: bool = False,
+        server_key: str = "",
     ) -> RpcClient:
         """A connection that is made in the background; calls wait for it within their deadline.
 
         Args:
             keeps_trying: see `RpcClient`.
+            server_key: see `Route`.
         Raises: TransportError: the address is none, or the transport is closed.
         """
         if self._is_closed:
             raise TransportError(f"cannot connect to {node_id} at {address}: transport is closed")
         if self._hub is None:
-            self._hub = PeerHub(max_frames=MAX_FRAMES, authenticator=self._authenticator)
+            self._hub = PeerHub(max_frames=MAX_FRAMES, client=self._client)
         connection = RpcClient(
             self._hub,
             address,
@@ -97,6 +117,9 @@ class ZmqTransport:
             incarnation=incarnation,
             new_request_id=self._new_request_id,
             keeps_trying=keeps_trying,
+            server_key=server_key,
+            shown_pass=b"" if self._client is None else self._client.shown_pass,
+            term=self._term,
         )
         self._connections.add(connection)
         return connection

@@ -1,27 +1,29 @@
-"""CurveZMQ for the sockets of a run: only holders of the run's client key are served.
+"""CurveZMQ for the sockets of a run: who calls is known, and strangers are not served.
 
 consumes     ZMQ's questions whether a connection is admitted (ZAP, RFC 27), and the life events of
              the guarded socket; both on the event loop that the server runs on
 waits for    nothing; a connection waits for its answer, bounded by ZMQ's handshake timeout
 unblocked by ZMQ's I/O thread
 
-CURVE alone admits whoever knows the server's public key, hence the question for the client's.
-Nothing of a connection is read before it is admitted. A guard that is gone admits nobody
-(`ZAP_ENFORCE_DOMAIN`).
+CURVE alone admits whoever knows the server's public key, hence the question for the client's. Each
+message then comes with the key of its connection, as ZMQ's property `User-Id`. Where callers show
+passes, a connection is made with any key, and its owner has to show a pass with the first request.
+A guard that is gone admits nobody (`ZAP_ENFORCE_DOMAIN`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import Final
+from typing import Final, Self
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
 from areal_sc.transport.sockets.refusals import Refusals
 from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, monitor_of
 
@@ -40,47 +42,85 @@ _EVENTS: Final = (
 )
 
 _REASONS: Final[dict[int, str]] = {
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "the caller has another server key",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: (
+        "the caller has another server key, or not the secret of its own"
+    ),
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "the caller does not authenticate itself as asked",
 }
 
 logger = logging.getLogger(__name__)
 
 
-class CurveAuthenticator:
-    """Both sides of CURVE with one run's keys; used from one event loop.
+class CurveClient:
+    """What a caller shows.
 
     Args:
-        keys: of the run.
-        node_id: who guards, for the log.
-
-    Attributes:
-        refusals: connections that were not admitted, on all guarded sockets together.
+        own: it calls with.
+        server_key: public key of the servers that it calls, where nothing else is said.
+        shown_pass: who it is; b"": the controller, or an agent that joins.
     """
 
-    def __init__(self, keys: RunKeys, node_id: str) -> None:
-        self.refusals = Refusals(logger, "refused_connection", node_id)
-        self._keys = keys
+    def __init__(self, own: KeyPair, server_key: bytes, shown_pass: bytes = b"") -> None:
+        self.shown_pass = shown_pass
+        self._own = own
+        self._server_key = server_key
+
+    @classmethod
+    def of_controller(cls, keys: RunKeys) -> Self:
+        """Whoever has the keys of the run."""
+        return cls(keys.controller, keys.workers.public)
+
+    @classmethod
+    def of_worker(cls, keys: WorkerKeys) -> Self:
+        """A worker that calls other workers."""
+        return cls(keys.own, keys.servers.public, keys.shown_pass)
+
+    def configure(self, socket: zmq.Socket[bytes]) -> None:
+        """Prepares a socket that is not connected yet."""
+        socket.curve_publickey = self._own.public
+        socket.curve_secretkey = self._own.secret
+
+    def expect(self, socket: zmq.Socket[bytes], server_key: str) -> None:
+        """The socket's next connection is to the owner of that key; "": to one of `server_key`."""
+        socket.curve_serverkey = server_key.encode("ascii") if server_key else self._server_key
+
+
+class CurveServer:
+    """What a server admits; used from one event loop.
+
+    Args:
+        own: it serves with.
+        callers: it knows.
+        node_id: its name, for the log.
+
+    Attributes:
+        refusals: connections that were not admitted, messages of strangers, and calls of those who
+            may not make them.
+    """
+
+    def __init__(self, own: KeyPair, callers: KnownCallers, node_id: str) -> None:
+        self.callers = callers
+        self.refusals = Refusals(logger, "refused", node_id)
+        self._own = own
+
+    @classmethod
+    def of_worker(cls, keys: WorkerKeys, node_id: str) -> Self:
+        """Takes calls of the controller and of other workers."""
+        return cls(keys.servers, KnownCallers(keys.controller, keys.authority), node_id)
 
     @property
     def num_refused(self) -> int:
         return self.refusals.num
 
-    def configure_server(self, context: Context, socket: zmq.Socket[bytes]) -> Guard:
+    def configure(self, context: Context, socket: zmq.Socket[bytes]) -> Guard:
         """Guards a socket that is not bound yet; close the guard before the socket.
 
         Args:
             context: the socket's own, with no other guarded socket: ZMQ asks one place a context.
         """
         socket.curve_server = True
-        socket.curve_secretkey = self._keys.server_secret
-        return Guard(context, socket, z85.decode(self._keys.client_public), self.refusals)
-
-    def configure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Lets a socket that is not connected yet show the run's client key."""
-        socket.curve_serverkey = self._keys.server_public
-        socket.curve_publickey = self._keys.client_public
-        socket.curve_secretkey = self._keys.client_secret
+        socket.curve_secretkey = self._own.secret
+        return Guard(context, socket, self.callers, self.refusals)
 
 
 class Guard:
@@ -90,11 +130,11 @@ class Guard:
         self,
         context: Context,
         guarded: zmq.Socket[bytes],
-        member_key: bytes,
+        callers: KnownCallers,
         refusals: Refusals,
     ) -> None:
         self._guarded = guarded
-        self._member = [b"CURVE", member_key]
+        self._callers = callers
         self._refusals = refusals
         self._num_admitted = 0
         self._reason: str | None = None
@@ -125,8 +165,10 @@ class Guard:
     def _on_question(self, frames: list[Frame]) -> None:
         parts = [bytes(frame) for frame in frames]
         caller, request_id, address = parts[0], parts[3], parts[5]
-        if parts[NUM_ZAP_FRAMES - 1 :] == self._member:
-            status, user = b"200", b"member"
+        mechanism, *credentials = parts[NUM_ZAP_FRAMES - 1 :]
+        key = z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
+        if key and self._callers.may_connect(key.decode("ascii")):
+            status, user = b"200", key
         else:
             status, user = b"400", b""
             shown = address.decode("ascii", "replace")

@@ -1,67 +1,118 @@
-"""The secrets of one run: who holds them is served, and nobody else.
+"""The secrets of one run, which its script alone has: agents and workers get no part of them.
 
-Two CURVE key pairs, made anew at each start of a script. Workers own the server pair: a caller
-knows by it that it talks to the run. The client pair is shown by every caller: only its public key
-is admitted. Keys travel in a file that only its owner can read, or in the environment, from which
-they are taken out when they are read; never in a command line, a log or a message.
+Made when the run starts, and kept as long as a process of it may live, in a file of the run folder
+that only its owner can read: so a script that is started again goes on with them. What they are
+for:
+
+    controller   the script calls agents and workers with it, and agents join it. Its public half is
+                 all that an agent is started with
+    workers      all workers serve with this pair: a caller knows by it that it talks to the run
+    signing      says which key a worker calls with, and as what: see `passes`
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
-from collections.abc import MutableMapping
-from dataclasses import dataclass, fields
+import struct
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 import zmq
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from zmq.utils import z85
 
 from areal_sc.durable import replace_file
 from areal_sc.errors import TransportError
 
-KEYS_VARIABLE: Final = "AREAL_SC_RUN_KEYS"
-"""Holds the content of a key file, where workers and the script share no folder."""
-
 MAX_FILE_BYTES: Final = 4096
+KEY_CHARS: Final = 40
+"""Of Z85, in which the 32 bytes of a key are written."""
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class KeyPair:
+    """A CURVE key pair; each half is 40 bytes of Z85. Its text never shows the secret.
+
+    Raises: TransportError: they are not a pair.
+    """
+
+    public: bytes
+    secret: bytes
+
+    def __post_init__(self) -> None:
+        try:
+            if len(self.secret) == KEY_CHARS and zmq.curve_public(self.secret) == self.public:
+                return
+        except (zmq.ZMQError, ValueError, KeyError):
+            pass  # no cause is kept: it may quote the key
+        raise TransportError("these two keys are not a CURVE pair")
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public.decode()!r}, …)"
+
+    @classmethod
+    def create(cls) -> Self:
+        """A fresh one."""
+        return cls(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True, repr=False, slots=True)
 class RunKeys:
-    """Both CURVE pairs of a run; each key is 40 bytes of Z85.
+    """All secrets of a run, each 40 bytes of Z85.
 
     Its text never shows a secret, so that no log does.
+
+    Attributes:
+        controller_secret, workers_secret: of CURVE.
+        signing_seed: of Ed25519.
+        controller, workers: the pairs.
+        authority: public half of `signing_seed`, Z85.
     """
 
-    server_public: bytes
-    server_secret: bytes
-    client_public: bytes
-    client_secret: bytes
+    controller_secret: bytes
+    workers_secret: bytes
+    signing_seed: bytes
+    controller: KeyPair = field(init=False, compare=False)
+    workers: KeyPair = field(init=False, compare=False)
+    authority: bytes = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        for side, public, secret in (
-            ("server", self.server_public, self.server_secret),
-            ("client", self.client_public, self.client_secret),
-        ):
-            if not _is_pair(public, secret):
-                raise TransportError(f"the {side} keys of the run are not a CURVE pair")
+        for name in ("controller", "workers"):
+            secret = getattr(self, f"{name}_secret")
+            object.__setattr__(self, name, KeyPair(zmq.curve_public(secret), secret))
+        public = self.signing_key().public_key().public_bytes_raw()
+        object.__setattr__(self, "authority", z85.encode(public))
 
     def __repr__(self) -> str:
-        return f"RunKeys(server_public={self.server_public.decode()!r}, …)"
+        return f"RunKeys(controller={self.controller!r}, …)"
+
+    @property
+    def run_id(self) -> str:
+        """Names the run that has these keys, also in shared memory: 12 hexadecimal digits."""
+        return hashlib.sha256(self.controller.public).hexdigest()[:12]
 
     @classmethod
-    def create(cls) -> RunKeys:
+    def create(cls) -> Self:
         """Fresh keys."""
-        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+        seed = z85.encode(Ed25519PrivateKey.generate().private_bytes_raw())
+        return cls(zmq.curve_keypair()[1], zmq.curve_keypair()[1], seed)
+
+    def signing_key(self) -> Ed25519PrivateKey:
+        """What passes are signed with."""
+        return Ed25519PrivateKey.from_private_bytes(z85.decode(self.signing_seed))
 
     def write(self, path: Path) -> None:
         """Puts the keys into a file that only this user can read, at no moment anyone else.
 
         Raises: TransportError: the folder cannot be written.
         """
-        content = {field.name: getattr(self, field.name).decode() for field in fields(self)}
+        secrets = [it.name for it in fields(self) if it.init]
+        content = {name: getattr(self, name).decode() for name in secrets}
         try:
             with replace_file(path, mode=0o600) as file:
                 file.write(json.dumps(content).encode())
@@ -69,7 +120,7 @@ class RunKeys:
             raise TransportError(f"the run's keys cannot be written to {path}: {error}") from error
 
     @classmethod
-    def read(cls, path: Path) -> RunKeys:
+    def read(cls, path: Path) -> Self:
         """The keys that `write` left.
 
         Raises: TransportError: there is no such file, another user owns it or may touch it, or its
@@ -82,35 +133,17 @@ class RunKeys:
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise TransportError(f"the run's keys cannot be read from {path}: {error}") from error
-        return cls._parse(content, str(path))
+        return cls._parse(content, path)
 
     @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str]) -> RunKeys | None:
-        """Takes the keys out of the environment, so that no child inherits them; None: none there.
-
-        Raises: TransportError: the variable is not a run's keys.
-        """
-        content = environ.pop(KEYS_VARIABLE, None)
-        if content is None:
-            return None
-        return cls._parse(content.encode("utf-8", "surrogateescape"), KEYS_VARIABLE)
-
-    @classmethod
-    def _parse(cls, content: bytes, source: str) -> RunKeys:
+    def _parse(cls, content: bytes, path: Path) -> Self:
         try:
             if len(content) <= MAX_FILE_BYTES:
                 keys = msgspec.json.decode(content, type=dict[str, str])
                 return cls(**{name: key.encode("ascii") for name, key in keys.items()})
-        except (msgspec.MsgspecError, ValueError, TypeError, TransportError):
+        except (msgspec.MsgspecError, zmq.ZMQError, ValueError, TypeError, KeyError, struct.error):
             pass  # no cause is kept: that of a parser quotes what it could not read
-        raise TransportError(f"{source} does not hold the keys of a run; start it anew")
-
-
-def _is_pair(public: bytes, secret: bytes) -> bool:
-    try:
-        return len(secret) == 40 and zmq.curve_public(secret) == public
-    except (zmq.ZMQError, ValueError, KeyError):
-        return False
+        raise TransportError(f"{path} does not hold the keys of a run; start it anew")
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:

@@ -58,6 +58,12 @@ class Arena:
         finally:
             os.close(fd)
 
+    @property
+    def free_bytes(self) -> int:
+        """Room on its file system."""
+        space = os.statvfs(self.path)
+        return space.f_bavail * space.f_frsize
+
     def link(self, sequence: int, block: str) -> None:
         """Makes a shard visible to other processes. Raises: OSError: there is no room."""
         os.symlink(block, self.file_path(str(sequence)))

@@ -131,9 +131,11 @@ class ArenaBackend(StoreBackend):
         self._num_files = 0
         self._num_sweeps = 0
 
-    def allocate(self, layout: ShardLayout) -> Block:
+    def allocate(self, layout: ShardLayout, spare_bytes: int = 0) -> Block:
         """A block to be filled and sealed.
 
+        Args:
+            spare_bytes: the folder must have so much free room beside a new block.
         Raises: StoreFull: the folder has no room. TransportError: it cannot be used.
         """
         self._check_owned()
@@ -142,7 +144,7 @@ class ArenaBackend(StoreBackend):
         file = self._take(span)
         if file is None:
             try:
-                file = self._new_file(span)
+                file = self._new_file(span, spare_bytes)
             except OSError as error:
                 raise _storage_error(self._arena, span, error) from error
         file.memory[: len(header)] = np.frombuffer(header, np.uint8)
@@ -152,7 +154,7 @@ class ArenaBackend(StoreBackend):
         """Takes a freed block, which may still be read."""
         with self._lock:
             self._retired.append(block)
-            self.retired_bytes += block.layout.num_bytes
+            self.retired_bytes += block.layout.counted_bytes
             self._reclaim([block])
 
     def reclaim(self) -> None:
@@ -198,8 +200,10 @@ class ArenaBackend(StoreBackend):
                     return self._free.pop(place)
         return None
 
-    def _new_file(self, span: int) -> _BlockFile:
+    def _new_file(self, span: int, spare_bytes: int) -> _BlockFile:
         """A block whose space is reserved: writing to it cannot fail later. Raises: OSError."""
+        if spare_bytes and self._arena.free_bytes < span + spare_bytes:
+            raise OSError(errno.ENOSPC, f"{spare_bytes} bytes are to be left to others")
         with self._lock:
             self._num_files += 1
             name = f"block-{self._num_files}"
@@ -223,7 +227,7 @@ class ArenaBackend(StoreBackend):
         """Of these retired blocks, frees those that nobody reads any more."""
         for block in [block for block in blocks if not block.is_read]:
             self._retired.remove(block)
-            self.retired_bytes -= block.layout.num_bytes
+            self.retired_bytes -= block.layout.counted_bytes
             if block.arena is self._arena:
                 block.file.freed_at = self._num_sweeps
                 insort_left(self._free, block.file, key=_size)

@@ -40,7 +40,8 @@ class _FieldHeader(Struct, array_like=True, forbid_unknown_fields=True):
 class _Header(Struct, array_like=True, forbid_unknown_fields=True):
     """A layout; row lengths that fields have in common are written once."""
 
-    version: Literal[2]
+    version: Literal[3]
+    is_copy: bool
     num_bytes: _Count
     row_lengths: list[tuple[_Count, ...]]
     fields: list[_FieldHeader]
@@ -108,16 +109,25 @@ class ShardLayout:
     Attributes:
         num_bytes: of the shard, the gaps before cache lines included.
         fields: by name, in the order in which they lie.
+        is_copy: what it holds can be had elsewhere; see `TensorStore.begin`.
     """
 
     num_bytes: int
     fields: Mapping[str, FieldLayout]
+    is_copy: bool = False
+
+    @property
+    def counted_bytes(self) -> int:
+        """What it takes of a store's limit."""
+        return 0 if self.is_copy else self.num_bytes
 
     @classmethod
     def of(
         cls,
         tensors: Mapping[str, torch.Tensor],
         row_lengths: Mapping[str, Sequence[int]] | Sequence[int],
+        *,
+        is_copy: bool = False,
     ) -> ShardLayout:
         """The layout of a shard that will hold these tensors.
 
@@ -146,7 +156,7 @@ class ShardLayout:
             field = FieldLayout(stored, lengths, _row_bounds(stored, lengths), position)
             fields[name] = field
             position = _aligned(field.stop)
-        return cls(position, fields)
+        return cls(position, fields, is_copy)
 
     def over(self, memory: memoryview) -> dict[str, SealedField]:
         """The fields in memory that holds a shard of this layout."""
@@ -170,7 +180,7 @@ class ShardLayout:
             )
             for name, field in self.fields.items()
         ]
-        packed = _encoder.encode(_Header(2, self.num_bytes, list(rows), fields))
+        packed = _encoder.encode(_Header(3, self.is_copy, self.num_bytes, list(rows), fields))
         num_bytes = _aligned(_LENGTH_BYTES + len(packed))
         return (len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(num_bytes, b"\0")
 
@@ -190,7 +200,7 @@ class ShardLayout:
             raise ProtocolError(
                 f"the header names bytes {start} to {start + header.num_bytes} of {len(memory)}"
             )
-        return cls(header.num_bytes, _field_layouts(header)), start
+        return cls(header.num_bytes, _field_layouts(header), header.is_copy), start
 
 
 def check_field_name(name: str) -> None:

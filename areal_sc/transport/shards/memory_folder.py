@@ -33,6 +33,7 @@ from typing import Final
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
+from areal_sc.mounts import network_file_system
 from areal_sc.transport.shards.arena import Arena, delete_folder
 
 OFF: Final = "off"
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 def memory_root(
     wanted: str,
     run_dir: Path,
+    node_folder: Path,
     *,
     needed_bytes: int = MIN_ROOM_BYTES,
     shared_memory: Path = SHARED_MEMORY,
@@ -66,12 +68,15 @@ def memory_root(
     Args:
         wanted: `transport.shared_memory`: `auto`, `off` or a folder.
         run_dir: a folder in it is used instead of `shared_memory` where that has no room.
+        node_folder: of this user on this node, used instead of `run_dir` where that is on a
+            network file system, which no memory is kept on.
         needed_bytes: what the stores of this node may hold together.
+    Raises: ConfigError: all of these are on network file systems.
     """
     if wanted == OFF:
         wanted, needed_bytes = "auto", 0
     if wanted != "auto":
-        return Path(wanted).expanduser().absolute()
+        return _of_this_node(Path(wanted).expanduser().absolute(), "transport.shared_memory")
     try:
         space = os.statvfs(shared_memory)
     except OSError as error:
@@ -83,12 +88,25 @@ def memory_root(
         size_bytes = space.f_blocks * space.f_frsize
         why = f"{shared_memory} has {_gib(free_bytes)} free of {_gib(size_bytes)}"
     fallback = (run_dir / "shared_memory").absolute()
+    if network_file_system(fallback):
+        fallback = _of_this_node(node_folder / "shared_memory", "scheduler.node_folder")
     logger.warning(
         "%s, the tensor stores of this node may need %s: shared memory is in files under %s, "
         "which is slower; enlarge it (docker run --shm-size=%dg), or lower store_bytes",
         *(why, _gib(needed_bytes), fallback, -(-needed_bytes // (1 << 30)) + 1),
     )
     return fallback
+
+
+def _of_this_node(path: Path, setting: str) -> Path:
+    """Raises: ConfigError: other nodes have it in common with this one."""
+    kind = network_file_system(path)
+    if kind:
+        raise ConfigError(
+            f"{path}: shared memory would be on a network file system ({kind}), where it is not "
+            f"safe: set {setting} to a folder on a disk of each node, or enlarge /dev/shm"
+        )
+    return path
 
 
 def user_folder(root: Path) -> Path:

@@ -1,6 +1,7 @@
 """Each worker's tensor store: shards that are written once, read by peers, and swept.
 
     put      reserve bytes -> copy -> seal (numbered) -> read by anyone
+    begin    the same in parts, for what arrives from elsewhere
     sweep    what the controller's mark does not name is freed; its memory comes back once it is
              read by nobody
 
@@ -20,7 +21,7 @@ import torch
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.transport.shards.ids import make_shard_id, parse_shard_id
 from areal_sc.transport.shards.layout import SealedField, ShardLayout
-from areal_sc.transport.tensor_bytes import copy_to_bytes
+from areal_sc.transport.tensor_bytes import copy_to_bytes, dtype_named
 
 ShardKey = tuple[str, int]
 """Incarnation and sequence number: one shard, however its id was spelled."""
@@ -55,9 +56,11 @@ class StoreBackend:
 
     retired_bytes = 0
 
-    def allocate(self, layout: ShardLayout) -> StoreBlock:
+    def allocate(self, layout: ShardLayout, spare_bytes: int = 0) -> StoreBlock:
         """A new block.
 
+        Args:
+            spare_bytes: of a memory that others share, so much must stay free beside it.
         Raises: StoreFull: there is no memory for it.
         """
         return StoreBlock(layout, torch.empty(layout.num_bytes, dtype=torch.uint8).numpy().data)
@@ -128,7 +131,7 @@ class TensorStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards: being written, readable, adopted, and gone but still read."""
+        """Bytes of shards, but for copies: being written, readable, adopted, and gone but read."""
         return self._held_bytes + self._backend.retired_bytes
 
     @property
@@ -155,23 +158,46 @@ class TensorStore:
             MetadataError: a tensor is not 1-D, or its size is not that of its rows.
             StoreFull: the shard does not fit under `max_bytes`, or there is no memory for it.
         """
-        layout = ShardLayout.of(fields, row_lengths)
-        self._reserve(layout.num_bytes)
+        block = self.begin(ShardLayout.of(fields, row_lengths))
         try:
-            block = self._backend.allocate(layout)
-            try:
-                tensors = fields.values() if values is None else values
-                for tensor, field in zip(tensors, layout.fields.values(), strict=True):
-                    copy_to_bytes(tensor, block.memory[field.start : field.stop])
-                sequence = self._seal(block)
-            except BaseException:
-                block.free()
-                raise
+            tensors = fields.values() if values is None else values
+            for tensor, field in zip(tensors, block.layout.fields.values(), strict=True):
+                copy_to_bytes(tensor, block.memory[field.start : field.stop])
+            return self.seal(block)
+        except BaseException:
+            self.give_up(block)
+            raise
+
+    def begin(self, layout: ShardLayout, *, spare_bytes: int = 0) -> StoreBlock:
+        """Memory for a new shard; `seal` or `give_up` follows.
+
+        A shard that is a copy does not count against `max_bytes`, and no mark that a sweep is given
+        reaches it: whoever makes copies bounds their number, and removes them.
+
+        Args:
+            spare_bytes: of a memory that others share, so much must stay free beside it.
+        Raises: StoreFull: it does not fit under `max_bytes`, or there is no memory for it.
+        """
+        self._reserve(layout.counted_bytes)
+        try:
+            return self._backend.allocate(layout, spare_bytes)
         except BaseException:
             with self._lock:
-                self._held_bytes -= layout.num_bytes
+                self._held_bytes -= layout.counted_bytes
             raise
-        return make_shard_id(self.incarnation, sequence)
+
+    def seal(self, block: StoreBlock) -> str:
+        """The id of the new shard, which can be read from now on.
+
+        Raises: StoreFull, TransportError: other processes cannot be told of it; it is not sealed.
+        """
+        return make_shard_id(self.incarnation, self._seal(block))
+
+    def give_up(self, block: StoreBlock) -> None:
+        """Gives back what was not sealed."""
+        block.free()
+        with self._lock:
+            self._held_bytes -= block.layout.counted_bytes
 
     def adopt(self) -> int:
         """Takes over what dead incarnations of this worker have sealed; returns how many shards.
@@ -184,8 +210,14 @@ class TensorStore:
         with self._lock:
             for key, block in found.items():
                 self._shards[key] = _shard_in(block)
-                self._held_bytes += block.layout.num_bytes
+                self._held_bytes += block.layout.counted_bytes
         return len(found)
+
+    @property
+    def ids(self) -> list[str]:
+        """All shards that can be read."""
+        with self._lock:
+            return [make_shard_id(*key) for key in self._shards]
 
     @property
     def adopted_ids(self) -> list[str]:
@@ -198,18 +230,20 @@ class TensorStore:
 
         Raises: ShardGone: this store does not hold it (any more).
         """
-        incarnation, sequence = parse_shard_id(shard_id)
-        with self._lock:
-            shard = self._shards.get((incarnation, sequence))
-        if shard is not None:
-            return shard.fields
-        if incarnation != self.incarnation:
-            why = f"the worker was restarted (its incarnation is {self.incarnation} now)"
-        elif sequence <= self.last_sequence:
-            why = "it was swept"
-        else:
-            why = "it was never sealed"
-        raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
+        return self._shard(shard_id).fields
+
+    def tensors(self, shard_id: str) -> dict[str, torch.Tensor]:
+        """Each field of a shard, [T], as it lies in the store: only to be read.
+
+        Raises: ShardGone: as `describe`.
+        """
+        block = self._shard(shard_id).block
+        return {
+            name: torch.frombuffer(block.memory, dtype=dtype, count=count, offset=field.start)
+            if (count := field.row_bounds[-1] // (dtype := dtype_named(field.dtype)).itemsize)
+            else torch.empty(0, dtype=dtype)
+            for name, field in block.layout.fields.items()
+        }
 
     def remove(self, shard_id: str) -> None:
         """Drops one shard; nothing happens when it is already gone."""
@@ -230,6 +264,7 @@ class TensorStore:
                 ones may still be on their way to it, and are kept.
             dead: sequence numbers that are dropped whatever their age.
             adopted_live: ids of the adopted shards that are still referenced; None keeps all.
+        Own copies are dropped only if they are named `dead`.
         """
         kept, named = set(live), set(dead)
         kept_adopted = None if adopted_live is None else set(map(parse_shard_id, adopted_live))
@@ -238,7 +273,8 @@ class TensorStore:
             incarnation, sequence = key
             if incarnation != self.incarnation:
                 return kept_adopted is not None and key not in kept_adopted
-            return sequence in named or (sequence <= acknowledged and sequence not in kept)
+            is_old = sequence <= acknowledged and not self._shards[key].block.layout.is_copy
+            return sequence in named or (is_old and sequence not in kept)
 
         with self._lock:
             dropped = list(filter(is_dropped, self._shards))
@@ -254,6 +290,20 @@ class TensorStore:
         with self._lock:
             self._shards, self._held_bytes = {}, 0
         self._backend.close()
+
+    def _shard(self, shard_id: str) -> _Shard:
+        incarnation, sequence = parse_shard_id(shard_id)
+        with self._lock:
+            shard = self._shards.get((incarnation, sequence))
+        if shard is not None:
+            return shard
+        if incarnation != self.incarnation:
+            why = f"the worker was restarted (its incarnation is {self.incarnation} now)"
+        elif sequence <= self.last_sequence:
+            why = "it was swept"
+        else:
+            why = "it was never sealed"
+        raise ShardGone(f"shard {shard_id} on {self.node_id} is gone: {why}")
 
     def _seal(self, block: StoreBlock) -> int:
         """The shard's number, given in the order of sealing.
@@ -295,7 +345,7 @@ class TensorStore:
             blocks = [self._shards.pop(key).block for key in keys if key in self._shards]
         for block in blocks:
             block.free()
-        num_bytes = sum(block.layout.num_bytes for block in blocks)
+        num_bytes = sum(block.layout.counted_bytes for block in blocks)
         with self._lock:
             self._held_bytes -= num_bytes
         return len(blocks), num_bytes

@@ -21,7 +21,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.security.curve import CurveAuthenticator
+from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.sockets.interface import bracketed
 from areal_sc.transport.sockets.zmq_socket import (
     AsyncSocket,
     Buffer,
@@ -72,6 +73,7 @@ class Route:
 
     Attributes:
         address: of the server, as the user of the hub named it.
+        server_key: public key that it has to have; "": see `CurveClient`.
         server: its IP address and port.
         endpoint: the address in a spelling that is this connection's alone; "" between two.
         is_lost: why it is not reachable now; None while it is, or may still become so.
@@ -82,6 +84,7 @@ class Route:
     server: tuple[str, int]
     peer: Peer
     hub: PeerHub = field(repr=False)
+    server_key: str = ""
     endpoint: str = ""
     is_closed: bool = False
     routing_id: bytes = b""
@@ -112,14 +115,14 @@ class PeerHub:
 
     Args:
         max_frames: frames of one message; of a longer one, one more is handed over.
-        authenticator: prepares the socket, for servers that admit only members of the run.
+        client: who calls, for servers that want to know it.
     """
 
     def __init__(
         self,
         *,
         max_frames: int,
-        authenticator: CurveAuthenticator | None = None,
+        client: CurveClient | None = None,
     ) -> None:
         context = self._context = zmq.Context()
         raw = context.socket(zmq.ROUTER)
@@ -128,8 +131,9 @@ class PeerHub:
         raw.setsockopt(zmq.RECONNECT_IVL, 100)
         raw.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         raw.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        if authenticator is not None:
-            authenticator.configure_client(raw)
+        self._client = client
+        if client is not None:
+            client.configure(raw)
         self._monitor = AsyncSocket(monitor_of(context, raw, _LIFE_EVENTS), self._on_life_event)
         self.socket = AsyncSocket(raw, self._on_message, max_parts=max_frames + 1)
         self._loop = asyncio.get_running_loop()
@@ -139,16 +143,18 @@ class PeerHub:
         self._by_endpoint: dict[str, Route] = {}
         self._is_closed = False
 
-    def connect(self, address: str, peer: Peer) -> Route:
+    def connect(self, address: str, peer: Peer, server_key: str = "") -> Route:
         """A route that is connected in the background; messages sent meanwhile wait in its queue.
 
+        Args:
+            server_key: see `Route`.
         Raises: TransportError: the address is not like tcp://10.0.0.1:5555, the hub is closed, or
             has too many connections to that address.
         """
         host, port = parsed_address(address)
         if self._is_closed:
             raise TransportError(f"cannot connect to {address}: this side is closed")
-        route = Route(address, (host, port), peer, self)
+        route = Route(address, (host, port), peer, self, server_key)
         self._open(route)
         return route
 
@@ -178,7 +184,7 @@ class PeerHub:
         # port tell connections apart, the ended ones too, whose last events may still come.
         host, port = route.server
         widths = itertools.islice(self._widths, MAX_PORT_DIGITS)
-        spellings = (f"tcp://{host}:{port:0{width}d}" for width in widths)
+        spellings = (f"tcp://{bracketed(host)}:{port:0{width}d}" for width in widths)
         endpoint = next((text for text in spellings if text not in self._by_endpoint), None)
         if endpoint is None:
             raise TransportError(
@@ -191,6 +197,9 @@ class PeerHub:
         route.endpoint = endpoint
         self._by_endpoint[route.endpoint] = route
         self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, route.routing_id)
+        self.socket.raw.setsockopt(zmq.IPV6, ":" in host)  # of this connection, as its key
+        if self._client is not None:
+            self._client.expect(self.socket.raw, route.server_key)
         self.socket.raw.connect(route.endpoint)
 
     def _disconnect(self, route: Route) -> None:

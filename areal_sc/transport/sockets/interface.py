@@ -1,20 +1,27 @@
-"""Which network interface a worker listens on, and under which address others reach it."""
+"""Which network interface a process listens on, and under which address others reach it."""
 
 from __future__ import annotations
 
 import ipaddress
-import re
+import os
 import socket
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
-import zmq
+import psutil
 
-from areal_sc.config.machine import EVERYWHERE
-from areal_sc.errors import TransportError
+from areal_sc.errors import ConfigError
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
-_HOW_TO: Final = "set transport.bind to the IP address or the name of one network interface"
+AUTO: Final = "auto"
+EVERYWHERE: Final = ("0.0.0.0", "*")
+"""`transport.bind` that means all interfaces."""
+
+_HOW_TO: Final = (
+    "expected auto, an IP address of this machine, the name of one of its network interfaces, a "
+    "network such as 10.1.0.0/16, or 0.0.0.0 for all"
+)
+_ANY_PORT: Final = 9  # nothing is sent to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,73 +29,158 @@ class Interface:
     """Where sockets listen.
 
     Attributes:
-        bind: ZMQ interface, without a port.
-        advertised_host: IP address that others connect to; None: the one that is listened on.
+        host: IP address that is listened on.
+        advertised_host: IP address that others connect to.
     """
 
-    bind: str
-    advertised_host: str | None = None
+    host: str
+    advertised_host: str
 
     @classmethod
-    def of(cls, bind: str) -> Interface:
-        """From `transport.bind`: an IPv4 address, the name of an interface, or `0.0.0.0` or `*`.
+    def of(cls, bind: str, controller: str = "") -> Interface:
+        """From `transport.bind`.
 
-        Raises: TransportError: it is none of them, or every interface is meant and this machine's
+        Args:
+            bind: `auto`, an IP address, the name of an interface or a host name of this machine, a
+                network such as `10.1.0.0/16` or `fd00::/8`, or `0.0.0.0` or `*`.
+            controller: IP address under which this machine reaches the script's; `auto` is the
+                address that the way there begins at. "": the script runs here, and `auto` is
+                loopback.
+        Raises: ConfigError: this machine has no such address; or all interfaces are meant, and its
             own name does not lead to any that others can reach.
         """
         if bind in EVERYWHERE:
-            return cls("tcp://0.0.0.0", _own_address(bind))
-        if not _NAME.fullmatch(bind):
-            raise TransportError(f"transport.bind={bind!r}: {_HOW_TO}")
-        return cls(f"tcp://{bind}")
+            return cls("0.0.0.0", _address_of_own_name(bind))
+        if bind == AUTO:
+            host = own_address_towards(controller) if controller else "127.0.0.1"
+        else:
+            host = _address_meant_by(bind)
+        try:
+            socket.create_server((host, 0), family=family_of(host)).close()
+        except OSError as error:
+            raise ConfigError(
+                f"transport.bind={bind!r}: {host} cannot be listened on: {error.strerror}; "
+                f"{_HOW_TO} (ports are chosen by the system); its interfaces: {_own_interfaces()}"
+            ) from error
+        return cls(host, host)
 
-    def listening_host(self) -> str:
-        """The IPv4 address of `bind`, for sockets that are not ZMQ's; ZMQ resolves it for both.
-
-        Raises: TransportError: this machine has no such interface or address.
-        """
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
-            try:
-                probe.bind(f"{self.bind}:0")
-            except zmq.ZMQError as error:
-                raise TransportError(f"{self.bind} cannot be listened on: {error}") from error
-            return host_of(probe.getsockopt_string(zmq.LAST_ENDPOINT))
+    @property
+    def bind(self) -> str:
+        """ZMQ's name for it, without a port."""
+        return f"tcp://{bracketed(self.host)}"
 
     def reachable(self, address: str) -> str:
         """The bound endpoint `tcp://<host>:<port>` as others connect to it."""
-        if self.advertised_host is None:
-            return address
-        return f"tcp://{self.advertised_host}:{address.rpartition(':')[2]}"
+        return f"tcp://{bracketed(self.advertised_host)}:{port_of(address)}"
+
+    def tell_libraries(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Has gloo and NCCL use this interface, unless the user has told them another one.
+
+        Left alone, gloo listens on what the host name stands for, which on Debian is 127.0.1.1, and
+        ranks on two machines do not meet.
+        """
+        for name, address in _own_addresses():
+            if address == self.advertised_host:
+                environment.setdefault("GLOO_SOCKET_IFNAME", name)
+                environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # not what begins so
+                return
 
 
-LOOPBACK: Final = Interface("tcp://127.0.0.1")
+LOOPBACK: Final = Interface("127.0.0.1", "127.0.0.1")
 """Only processes of this machine can connect."""
 
 
-def _own_address(bind: str) -> str:
+def own_address_towards(host: str) -> str:
+    """The address of this machine from which it talks to that one; nothing is sent.
+
+    Raises: ConfigError: there is no way to it.
+    """
+    try:
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, _ANY_PORT))
+            own: str = probe.getsockname()[0]
+            return own
+    except OSError as error:
+        raise ConfigError(
+            f"transport.bind=auto: this machine, {socket.gethostname()}, finds no way to {host}: "
+            f"{error.strerror}; set transport.bind to a network that both are in"
+        ) from error
+
+
+def bracketed(host: str) -> str:
+    """An IP address as it stands before a port: `10.0.0.1`, `[fd00::1]`."""
+    return f"[{host}]" if ":" in host else host
+
+
+def host_of(address: str) -> str:
+    """The host of an endpoint `tcp://<host>:<port>`, without brackets."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def port_of(address: str) -> int:
+    """The port of an endpoint `tcp://<host>:<port>`."""
+    return int(address.rpartition(":")[2])
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of an IP address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _address_meant_by(bind: str) -> str:
+    """Raises: ConfigError: this machine has none of that kind."""
+    found = None
+    try:
+        if "/" in bind:
+            network = ipaddress.ip_network(bind)
+            its = (ipaddress.ip_address(address) for _, address in _own_addresses())
+            found = next((str(address) for address in its if address in network), None)
+        else:
+            names = [address for name, address in _own_addresses() if name == bind]
+            found = names[0] if names else _address_of(bind)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"transport.bind={bind!r}: {why}; {_HOW_TO}") from error
+    if found is None:
+        raise ConfigError(
+            f"transport.bind={bind!r}: this machine, {socket.gethostname()}, has no address in "
+            f"that network; its interfaces: {_own_interfaces()}"
+        )
+    return found
+
+
+def _address_of(host: str) -> str:
+    """An IP address stays what it is; a host name stands for its IPv4 address."""
+    return str(ipaddress.ip_address(host)) if ":" in host else socket.gethostbyname(host)
+
+
+def _own_addresses() -> Iterator[tuple[str, str]]:
+    """(interface, IP address), IPv4 addresses first; link-local ones, which need more, left out."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, addresses in psutil.net_if_addrs().items():
+            for entry in addresses:
+                if entry.family == family and "%" not in entry.address:
+                    yield name, str(ipaddress.ip_address(entry.address))
+
+
+def _own_interfaces() -> str:
+    return ", ".join(f"{name} {address}" for name, address in _own_addresses())
+
+
+def _address_of_own_name(bind: str) -> str:
     """The address that this machine's name stands for."""
     name = socket.gethostname()
     try:
         found = [entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError as error:
-        raise TransportError(
+        raise ConfigError(
             f"transport.bind={bind}: the name of this machine, {name}, has no address ({error}), "
             f"so other machines cannot be told where to connect; {_HOW_TO}"
         ) from error
     for address in map(str, found):
         if not ipaddress.ip_address(address).is_loopback:
             return address
-    raise TransportError(
+    raise ConfigError(
         f"transport.bind={bind}: the name of this machine, {name}, stands for {found[0]}, which "
         f"other machines cannot reach; {_HOW_TO}"
     )
-
-
-def host_of(address: str) -> str:
-    """The host of an endpoint `tcp://<host>:<port>`."""
-    return address.removeprefix("tcp://").rpartition(":")[0]
-
-
-def port_of(address: str) -> int:
-    """The port of an endpoint `tcp://<host>:<port>`."""
-    return int(address.rpartition(":")[2])

@@ -68,6 +68,10 @@ class AsyncSocket:
         on_message: gets every message, as one view per part. It must not raise.
         max_parts: parts kept of one message; further ones are read and thrown away, so that the
             decoder sees `max_parts + 1` and refuses the message.
+        knows_senders: it is guarded, so each message comes with the key of its connection.
+
+    Attributes:
+        sender: that key, of the message that is handed over now.
     """
 
     def __init__(
@@ -76,8 +80,11 @@ class AsyncSocket:
         on_message: Callable[[list[Frame]], None],
         *,
         max_parts: int = 1024,
+        knows_senders: bool = False,
     ) -> None:
         self.raw = socket
+        self.sender = ""
+        self._knows_senders = knows_senders
         self._on_message = on_message
         self._max_parts = max_parts
         self._loop = asyncio.get_running_loop()
@@ -176,6 +183,8 @@ class AsyncSocket:
                 parts.append(part.buffer)
             if not part.more:
                 break
+        if self._knows_senders:
+            self.sender = part.get("User-Id")  # type: ignore[assignment]
         return parts
 
     def _has_arrived(self) -> bool:
@@ -213,7 +222,7 @@ def monitor_of(context: Context, socket: zmq.Socket[bytes], events: int) -> zmq.
 
 
 def parsed_address(address: str) -> tuple[str, int]:
-    """Host and port of an address like tcp://10.0.0.1:5555.
+    """Host and port of an address like tcp://10.0.0.1:5555 or tcp://[fd00::1]:5555.
 
     Names are refused: ZMQ tells of a connection's life under the address as it resolved it.
 
@@ -223,6 +232,8 @@ def parsed_address(address: str) -> tuple[str, int]:
         scheme, slashes, rest = address.partition("://")
         host, _, port = rest.rpartition(":")
         if scheme == "tcp" and slashes and port.isdecimal() and 0 < int(port) < 65536:
+            if host.startswith("[") and host.endswith("]"):
+                return str(ipaddress.IPv6Address(host[1:-1])), int(port)
             return str(ipaddress.IPv4Address(host)), int(port)
     except ValueError:
         pass

@@ -21,5 +21,7 @@ def fatal_loss(tokens: LossTokens, *, marker: str) -> Any:
             path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         elif dying == rank:
-            path.write_text(f"{dying} {calls - 1}")
+            part = path.with_suffix(".part")
+            part.write_text(f"{dying} {calls - 1}")
+            part.replace(path)  # another rank may be reading it
     return decoupled_ppo(tokens, clip_low=0.2, clip_high=0.2)

@@ -10,12 +10,12 @@ import sys
 from tiny_run import letter_prompts, partial
 
 from areal_sc import (
-    FSDPPPOActor,
     GRPOConfig,
     RolloutController,
     SingleTurnWorkflow,
     TrainController,
     load_config,
+    make_actor,
     make_generator,
     make_scheduler,
     run_script,
@@ -26,7 +26,7 @@ from areal_sc import (
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     scheduler = make_scheduler(config.scheduler)
-    actor = TrainController(FSDPPPOActor(config.actor), scheduler)
+    actor = TrainController(make_actor(config.actor), scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
     prompts, workflow = letter_prompts(64, seed=0), SingleTurnWorkflow(partial)
     with start(actor, rollout):

@@ -5,7 +5,6 @@ All tests, and the engine's servers, live on one event loop: that of the session
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -13,15 +12,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from integration.sglang.policies import MAX_CONTEXT, Answers, Generating, Policies
+from integration.sglang.policies import MAX_CONTEXT, Generating, Policies
+from integration.sglang.running_answers import generating_on, wait_until
 
-from areal_sc.config.schema import (
-    Device,
-    Dtype,
-    RolloutConfig,
-    SGLangConfig,
-    WeightUpdateConfig,
-)
+from areal_sc.config.schema import Device, Dtype, RolloutConfig, WeightUpdateConfig
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 
@@ -30,7 +25,6 @@ INSTALL = REPOSITORY / "tests" / "sglang_server" / "install.sh"
 PYTHON = REPOSITORY / ".venv-sglang" / "bin" / "python"
 
 INSTALL_TIMEOUT_S = 900.0
-NUM_TRIES = 5
 BUCKET_BYTES = 100_000
 """A third of the largest parameter: several buckets, one of them a large tensor alone."""
 
@@ -94,22 +88,12 @@ async def engine(
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Waits for a condition; the limit of the test bounds it."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110 - a counter of the engine
-            await asyncio.sleep(0.02)
-
-    return wait
+    """Waits for a condition."""
+    return wait_until
 
 
 @pytest.fixture
 def generating(engine: ServerEngine) -> Generating:
-    """Starts answers, and waits until the servers themselves run them, past their first tokens.
-
-    On a busy machine answers may end before they were seen: then they are started again.
-    """
-
     async def num_running() -> int:
         loads = [
             await replica.client.request("GET", "/v1/loads?include=core", None, 30.0)
@@ -117,14 +101,4 @@ def generating(engine: ServerEngine) -> Generating:
         ]
         return sum(load["num_running_reqs"] for answer in loads for load in answer["loads"])
 
-    async def wait(start: Callable[[], Answers]) -> Answers:
-        for _ in range(NUM_TRIES):
-            tasks = start()
-            while not all(task.done() for task in tasks):
-                if await num_running() >= len(tasks):
-                    return tasks
-                await asyncio.sleep(0.02)
-            await asyncio.gather(*tasks)
-        raise AssertionError(f"answers ended {NUM_TRIES} times before they were seen running")
-
-    return wait
+    return generating_on(num_running)

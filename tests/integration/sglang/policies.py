@@ -7,11 +7,12 @@ import copy
 import string
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -24,6 +25,19 @@ TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
 VOCAB_SIZE = 512
 MAX_CONTEXT = 1024
 TOLERANCE = 1e-4
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,  # heads of 32, the smallest that vLLM takes on a CPU
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": MAX_CONTEXT,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 def at_hand(named_tensors: Iterable[NamedTensor]) -> TensorSource:
@@ -42,9 +56,10 @@ class Policies:
     Neighbouring versions differ enough for a token to be told by its log-probability.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Any = None) -> None:
+        """With a configuration of transformers, the model is of its family."""
         self.folder = folder
-        self._models = {0: _make_model()}
+        self._models = {0: _make_model(config or Qwen2Config(**SIZES))}
         self._models[0].save_pretrained(folder)
         _make_tokenizer().save_pretrained(folder)
 
@@ -129,23 +144,10 @@ class Policies:
             self.check(prompt, answer)
 
 
-def _make_model() -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+def _make_model(config: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
     return model

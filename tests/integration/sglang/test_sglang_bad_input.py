@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from integration.sglang.policies import MAX_CONTEXT, Policies
+from integration.sglang.policies import MAX_CONTEXT, SIZES, Policies
+from transformers import Qwen2Config
 
-from areal_sc.config.schema import GenerationConfig, RolloutConfig, SGLangConfig, WeightUpdateConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig, WeightUpdateConfig
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.process import free_port
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 KEY_VARIABLE = "KEY_OF_SGLANG_SERVERS"
 
 EngineFactory = Callable[..., ServerEngine]
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 @pytest.fixture
@@ -74,6 +76,23 @@ async def test_a_port_in_use(make_engine: EngineFactory, sglang_config: SGLangCo
         with pytest.raises(ConfigError, match=rf"sglang\.ports: 127\.0\.0\.1:{port} is in use"):
             await engine.start()
         await engine.close()
+
+
+@pytest.mark.long
+async def test_a_server_that_has_lost_a_port_starts_again(
+    make_engine: EngineFactory, sglang_config: SGLangConfig, tmp_path: Path, until: Until
+) -> None:
+    """SGLang chooses ports when it starts, and listens on them much later."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        arguments = {"nccl_port": taken.getsockname()[1]}
+        engine = make_engine(replace(sglang_config, num_servers=1, args=arguments))
+        starting = asyncio.create_task(engine.start())
+        logs = tmp_path / "logs"
+        await until(lambda: any("EADDRINUSE" in it.read_text() for it in logs.glob("*.log")))
+    await starting
+    await engine.close()
 
 
 async def test_an_argument_that_sglang_does_not_know(
@@ -130,12 +149,10 @@ async def test_a_wrong_key(make_engine: EngineFactory, engine: ServerEngine) -> 
 
 
 async def test_a_server_of_another_model(
-    make_engine: EngineFactory, engine: ServerEngine, policies: Policies, tmp_path: Path
+    make_engine: EngineFactory, engine: ServerEngine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "other"
-    shutil.copytree(policies.folder, folder)
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 500'))
+    Policies(folder, Qwen2Config(**SIZES | {"vocab_size": 500}))
     other = make_engine(running_servers(engine), path=str(folder))
     with pytest.raises(ModelError, match=r"another model.*vocab_size is 512, expected 500"):
         await other.start()

@@ -8,88 +8,97 @@ import signal
 from pathlib import Path
 
 import pytest
-from integration.run_process import REPOSITORY, TINY_YAML, RunProcess, started, tiny_run
+from integration.run_process import (
+    LETTER_SORT,
+    SMALL_JOB,
+    TINY_YAML,
+    RunProcess,
+    started,
+    tiny_run,
+)
 from integration.scripts.episodes import by_letters
 from integration.scripts.tiny_run import letter_prompts
 from integration.sglang.policies import Policies
 from integration.sglang.test_sglang_bad_input import KEY_VARIABLE, running_servers
 
 from areal_sc import (
-    FSDPPPOActor,
     GRPOConfig,
     RolloutController,
     SingleTurnWorkflow,
     TrainController,
     load_config,
+    make_actor,
     make_generator,
     make_scheduler,
 )
 from areal_sc import start as start_controllers
+from areal_sc.controller.ledger_account import read_account
 from areal_sc.engines.servers.engine import ServerEngine
 
 pytestmark = pytest.mark.timeout(300)
 
-SAME_KL = 1e-6
-"""Of SGLang's log-probabilities and the trainer's; an update of lr 1e-2 moves it by far more."""
+SAME_KL = 5e-9
+"""Of SGLang's log-probabilities and the trainer's, which then differ by 1e-4 in their mean square's
+root; an update of lr 2e-3 moves them by far more."""
 
 SERVERS = ("rollout.engine=sglang", "sglang.num_servers=2", "sglang.stop_timeout_s=2")
-
-
-def schedulers(run: RunProcess) -> list[int]:
-    """Process ids of the servers' scheduler processes."""
-    return [pid for pid, line in run.processes().items() if "sglang::scheduler" in line]
 
 
 def launchers(run: RunProcess) -> list[int]:
     return [pid for pid, line in run.processes().items() if "servers/launcher.py" in line]
 
 
+@pytest.mark.timeout(600)
 def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
     """As with the embedded engine; that the engine is SGLang is one line of the settings."""
-    arguments = (
-        *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml")),
-        *(f"actor.path={tmp_path / 'warm_start'}", "total_steps=40", "task.median_letters=4"),
-        *(*SERVERS, f"sglang.python={sglang_python}"),
-    )
-    with started(tmp_path / "run", REPOSITORY / "examples" / "letter_sort.py", *arguments) as run:
-        run.wait(240)
+    arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS)
+    arguments += (f"sglang.python={sglang_python}",)
+    with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
+        run.wait(480)
         run.finish()
-        summary = run.summary()
-        assert summary["num_rows_trained"] == 40 * 32 * 8
+        summary, num_steps = run.summary(), len(run.steps())
+        assert summary["num_rows_trained"] == num_steps * 16 * 8
         assert summary["num_rows_trained_twice"] == 0
-        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.15
+        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1, summary
         last = run.records("step")[-1]["counters"]
-        assert last["updated_servers"] >= 40  # two servers; a busy one may skip versions
+        assert last["updated_servers"] >= num_steps  # two servers; a busy one may skip versions
         assert last["update_bytes"] > 0
         run.wait_until_gone()
 
 
-def test_servers_that_are_lost_cost_no_row(
+def test_a_lost_server_and_a_killed_script_cost_no_row(
     sglang_python: Path, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    """One is killed, later one hangs; the account is whole, and both come back."""
-    with tiny_run(
-        tmp_path / "run",
-        tiny_model_folder,
-        *(*SERVERS, f"sglang.python={sglang_python}", "total_steps=24"),
-        *("task.num_free_episodes=24", "sglang.hung_after_s=4", "scheduler.orphan_timeout_s=20"),
-    ) as run:
-        run.wait_for_step(1)
-        os.kill(launchers(run)[0], signal.SIGKILL)
-        run.wait_until(lambda: "is back" in story(run, 1), "the killed server to be back")
-        (gate := gate_file(run)).write_bytes(b"." * 2)
-        run.wait_for_step(5)
-        os.kill(schedulers(run)[1], signal.SIGSTOP)
-        gate.write_bytes(b"." * 3)
-        run.wait_until(lambda: "is back" in story(run, 2), "the hung server to be back")
-        assert len(run.steps()) < 24
+    """A server is killed, and comes back. The next script finds both alive."""
+    settings = (
+        *(*SERVERS, f"sglang.python={sglang_python}", "total_steps=16"),
+        *("task.num_free_episodes=24", "scheduler.orphan_timeout_s=60"),
+    )
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:
+        first.wait_for_step(1)
+        os.kill(launchers(first)[0], signal.SIGKILL)
+        first.wait_until(lambda: story(first, 1), "the killed server to be back")
+        (gate := gate_file(first)).write_bytes(b"." * 2)
+        first.wait_for_step(5)
+        assert len(first.steps()) < 16
+        servers = launchers(first)
+        first.send(signal.SIGKILL)
+        first.wait()
         gate.write_bytes(b"." * 1000)
-        run.finish()
-        summary = run.summary()
-        assert summary["num_rows_trained"] == 24 * 4 * 2
+        with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as second:
+            last = second.records("step")[-1]["step"]
+            second.wait_for_step(last + 1)
+            assert launchers(first) == servers
+            second.finish()
+        assert story(first, 1)
+        assert not story(first, 2)
+        account = read_account(first.run_dir / "ledger", lambda group: None)
+        assert (account.rows_lost, account.trained_again, account.version) == (0, [], 16)
+        summary = second.summary()
+        assert summary["num_rows_trained"] == 16 * 4 * 2
         assert summary["num_rows_trained_twice"] == 0
         assert summary["num_episodes_rejected"] == 0
-        run.wait_until_gone()
+        first.wait_until_gone()
 
 
 def story(run: RunProcess, times: int) -> str:
@@ -103,21 +112,32 @@ def gate_file(run: RunProcess) -> Path:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("method", ["disk", "collective"])
-async def test_servers_that_run_already_get_the_trainers_weights(
+@pytest.mark.parametrize(
+    ("method", "trainer", "mesh"),
+    [
+        ("disk", "fsdp", "{data: 2}"),
+        ("collective", "fsdp", "{data: 1, tensor: 2}"),
+        ("collective", "megatron", "{data: 1, pipeline: 2}"),
+    ],
+)
+async def test_servers_that_run_already_get_the_weights_of_every_mesh(
     engine: ServerEngine,
     policies: Policies,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     method: str,
+    trainer: str,
+    mesh: str,
 ) -> None:
     """What they sample then has the log-probabilities that the trainer computes."""
+    monkeypatch.setenv("MEGATRON_ON_CPU", "1")
     servers = running_servers(engine, num_servers=2)
     overrides = (
         *("--config", str(TINY_YAML), f"run_dir={tmp_path / 'run'}", "task.gate=unused"),
         *(f"actor.path={policies.folder}", "actor.optimizer.lr=2e-3", "rollout.num_workers=2"),
         *("rollout.engine=sglang", f"sglang.urls=[{','.join(servers.urls)}]"),
         *(f"sglang.api_key_env={KEY_VARIABLE}", f"weight_update.method={method}"),
-        "weight_update.bucket_bytes=50000",
+        *("weight_update.bucket_bytes=50000", f"actor.engine={trainer}", f"actor.parallel={mesh}"),
     )
     await asyncio.to_thread(train_and_compare, load_config(overrides, GRPOConfig))
     version = policies.add()
@@ -128,7 +148,7 @@ def train_and_compare(config: GRPOConfig) -> None:
     prompts, workflow = letter_prompts(16, seed=3), SingleTurnWorkflow(by_letters)
     scheduler = make_scheduler(config.scheduler)
     try:
-        actor = TrainController(FSDPPPOActor(config.actor), scheduler)
+        actor = TrainController(make_actor(config.actor), scheduler)
         rollout = RolloutController(make_generator(config.rollout), scheduler)
         with start_controllers(actor, rollout):
             for step in range(3):

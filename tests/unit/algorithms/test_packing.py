@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_sc.algorithms.packing import pack_micro_batches
+from areal_sc.algorithms.packing import pack_micro_batches, pack_padded_micro_batches
 
 
 def fewest_rows_first(
@@ -50,6 +50,27 @@ def test_every_row_once_within_the_limit_and_enough_micro_batches(
     # exactly: ranks agree on a number, and each must then make that many
     without_minimum = len(pack_micro_batches(lengths, max_tokens))
     assert len(packed) == max(without_minimum, min(min_micro_batches, len(lengths)))
+
+
+@given(lengths=st.lists(st.integers(0, 50), max_size=60), max_tokens=st.integers(50, 200))
+def test_padded_rows_stay_within_the_limit_with_their_padding(
+    lengths: list[int], max_tokens: int
+) -> None:
+    packed = pack_padded_micro_batches(lengths, max_tokens)
+    assert sorted(row for rows in packed for row in rows) == list(range(len(lengths)))
+    areas = [len(rows) * max(lengths[row] for row in rows) for rows in packed]
+    assert max(areas, default=0) <= max_tokens
+    # two neighbours do not fit into one, or there would be fewer
+    longest = sorted((max(lengths[row] for row in rows), len(rows)) for rows in packed)
+    for (_, few), (length, many) in itertools.pairwise(longest):
+        assert length * (few + many) > max_tokens
+
+
+def test_a_long_row_among_short_ones_is_padded_alone() -> None:
+    lengths = [200, *[2] * 28]
+    assert sorted(map(len, pack_padded_micro_batches(lengths, 256))) == [1, 28]
+    with pytest.raises(ValueError, match=r"row 0 has 200 tokens, but .* at most 199"):
+        pack_padded_micro_batches(lengths, 199)
 
 
 def test_beats_algorithm_1_in_number_and_evenness() -> None:
@@ -131,7 +152,7 @@ def test_errors_name_the_row_and_both_numbers() -> None:
         pack_micro_batches([3, 12], 10)
     with pytest.raises(ValueError, match=r"row 0 has a negative length, -1"):
         pack_micro_batches([-1], 10)
-    with pytest.raises(ValueError, match=r"max_tokens=0 and min_micro_batches=1 must be >= 1"):
+    with pytest.raises(ValueError, match=r"max_tokens=0 must be >= 1"):
         pack_micro_batches([1], 0)
     with pytest.raises(ValueError, match=r"min_micro_batches=0"):
         pack_micro_batches([1], 10, 0)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +19,16 @@ from sample_rows import sample
 
 from areal_sc import __main__ as program
 from areal_sc.commands.new import project_files
+from areal_sc.config.loader import config_text
+from areal_sc.config.schema import GRPOConfig
 from areal_sc.disk import Disk
+from areal_sc.engines.busy_time import TurnSums
 from areal_sc.json_lines import JsonLines
+from areal_sc.run_folder import RunFolder
 from areal_sc.samples import Place
 from areal_sc.trainer.failure import run_script
+from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.metrics_log import MetricsLog
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -30,6 +41,24 @@ def call(*words: object) -> int | str | None:
         return run_script(program.main, [str(word) for word in words])
     except SystemExit as end:
         return end.code
+
+
+def test_stop_says_why_there_is_nothing_to_stop(tmp_path: Path, capsys: Told) -> None:
+    assert call("stop", tmp_path / "none") == 2
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert call("stop", tmp_path) == 2
+    assert "is not the folder of a run: it has no sound run.json" in capsys.readouterr().err
+    with RunFolder(tmp_path / "run") as folder:
+        folder.lock()
+        assert call("stop", folder.path, "--timeout", "0.1") == 9
+        said = capsys.readouterr()
+        assert f"process {os.getpid()} on {socket.gethostname()} has no workers" in said.out
+        assert f"within 0.1 s: process {os.getpid()} is running in it" in " ".join(said.err.split())
+    assert call("stop", folder.path) == 0
+    assert "has ended before it was finished" in capsys.readouterr().out
+    folder.summary_path.touch()
+    assert call("stop", folder.path) == 0
+    assert "is finished" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -156,7 +185,22 @@ def test_the_ledger_as_json(ledger_dir: Path, capsys: Told) -> None:
     *groups, run = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     outcomes = {group["group"]: group["outcome"] for group in groups}
     assert outcomes == dict(enumerate(["trained"] * 2 + ["rejected", "finished"] + ["queued"] * 2))
-    assert (run["totals"]["rows_trained"], run["rows_lost"], run["lineages"]) == (5, 0, [[1, 0]])
+    assert (run["totals"]["rows_trained"], run["rows_lost"]) == (5, 0)
+    assert run["lineages"] == [{"lineage": 1, "begun_at": 0, "version": 2, "counts_to": 2}]
+
+
+def test_one_that_reads_no_further_is_no_error(ledger_dir: Path) -> None:
+    """As with `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody_reads:
+        done = subprocess.run(
+            [sys.executable, "-m", "areal_sc", "ledger", ledger_dir],
+            stdout=nobody_reads,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_ledger_that_cannot_be_read_is_an_error(ledger_dir: Path, capsys: Told) -> None:
@@ -214,3 +258,73 @@ def test_the_files_of_a_project_are_the_example() -> None:
     for link in (REPOSITORY / "areal_sc" / "commands" / "project").iterdir():
         assert link.is_symlink()
         assert link.resolve().parent.parent == REPOSITORY
+
+
+@pytest.fixture
+def planned_dir(tmp_path: Path) -> Path:
+    """A run of 40 steps of 2 s, in which the trainer waits for half of the time."""
+    config = GRPOConfig(run_dir=str(tmp_path / "run"), total_steps=40)
+    config.actor.path = config.rollout.path = "model"
+    with RunFolder(config.run_dir) as folder:
+        folder.open(config_text=config_text(config) + "own: {letters: 3}\n")
+    with closing(MetricsLog(folder.metrics_path)) as log:
+        for number in range(1, 41):
+            log.on_step(planned_step(number))
+    return folder.path
+
+
+def planned_step(number: int) -> StepMetrics:
+    """Its answers have 100 tokens, one in 10 ms."""
+    turns = TurnSums()
+    turns.add(25_600 * number, 128, 0.01)
+    return StepMetrics(
+        step=number,
+        reward=0.5,
+        group_staleness_mean=1.0,
+        group_staleness_max=1,
+        token_staleness_mean=1.0,
+        token_staleness_max=1,
+        num_rows=256,
+        num_generated_tokens=25_600,
+        num_trained_tokens=25_600,
+        step_time_s=2.0,
+        wait_s=1.0,
+        train_s=0.9,
+        sync_s=0.1,
+        num_train_workers=1,
+        num_rollout_workers=1,
+        max_staleness=4,
+        group_time_s=1.0,
+        longest_tokens_mean=100.0,
+        longest_tokens_max=100,
+        counters={**asdict(turns), "busy_s": 2.0 * number},
+    )
+
+
+def test_a_plan_says_what_to_set_and_what_it_brings(planned_dir: Path, capsys: Told) -> None:
+    assert call("plan", planned_dir) == 0
+    told = capsys.readouterr().out
+    assert "(steps 11 to 40)" in told
+    assert re.search(r"^now +1 +1 +4 +2\.00s +\d+%", told, re.MULTILINE)
+    assert "generation is busy 100% of the time with 128 answers at a time" in told
+    assert call("plan", planned_dir, "--devices", "5", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_devices"] == 5
+    assert plan["advised"]["point"]["num_rollout_workers"] > 1
+    assert (
+        f"rollout.num_workers={plan['advised']['point']['num_rollout_workers']}" in plan["settings"]
+    )
+
+
+def test_a_run_that_has_hardly_begun_has_no_plan(
+    planned_dir: Path, tmp_path: Path, capsys: Told
+) -> None:
+    lines = (planned_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (planned_dir / "metrics.jsonl").write_text("".join(lines[:9]))
+    assert call("plan", planned_dir) == 2
+    assert "a plan needs about 18 steps" in " ".join(capsys.readouterr().err.split())
+    assert call("plan", tmp_path) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    for wrong in ("1", "two", "1.5"):
+        assert call("plan", planned_dir, "--devices", wrong) == 2
+        assert "at least 2" in capsys.readouterr().err

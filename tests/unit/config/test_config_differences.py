@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_sc.config.differences import FIXED, FREE, check_resumable, config_differences
+from areal_sc.config.differences import (
+    FIXED,
+    FREE,
+    STARTED_AGAIN,
+    check_resumable,
+    config_differences,
+)
 from areal_sc.config.fields import known_keys
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import GRPOConfig
@@ -52,6 +58,27 @@ def test_other_changes_are_reported(load: Load) -> None:
         "actor.optimizer.lr: 1e-06 -> 0.5",
         "rollout.max_staleness: 4 -> 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "sections"),
+    [
+        ("actor.optimizer.lr=0.5", ["actor"]),
+        ("rollout.max_staleness=1", ["rollout"]),
+        ("generation.temperature=0.5", ["rollout"]),
+        ("transport.encrypt=true", ["scheduler"]),
+        ("scheduler.hung_after_s=9", []),
+        ("evaluation.every_steps=5", []),
+        ("checkpoint.every_steps=5", []),
+    ],
+)
+def test_workers_that_live_are_started_again_if_their_settings_changed(
+    load: Load, override: str, sections: list[str]
+) -> None:
+    old, new = config_text(load()), config_text(load(override))
+    told = check_resumable(old, new, lives=True)[len(check_resumable(old, new)) :]
+    expected = [STARTED_AGAIN[section] for section in sections]
+    assert [line.partition(":")[0] for line in told] == expected
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,24 @@ WriteYaml = Callable[..., Path]
             "did you mean rollout.num_workers?",
         ),
         (
+            "rollout.autoscale.max_workers=2",
+            "override rollout.autoscale.max_workers=2: unknown setting "
+            "rollout.autoscale.max_workers; did you mean rollout.autoscale.max?",
+        ),
+        (
+            "actor.optimizer.lr_min_ratio=0.1",
+            "override actor.optimizer.lr_min_ratio=0.1: unknown setting "
+            "actor.optimizer.lr_min_ratio; did you mean actor.optimizer.min_lr_ratio",
+        ),
+        (
             "actor.num_workers=2",
             "override actor.num_workers=2: unknown setting actor.num_workers; "
             "it is called actor.parallel.data now",
+        ),
+        (
+            "scheduler.slurm.train.role_workers=2",
+            "override scheduler.slurm.train.role_workers=2: unknown setting "
+            "scheduler.slurm.train.role_workers; it is called scheduler.slurm.train.role_ranks now",
         ),
         (
             "+actor.zzz=2",
@@ -83,7 +98,7 @@ WriteYaml = Callable[..., Path]
             "checkpoint=3",
             "override checkpoint=3: checkpoint: "
             "expected a section with the keys every_steps, every_minutes, keep, "
-            "memory_every_steps, keep_rows_steps, export_every_steps, got 3",
+            "memory_every_steps, keep_rows_steps, stop_within_s, export_every_steps, got 3",
         ),
         (
             "checkpoint={kep:3}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +15,15 @@ import pytest
 from areal_sc.config.fields import is_section, known_keys
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
+from areal_sc.controller.ledger_records import LedgerState
+from areal_sc.controller.rejections import RejectionCounts
+from areal_sc.controller.rollout import RolloutState
+from areal_sc.engines.training.snapshot_index import INDEX_NAME, SnapshotIndex
 from areal_sc.errors import ConfigError, ModelError, RunFolderError
 from areal_sc.preflight.load import load_config
 from areal_sc.run_folder import RunFolder
+from areal_sc.run_lineage import begin_lineage
+from areal_sc.trainer.checkpoints import CONTROLLERS, _sealed
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
@@ -153,6 +160,7 @@ def test_dry_run_shows_workers_memory_and_run_folder(
     assert "rollout/0" in shown
     assert "would start a new run" in shown
     assert "not there yet, the script makes it" in shown
+    assert re.search(r"shared memory in /\S+: up to .+ of .+B", shown)
 
 
 def test_dry_run_says_what_each_kind_of_loop_would_do(
@@ -162,7 +170,13 @@ def test_dry_run_says_what_each_kind_of_loop_would_do(
     config = load_config(argv, GRPOConfig)
     with RunFolder(config.run_dir) as folder:
         folder.open(config_text=config_text(config))
-        folder.snapshot_path(10).mkdir()
+        state = RolloutState(LedgerState(version=10), RejectionCounts({}, 0))
+        (folder.snapshot_path(10) / "engine").mkdir(parents=True)
+        (folder.snapshot_path(10) / CONTROLLERS).write_bytes(_sealed(state))
+        index = SnapshotIndex(architecture="", num_updates=0, shapes={}, files=())
+        (folder.snapshot_path(10) / "engine" / INDEX_NAME).write_bytes(index.encode())
+        begin_lineage(folder)
+        folder.metrics_path.touch()
     for flags, said in (
         ((), "a loop without a `Run` would start again from nothing"),
         (("--resume",), "a loop without a `Run` would refuse --resume"),
@@ -171,6 +185,7 @@ def test_dry_run_says_what_each_kind_of_loop_would_do(
             load_config([*argv, "--dry-run", *flags], GRPOConfig, makes_model=True)
         shown = capsys.readouterr().out
         assert "would go on from the last snapshot" in shown
+        assert "would go on after step 10, of lineage 0" in shown
         assert said in shown
     folder.summary_path.touch()
     with pytest.raises(RunFolderError, match="its run is finished"):  # before the missing model
@@ -225,6 +240,7 @@ def test_help_tells_every_setting_and_fits_the_terminal(
     text = capsys.readouterr().out
     for expected in ("--config", "--print-config", "--dry-run", "--overwrite", "--resume"):
         assert expected in text
+    assert "  10   a worker dies again and again\n" in text
     settings = text.partition("\nsettings:\n")[2]
     assert max(map(len, settings.splitlines())) <= int(columns)
     assert "  actor.num_threads=1\n      CPU threads a rank (an integer, at least 1)\n" in settings

@@ -42,8 +42,22 @@ def test_shape_of_a_sharded_model(tmp_path: Path) -> None:
     shape = read_model_shape(write_model(tmp_path / "m"))
     assert shape is not None
     assert shape.num_parameters == 30 * 96 + 96 + 24 + 1
+    assert shape.num_expert_parameters == 0
     assert shape.max_context_tokens == 128
     assert shape.kv_values_per_token == 2 * 3 * 2 * (96 // 4)
+
+
+def test_parameters_of_experts_are_told_apart(tmp_path: Path) -> None:
+    """One tensor for each expert, or one for all; all tokens go through a shared one."""
+    folder = write_model(tmp_path / "m")
+    mlp = "model.layers.0.mlp."
+    experts = {f"{mlp}experts.{n}.up_proj.weight": [5, 7] for n in range(3)}
+    experts[f"{mlp}experts.down_proj"] = [3, 7, 5]
+    others = {f"{mlp}gate.weight": [3, 7], f"{mlp}shared_experts.up_proj.weight": [5, 7]}
+    write_safetensors(folder / "model-3.safetensors", {**experts, **others})
+    shape = read_model_shape(folder)
+    assert shape is not None
+    assert shape.num_expert_parameters == 3 * 35 + 105
 
 
 def test_shape_of_other_spellings(tmp_path: Path) -> None:

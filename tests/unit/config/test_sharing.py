@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
 from areal_sc.config.plain import from_plain, to_plain
 from areal_sc.config.schema import (
     ActorConfig,
@@ -95,6 +96,23 @@ def test_a_changed_or_copied_run_shares_anew() -> None:
     second.actor.path = "other"
     join_sections(second)
     assert second.rollout.path == "other"
+
+
+def test_a_loop_without_a_run_knows_what_it_does_not_read() -> None:
+    actor = ActorConfig(path="m")
+    config = GRPOConfig(run_dir="r", total_steps=3, actor=actor)
+    assert config.scheduler.run_only == SchedulerConfig(run_dir="r").run_only == ()
+    changed = replace(
+        config,
+        trackers=[TrackerKind.wandb],
+        evaluation=EvaluationConfig(greedy=False),
+        checkpoint=CheckpointConfig(every_steps=3, memory_every_steps=2, keep_rows_steps=1),
+        samples=SamplesConfig(groups_per_step=1, show=True),
+    )
+    assert changed.scheduler.run_only == (
+        *("trackers=[wandb]", "evaluation.greedy=false"),
+        *("checkpoint.every_steps=3", "samples.show=true"),
+    )
 
 
 def test_what_is_missing_or_contradicts_itself_is_named() -> None:

@@ -9,17 +9,21 @@ from statistics import fmean
 
 import pytest
 from simulation.behavior import Behavior
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
+from areal_sc.config.schema import AdmissionMode
 from areal_sc.controller.batch_samples import chosen_groups
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.samples import Place, Sample, read_samples
 from areal_sc.workers import calls
 
 NUM_STEPS = 6
-SETTINGS = Settings(num_steps=NUM_STEPS, batch_groups=5, group_size=4)
+SETTINGS = Settings(
+    num_steps=NUM_STEPS, batch_groups=5, group_size=4, admission=AdmissionMode.eager
+)
 
 
 def samples_of(
@@ -80,6 +84,35 @@ def test_a_worker_that_does_not_answer_costs_samples_and_no_time() -> None:
     assert samples == []
     assert duration_s == expected_s
     assert 0 < len(asked) <= 4  # of one batch at a time
+
+
+def test_a_worker_that_is_being_started_again_is_not_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, too_early = TrainingRun(SETTINGS), []
+
+    class SlowlyBuilt(SimulatedRolloutWorker):
+        is_built = False
+
+        async def initialize(self, _: None) -> None:
+            await self.spend(10.0)  # some steps
+            self.is_built = True
+
+        async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
+            if not self.is_built:
+                too_early.append(self.name)
+            return await super().read_texts(wanted)
+
+    def kill_soon(run: TrainingRun) -> None:
+        worker = run.cluster.workers["rollout/0"]
+        asyncio.get_running_loop().call_later(1.5, worker.end, "signal 9 (SIGKILL)")
+
+    run.cluster.rollout_class = SlowlyBuilt
+    with caplog.at_level(logging.INFO):
+        samples, _ = samples_of(run, kill_soon)
+    assert samples
+    assert "lacks a sample: worker rollout/0 is being started again" in caplog.text
+    assert too_early == []
 
 
 def test_rows_that_were_swept_meanwhile_are_missing_samples() -> None:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 from simulation.behavior import Behavior
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster, SimulatedTransport
+from simulation.settings import Settings, configs
 from simulation.tasks import NamedWorkflow
-from simulation.training_run import Settings, configs
 
-from areal_sc.config.schema import SGLangConfig
+from areal_sc.config.placement import Purpose
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller import control_loop
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.control_loop import ControlLoop, start
@@ -23,6 +24,8 @@ from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
+from areal_sc.schedulers.base import Node
+from areal_sc.workers.spec import NodeFacts
 
 
 class Recorder(Controller):
@@ -34,6 +37,7 @@ class Recorder(Controller):
         self.events = events
         self.name = self.role = name
         self.start_error = start_error
+        self.endings: list[BaseException] = []
 
     async def start_async(self) -> None:
         if self.start_error is not None:
@@ -43,6 +47,11 @@ class Recorder(Controller):
 
     async def close_async(self) -> None:
         self.events.append(f"{self.name} closed")
+
+    version = 0
+
+    def note_end(self, error: BaseException) -> None:
+        self.endings.append(error)
 
     async def where_async(self) -> str:
         return threading.current_thread().name
@@ -74,7 +83,8 @@ class Recorder(Controller):
 
 
 class Measurer(Recorder):
-    measures_free_memory = True
+    async def measures_free_memory(self) -> bool:
+        return True
 
 
 class SlowRecorder(Recorder):
@@ -91,23 +101,42 @@ def test_who_measures_free_memory_starts_when_the_others_hold_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "measures"),
+    ("settings", "num_devices", "measures"),
     [
-        ({"engine": "sglang", "device": "cuda"}, True),
-        ({"engine": "sglang", "device": "cpu"}, False),
-        ({"engine": "local", "device": "cuda"}, False),  # its KV cache has a size
-        ({"engine": "sglang", "device": "cuda", "sglang": SGLangConfig(urls=["http://a"])}, False),
+        ({"engine": "sglang", "device": "cuda"}, 1, True),
+        ({"engine": "sglang", "device": "auto"}, 1, True),
+        ({"engine": "sglang", "device": "auto"}, 0, False),
+        ({"engine": "sglang", "device": "cpu"}, 1, False),
+        ({"engine": "local", "device": "cuda"}, 1, False),  # its KV cache has a size
+        ({"engine": "sglang", "sglang": SGLangConfig(urls=["http://a"])}, 1, False),
     ],
 )
-def test_servers_of_its_own_on_gpus_measure_free_memory(
-    settings: dict[str, Any], measures: bool, tmp_path: Path
+async def test_servers_of_its_own_on_gpus_of_their_nodes_measure_free_memory(
+    settings: dict[str, Any], num_devices: int, measures: bool, tmp_path: Path
 ) -> None:
-    assert rollout_controller(tmp_path, settings).measures_free_memory == measures
+    controller = rollout_controller(tmp_path, settings, num_devices)
+    assert await controller.measures_free_memory() == measures
 
 
-def rollout_controller(folder: Path, settings: dict[str, Any]) -> RolloutController:
+class LentNodes(SimulatedCluster):
+    """One for each role, of which that for generation has so many CUDA devices."""
+
+    num_devices = 0
+
+    async def nodes(self) -> list[Node]:
+        found = [(Purpose.train, 1 - self.num_devices), (Purpose.rollout, self.num_devices)]
+        return [
+            Node(NodeFacts("a", "a", count, "", "", ""), Path(), purpose=purpose)
+            for purpose, count in found
+        ]
+
+
+def rollout_controller(
+    folder: Path, settings: dict[str, Any], num_devices: int = 0
+) -> RolloutController:
     config = replace(configs(Settings())[1], **{"sglang": SGLangConfig(), **settings})
-    cluster = SimulatedCluster(folder, Behavior(), seed=0)
+    cluster = LentNodes(folder, Behavior(), seed=0)
+    cluster.num_devices = num_devices
     runtime = Runtime(transport=SimulatedTransport(cluster), new_id=cluster.new_id)
     return RolloutController(make_generator(config), cluster, runtime=runtime)
 
@@ -155,6 +184,7 @@ def test_an_exception_of_a_method_arrives_and_closes_everything() -> None:
     with pytest.raises(ConfigError) as caught, start(controller):
         controller.fail(error)
     assert caught.value is error
+    assert controller.endings == [error], "what `status` says"
     assert events == ["one started", "one closed"]
 
 

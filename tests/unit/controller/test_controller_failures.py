@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker, SimulatedWorker
 

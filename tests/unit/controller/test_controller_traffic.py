@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from simulation.behavior import Behavior
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 MAX_BYTES_A_ROW = 1024

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.behavior import Behavior, Number
-from simulation.training_run import Settings, TrainingRun, play
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun, play
 
 from areal_sc.config.schema import OverBound
 
@@ -91,7 +92,7 @@ def check_evaluations(run: TrainingRun) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.train))
 def test_train(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -100,7 +101,7 @@ def test_train(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.mask))
 def test_mask(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -110,7 +111,7 @@ def test_mask(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(runs(OverBound.wait))
 def test_wait(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -120,7 +121,7 @@ def test_wait(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.regenerate))
 def test_regenerate(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -129,7 +130,7 @@ def test_regenerate(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(st.sampled_from(list(OverBound)).flatmap(lambda mode: runs(mode, max_eta=0)))
 def test_without_staleness_generation_and_training_take_turns(run_settings: Settings) -> None:
     """`TrainingRun` checks that each step has tokens of its own version only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from simulation.workers import SimulatedWorker
 from areal_sc.config.schema import Device
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import WorkerStartError
+from areal_sc.errors import WorkerLost, WorkerStartError
+from areal_sc.run_owner import RunTerm
+from areal_sc.transport.sockets.interface import port_of
+from areal_sc.workers.calls import PING
 from areal_sc.workers.spec import WorkerOrder
 
 
@@ -65,3 +69,47 @@ def test_nothing_is_left_of_a_launch_that_fails(
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(launch())
+
+
+@pytest.mark.parametrize("is_superseded", [False, True])
+def test_a_close_leaves_the_workers_of_a_later_start_alone(
+    tmp_path: Path, is_superseded: bool
+) -> None:
+    async def close() -> None:
+        cluster = SimulatedCluster(tmp_path, Behavior())
+        cluster.terms[None] = RunTerm.begin(tmp_path)
+        runtime = Runtime(transport=cluster.transport())
+        fleet = Fleet(cluster, runtime, on_lost=lambda *_: None)
+        await fleet.launch([WorkerOrder("rollout", 0, "LocalGenerator", {}, Device.cpu, 1)])
+        if is_superseded:
+            RunTerm.begin(tmp_path)  # it has told no worker of it yet
+        await fleet.close()
+        await asyncio.sleep(1.0)
+        assert (cluster.workers["rollout/0"].exit_status is None) == is_superseded
+
+    run_virtual(close())
+
+
+def test_a_life_that_is_lost_before_a_call_to_it_is_sent_is_left_out(tmp_path: Path) -> None:
+    """Calls to many begin in several turns; its next life gets this one, and refuses it."""
+
+    async def ask() -> None:
+        cluster = SimulatedCluster(tmp_path, Behavior())
+        runtime = Runtime(transport=cluster.transport(), new_id=cluster.new_id)
+        fleet = Fleet(cluster, runtime, on_lost=lambda *_: None)
+        orders = [WorkerOrder("rollout", i, "LocalGenerator", {}, Device.cpu, 1) for i in range(2)]
+        await fleet.launch(orders)
+        kept, lost = fleet.members
+        living = asyncio.create_task(fleet.call_living(PING, None, fleet.members))
+        each = asyncio.create_task(fleet.call_each(PING, [None, None]))
+        await asyncio.sleep(0)
+        cluster.workers[lost.name].end("signal 9 (SIGKILL)")
+        fleet.lose(lost, lost.worker.incarnation, "has died")
+        port = port_of(lost.worker.address)
+        await cluster.start(replace(lost.order, incarnation="b", port=port), "node-0")
+        assert await living == {kept: None}
+        with pytest.raises(WorkerLost, match="has died"):
+            await each
+        await fleet.close()
+
+    run_virtual(ask())

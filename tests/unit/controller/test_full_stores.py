@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from simulation.behavior import Behavior
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.config.schema import OverBound, RolloutConfig, SGLangConfig, WeightUpdateConfig
+from areal_sc.config.schema import AdmissionMode, OverBound, RolloutConfig, WeightUpdateConfig
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.config.store_room import max_group_bytes
-from areal_sc.controller.background import Background
-from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.engines.handles import LocalGenerator
+from areal_sc.controller.room import StoreRoom, check_room, store_room
 from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.workers.spec import WorkerReport
 
 PAGE_BYTES = 4096
 
 
 @pytest.mark.parametrize("max_concurrent_groups", [1, 3, 64])
 @pytest.mark.parametrize("mode", OverBound)
-def test_restored_groups_wait_for_room_and_find_it(
+def test_prompts_that_come_again_wait_for_room_and_find_it(
     mode: OverBound, max_concurrent_groups: int
 ) -> None:
     """More of them than the stores hold, so that most wait until a batch is swept. Weights have
     arrived before that, so nothing else wakes them. They are too many to run at one time, too."""
-    ahead = Settings(num_steps=8, over_bound=mode, max_staleness=3, num_rollout_workers=1)
+    ahead = Settings(
+        num_steps=8,
+        over_bound=mode,
+        max_staleness=3,
+        admission=AdmissionMode.eager,
+        num_rollout_workers=1,
+    )
 
     async def first() -> dict[str, Any]:
         async with TrainingRun(ahead).started() as run:
@@ -46,7 +52,8 @@ def test_restored_groups_wait_for_room_and_find_it(
         run = TrainingRun(replace(ahead, **limits))
         async with run.started():
             await run.load(saved)
-            assert run.rollout.groups.ledger.account()["queued"] > 2 * ahead.batch_groups
+            returned = run.rollout.groups.ledger.snapshot().returned_prompts
+            assert len(returned) > 2 * ahead.batch_groups
             for _ in range(1, ahead.num_steps):
                 await run.rollout.wait_for_weights_async()
                 await run.step()
@@ -75,21 +82,18 @@ def test_groups_of_rollout_batch_that_leave_no_rows_leave_room() -> None:
     run_virtual(scenario())
 
 
-def workers_with_room(config: RolloutConfig, rooms: dict[str, list[int]]) -> RolloutWorkers:
-    """Workers that nothing is asked of; `rooms` has what each reports, by node."""
-    fleet: Any = SimpleNamespace()
-    background = Background(10.0, lambda: "")
-    workers = RolloutWorkers(LocalGenerator(config), fleet, background, lambda run: True)
-    reports = [
-        SimpleNamespace(node=node, store_room_bytes=room)
-        for node, node_rooms in rooms.items()
-        for room in node_rooms
-    ]
-    workers.track(
-        SimpleNamespace(name=f"rollout/{i}", worker=report)  # type: ignore[misc]
-        for i, report in enumerate(reports)
+def room_of(config: RolloutConfig, rooms: dict[str, list[int]]) -> StoreRoom:
+    """`rooms` has what each worker reports, by node."""
+    reports = [(node, free_bytes) for node, of_node in rooms.items() for free_bytes in of_node]
+    room = store_room(
+        [
+            WorkerReport(f"rollout/{i}", "life", "", 1, node, free_bytes)
+            for i, (node, free_bytes) in enumerate(reports)
+        ],
+        config,
     )
-    return workers
+    check_room(room, config)
+    return room
 
 
 def rollout_config(**changes: Any) -> RolloutConfig:
@@ -110,11 +114,11 @@ def test_free_memory_is_counted_in_pages() -> None:
     """What a worker reports is what its node has, so it is not added up."""
     config = rollout_config(max_context_tokens=56)
     assert max_group_bytes(config) < PAGE_BYTES // 2
-    workers_with_room(config, {"a": [4 * PAGE_BYTES, 5 * PAGE_BYTES]}).check_room()
-    workers_with_room(config, {"a": [2 * PAGE_BYTES], "b": [2 * PAGE_BYTES]}).check_room()
-    workers_with_room(config, {"a": [0, 0]}).check_room()  # not known
+    room_of(config, {"a": [4 * PAGE_BYTES, 5 * PAGE_BYTES]})
+    room_of(config, {"a": [2 * PAGE_BYTES], "b": [2 * PAGE_BYTES]})
+    room_of(config, {"a": [0, 0]})  # not known
     with pytest.raises(ConfigError) as caught:
-        workers_with_room(config, {"a": [4 * PAGE_BYTES - 1, 5 * PAGE_BYTES]}).check_room()
+        room_of(config, {"a": [4 * PAGE_BYTES - 1, 5 * PAGE_BYTES]})
     for said in (
         "transport.shared_memory: ",
         "rollout.train_batch_groups=4 groups",
@@ -128,6 +132,6 @@ def test_a_limit_of_the_node_is_counted_in_bytes_of_shards() -> None:
     config = rollout_config()
     least = config.train_batch_groups * max_group_bytes(config)
     rooms = {"a": [1 << 30, 1 << 30]}
-    workers_with_room(replace(config, node_store_bytes=least), rooms).check_room()
+    room_of(replace(config, node_store_bytes=least), rooms)
     with pytest.raises(ConfigError, match=r"leave room for 3;"):
-        workers_with_room(replace(config, node_store_bytes=least - 1), rooms).check_room()
+        room_of(replace(config, node_store_bytes=least - 1), rooms)

@@ -7,12 +7,13 @@ import asyncio
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
-from areal_sc.errors import TooManyRejections, WorkerLost
+from areal_sc.errors import CrashLoop, TooManyRejections
 from areal_sc.workers.calls import RunGroup
 
 
@@ -79,7 +80,7 @@ def test_deaths_of_one_worker_that_give_nothing_end_the_run_before() -> None:
     async def scenario() -> None:
         settings = Settings(max_deaths=3, num_rollout_workers=1)
         async with TrainingRun(settings, AllPoisoned).started() as run:
-            with pytest.raises(WorkerLost, match="died 4 times in a row"):
+            with pytest.raises(CrashLoop, match="died 4 times in a row"):
                 await run.step()
 
     run_virtual(scenario())

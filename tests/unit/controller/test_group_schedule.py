@@ -249,7 +249,8 @@ class Run:
         assert again.snapshot() == self.ledger.snapshot()
         self.ledger = again
         self.begin_journal()
-        self.ledger.requeue_all("restart")
+        for group in self.ledger.unconsumed():
+            self.ledger.requeue(group.group_id, "restart")
         # the running step is finished by the trainer; some workers were only thought to be dead
         self.events = [e for e in self.events if e[2] == "trained" or self.random.random() < 0.5]
         heapq.heapify(self.events)

@@ -17,11 +17,12 @@ from areal_sc.controller import journal as module
 from areal_sc.controller.journal import Journal, segment_paths
 from areal_sc.controller.journal_file import HEADER, read_segment, to_frame
 from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState
+from areal_sc.controller.ledger_account import read_account
+from areal_sc.controller.ledger_records import LedgerState, Publish
 from areal_sc.controller.ledger_replay import replay
 from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
-from areal_sc.metadata import PromptReference
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 FOLDER = Path("/run/ledger")
 FIRST = FOLDER / "000001.journal"
@@ -342,3 +343,50 @@ def test_a_full_real_disk_leaves_what_was_durable(tmp_path: Path) -> None:
     segment = read_segment(path.read_bytes(), path)
     assert len(segment.records) == num_durable > 10
     assert segment.num_bytes < path.stat().st_size == 2000
+
+
+def test_a_disk_that_does_not_answer_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        journal, ledger = begun(SimulatedDisk(latency_s=1e6))
+        admit(ledger)
+        with pytest.raises(RunFolderError, match=r"disk of /run/ledger .* transport\.write"):
+            await journal.durable()
+        assert asyncio.get_running_loop().time() < 2 * 3600
+        assert "waited for the disk of /run/ledger" in caplog.text, "long before"
+
+    run_virtual(scenario())
+
+
+def test_a_step_that_was_cut_off_before_its_publication_is_written_anew() -> None:
+    disk = SimulatedDisk()
+
+    async def train(journal: Journal, ledger: Ledger) -> None:
+        ledger.record_trained_counts({0: 2})
+        ledger.publish(ledger.version + 1)
+        await journal.close()
+
+    async def begin() -> None:
+        journal, ledger = begun(disk)
+        admit(ledger)
+        ledger.start(0, "rollout/0")
+        row = RowMetadata(0, 0, 9, 1.0, 0, ((0, 5),), 0)
+        assert ledger.finish(0, 0, BatchMetadata("g0", 0, (), (row, row)))
+        ledger.consume([0], 0)
+        await train(journal, ledger)
+
+    run_virtual(begin())
+    publication = to_frame(Publish(0, 1))
+    assert disk.files[FIRST].endswith(publication)
+    disk.files[FIRST] = disk.files[FIRST][: -len(publication)]
+
+    async def again() -> Ledger:
+        journal = Journal(FOLDER, disk)
+        ledger = journal.take_up(Ledger())
+        assert (ledger.version, ledger.account()["rows_trained"]) == (0, 0)
+        await train(journal, ledger)
+        return ledger
+
+    account = run_virtual(again()).account()
+    assert (account["rows_trained"], account["rows_trained_twice"]) == (2, 0)
+    read = read_account(FOLDER, lambda group: None, disk)
+    assert (read.totals, read.trained_again, read.version) == (account, [], 1)

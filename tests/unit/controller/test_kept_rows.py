@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 from simulation.cluster import SimulatedCluster
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.train_worker import SimulatedTrainWorker
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
-from simulation.workers import SimulatedTrainWorker
 
 from areal_sc.controller.kept_rows import KeptRows
 from areal_sc.controller.ledger import Ledger

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_sc.controller.group import GroupState
+from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger_records import WENT_BACK, LedgerState, Record
 from areal_sc.controller.ledger_replay import replay
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
@@ -273,11 +273,12 @@ def test_groups_come_in_order_of_admission_whatever_their_history() -> None:
     ledger.finish(3, 0, batch_of(3))
     ledger.reject(1, "stale")
     assert [group.group_id for group in ledger.unconsumed()] == [0, 2, 3]
-    ledger.requeue_all("restart")
+    for group_id in (3, 0, 2):
+        ledger.requeue(group_id, "worker lost")
     assert [group.group_id for group in ledger.unconsumed()] == [0, 2, 3]
 
 
-def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> None:
+def test_a_snapshot_survives_msgpack() -> None:
     ledger = Ledger()
     for group_id in range(5):
         ledger.admit(PromptReference(0, group_id, 11), group_id)
@@ -295,7 +296,8 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
     assert restored.account() == ledger.account()
     assert [g.batch for g in restored.unconsumed()][2] == batch_of(2, admitted_version=2)
 
-    restored.requeue_all("restart")
+    for group in restored.unconsumed():
+        restored.requeue(group.group_id, "restart")
     groups = [(g.group_id, g.prompt.index, g.attempt) for g in restored.unconsumed()]
     assert groups == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
     assert [g.admitted_version for g in restored.unconsumed()] == [0, 1, 2]
@@ -307,8 +309,8 @@ def test_a_snapshot_survives_msgpack_and_requeue_all_starts_the_rest_again() -> 
     assert restored.account()["rows_trained_twice"] == 2, "also across a restart"
 
 
-def a_change(ledger: Ledger, draw: st.DrawFn) -> None:
-    """One change of any kind that the state allows."""
+def a_change(ledger: Ledger, draw: st.DrawFn, earlier: Sequence[LedgerState] = ()) -> None:
+    """One change of any kind that the state allows; it may go back to an earlier one."""
     groups = list(ledger.unconsumed())
     finished = [g.group_id for g in groups if g.state is GroupState.finished]
     kept = [group for step in ledger.snapshot().kept for group in step.groups]
@@ -317,7 +319,7 @@ def a_change(ledger: Ledger, draw: st.DrawFn) -> None:
     kinds += ["consume"] * bool(finished) + ["trained"] * bool(kept)
     newest = [step for step in ledger.snapshot().kept if step.step == ledger.version]
     is_untrained = newest and ledger.snapshot().untrained == {g.group_id for g in newest[0].groups}
-    kinds += ["take back"] * bool(is_untrained)
+    kinds += ["take back"] * bool(is_untrained) + ["go back"] * bool(earlier)
     group = draw(st.sampled_from(groups)) if groups else None
     match draw(st.sampled_from(kinds)):
         case "admit":
@@ -344,6 +346,8 @@ def a_change(ledger: Ledger, draw: st.DrawFn) -> None:
             ledger.publish(ledger.version + 1)
         case "release":
             ledger.release(ledger.version - 1)
+        case "go back":
+            ledger.go_back(ledger.lineage + 1, draw(st.sampled_from(earlier)))
 
 
 @given(st.data())
@@ -356,7 +360,7 @@ def test_replaying_any_part_of_a_history_gives_the_ledger_of_then(data: st.DataO
 
     ledger.journal = note
     for _ in range(data.draw(st.integers(0, 25))):
-        a_change(ledger, data.draw)
+        a_change(ledger, data.draw, states)
     states.append(ledger.snapshot())
     records = [msgspec.msgpack.decode(record, type=Record) for record in packed]
     first = data.draw(st.integers(0, len(records)))
@@ -366,6 +370,73 @@ def test_replaying_any_part_of_a_history_gives_the_ledger_of_then(data: st.DataO
         replay(again, [record])
     assert again.snapshot() == states[-1]
     assert again.account() == ledger.account()
+
+
+@given(st.data())
+def test_what_came_after_the_state_that_a_ledger_goes_back_to_is_gone(data: st.DataObject) -> None:
+    ledger = Ledger()
+    for _ in range(data.draw(st.integers(0, 20))):
+        a_change(ledger, data.draw)
+    state, at_state = ledger.snapshot(), ledger.account()
+    prompts = [group.prompt for group in sorted(waiting(state), key=lambda g: g.group_id)]
+    for _ in range(data.draw(st.integers(0, 15))):
+        a_change(ledger, data.draw)
+    before = ledger.account()
+    ledger.go_back(3, state)
+    begun, account = ledger.snapshot(), ledger.account()
+    assert (begun.lineage, begun.version) == (3, state.version)
+    assert list(begun.returned_prompts) == [*prompts, *state.returned_prompts]
+    assert begun.num_prompts_taken == state.num_prompts_taken
+    assert (begun.unconsumed, begun.kept, begun.untrained) == ((), (), set())
+    assert account["admitted"] == before["admitted"], "an id is never used again"
+    assert account["consumed"] == at_state["consumed"] - len(prompts) + len(state.unconsumed)
+    assert account["rows_trained"] == at_state["rows_trained"]
+    assert account["rejected"].keys() - {WENT_BACK} == before["rejected"].keys()
+    assert account["rejected"] == before["rejected"] | account["rejected"]
+    num_given_up = before["admitted"] - sum(before["rejected"].values()) - account["consumed"]
+    assert account["rejected"].get(WENT_BACK, 0) == num_given_up
+
+
+def waiting(state: LedgerState) -> list[Group]:
+    """The groups of a state that no published version was trained on."""
+    consumed = [group for step in state.kept if step.step == state.version for group in step.groups]
+    return [g for g in consumed if g.group_id in state.untrained] + list(state.unconsumed)
+
+
+def test_a_lineage_that_goes_back_trains_the_same_prompts_as_other_groups() -> None:
+    ledger = Ledger()
+    prompts = [PromptReference(0, index, 3) for index in range(4)]
+    for prompt in prompts[:2]:
+        group = ledger.admit(prompt, 0)
+        ledger.start(group.group_id, "rollout/0")
+        ledger.finish(group.group_id, 0, batch_of(group.group_id))
+    (first,) = ledger.consume([0], 0)
+    ledger.record_trained(first.rows)
+    ledger.publish(1)
+    state = ledger.snapshot()
+    (second,) = ledger.consume([1], 1)
+    ledger.record_trained(second.rows)
+    ledger.publish(2)
+    ledger.admit(prompts[2], 2)
+    ledger.start(2, "rollout/0")
+    ledger.go_back(2, state)
+    assert (ledger.lineage, ledger.version, ledger.num_prompts_taken) == (2, 1, 2)
+    assert ledger.num_admitted_not_rejected == ledger.account()["consumed"] == 1
+    assert ledger.account()["rejected"] == {WENT_BACK: 2}
+    assert not ledger.finish(2, 0, batch_of(2)), "a late result of the lineage that was left"
+    assert not ledger.needs_rows(0, 0), "no step of it is repeated"
+    again = ledger.admit(prompts[1], 1)
+    assert again.group_id == 3
+    assert ledger.admit(prompts[2], 1).prompt == prompts[2], "the next of the dataset"
+    ledger.start(3, "rollout/0")
+    ledger.finish(3, 0, batch_of(3, admitted_version=1))
+    ledger.record_trained(ledger.consume([3], 1)[0].rows)
+    assert ledger.account()["rows_trained"] == 4
+    assert ledger.account()["rows_trained_twice"] == 0, "once in this history"
+    ledger.record_trained(second.rows)
+    assert ledger.account()["rows_trained_twice"] == 2, "rows of the lineage that was left"
+    with pytest.raises(LedgerError, match="lineage 1 follows lineage 2"):
+        ledger.go_back(1, state)
 
 
 def test_the_journal_comes_first_and_a_failing_one_changes_nothing() -> None:
@@ -383,6 +454,7 @@ def test_the_journal_comes_first_and_a_failing_one_changes_nothing() -> None:
         (GroupState.consumed, lambda ledger: ledger.take_back(0)),
         (GroupState.consumed, lambda ledger: ledger.publish(1)),
         (GroupState.queued, lambda ledger: ledger.admit(PROMPT, 0)),
+        (GroupState.queued, lambda ledger: ledger.go_back(1, LedgerState())),
     ):
         ledger = ledger_with_one(state)
         before = ledger.snapshot()

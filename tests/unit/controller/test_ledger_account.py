@@ -11,7 +11,12 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.controller import journal as module
 from areal_sc.controller.journal import segment_paths
-from areal_sc.controller.ledger_account import GroupAccount, RunAccount, read_account
+from areal_sc.controller.ledger_account import (
+    GroupAccount,
+    LineageAccount,
+    RunAccount,
+    read_account,
+)
 from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
 
@@ -80,31 +85,44 @@ def test_what_a_later_lineage_does_not_go_on_from_is_undone() -> None:
         history.admit()
         history.run(4)
         history.ledger.consume([2, 4], 2)  # the run ends within that step
-        history.begin(saved, 5)
-        for group in (1, 3):
+        history.begin(saved, 5)  # prompts of groups 1, 2 and 3 come again, as 5, 6 and 7
+        for _ in range(3):
+            history.admit()
+        for group in (5, 6):
             history.run(group, "rollout/3")
-        history.train(3, 1)
+        history.train(5)
+        history.ledger.go_back(6, saved)
+        for group in (8, 9):
+            history.admit()
+            history.run(group)
+        history.train(9)
         history.admit()
-        history.ledger.reject(4, "stale")
         await history.journal.close()
 
     run_virtual(write())
     account, found = read(disk)
-    assert {key: (g.outcome, g.step, g.is_undone) for key, g in found.items()} == {
-        (1, 0): ("trained", 0, False),
-        (1, 1): ("trained", 1, True),
-        (1, 2): ("consumed", 2, True),
-        (1, 3): ("rejected", -1, True),
-        (1, 4): ("consumed", 2, True),
-        (5, 1): ("trained", 1, False),
-        (5, 2): ("queued", -1, False),
-        (5, 3): ("trained", 1, False),
-        (5, 4): ("rejected", -1, False),
+    assert {key: (g.outcome, g.step, g.is_undone, g.cause) for key, g in found.items()} == {
+        (1, 0): ("trained", 0, False, ""),
+        (1, 1): ("trained", 1, True, ""),
+        (1, 2): ("consumed", 2, True, ""),
+        (1, 3): ("rejected", -1, False, "stale"),
+        (1, 4): ("consumed", 2, True, ""),
+        (5, 5): ("trained", 1, True, ""),
+        (5, 6): ("rejected", -1, False, "went_back"),
+        (5, 7): ("rejected", -1, False, "went_back"),
+        (6, 8): ("finished", -1, False, ""),
+        (6, 9): ("trained", 1, False, ""),
+        (6, 10): ("queued", -1, False, ""),
     }
-    assert account.lineages == [(1, 0), (5, 1)]
-    assert (account.num_undone, account.rows_lost) == (4, 0)
-    assert account.totals["rows_trained"] == account.totals["rows_consumed"] == 6
-    assert (found[5, 1].attempt, found[5, 1].worker) == (1, "rollout/3")
+    assert [found[key].index for key in ((5, 5), (5, 6), (5, 7), (6, 8))] == [10, 20, 30, 10]
+    assert account.lineages == [
+        LineageAccount(1, begun_at=0, version=2, counts_to=1),
+        LineageAccount(5, begun_at=1, version=2, counts_to=1),
+        LineageAccount(6, begun_at=1, version=2, counts_to=2),
+    ]
+    assert (account.version, account.num_undone, account.rows_lost) == (2, 4, 0)
+    assert account.totals["rows_trained"] == account.totals["rows_consumed"] == 4
+    assert account.totals["rejected"] == {"stale": 1, "went_back": 6}
 
 
 def test_rows_that_are_lost_or_trained_twice_are_named() -> None:
@@ -121,6 +139,7 @@ def test_rows_that_are_lost_or_trained_twice_are_named() -> None:
         history.train(1, left_out=1)
         history.ledger.consume([2], 2)
         history.ledger.record_trained(first[0].rows[:1])
+        history.ledger.publish(3)
         await history.journal.close()
 
     run_virtual(write())

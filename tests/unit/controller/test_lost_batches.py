@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from simulation.behavior import Number
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.store import SimulatedStore
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound
 from areal_sc.controller.ledger_account import GroupAccount, read_account
-from areal_sc.errors import BatchLost, ShardGone
+from areal_sc.errors import BatchLost, PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata
 
 KILLED = "signal 9 (SIGKILL)"
@@ -41,6 +43,20 @@ async def before_it_is_read(run: TrainingRun) -> None:
 
 async def before_the_update(run: TrainingRun) -> None:
     batch = await prepared(run)
+    lose_rows(run)
+    await run.actor.ppo_update_async(batch)
+
+
+async def with_their_machine_which_says_nothing(run: TrainingRun) -> None:
+    batch, reach = await prepared(run), run.cluster.reach
+
+    async def reach_in_vain(node_id: str, address: str) -> SimulatedStore:
+        try:
+            return await reach(node_id, address)
+        except ShardGone as error:
+            raise PeerSilent(str(error)) from error
+
+    run.cluster.reach = reach_in_vain  # type: ignore[method-assign]
     lose_rows(run)
     await run.actor.ppo_update_async(batch)
 
@@ -88,6 +104,7 @@ async def between_two_updates(run: TrainingRun) -> None:
     [
         before_it_is_read,
         before_the_update,
+        with_their_machine_which_says_nothing,
         while_a_rank_has_begun,
         between_update_and_publication,
         between_two_updates,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from simulation.behavior import Behavior
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.controller.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
@@ -44,8 +45,8 @@ def test_what_runs_is_told_within_a_minute_and_then_less_and_less_often() -> Non
     gaps = [later - earlier for (earlier, _), (later, _) in pairwise(told)]
     assert gaps == sorted(gaps)
     pattern = (
-        r"nothing has finished for \d+ s; 12 groups are open; episodes on rollout/0: "
-        r"6 wait for generation .*; episodes on rollout/1: .*"
+        r"nothing has finished for \d+ s; 8 groups are open; episodes on rollout/0: "
+        r"4 wait for generation .*; episodes on rollout/1: .*"
     )
     assert re.fullmatch(pattern, told[0][1])
 

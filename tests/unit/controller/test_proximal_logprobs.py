@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.workers.calls import COMPUTE_LOGPROBS

@@ -9,7 +9,8 @@ import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
 from simulation.disk import SimulatedDisk
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 

@@ -16,10 +16,10 @@ from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.node_workers import Member
+from areal_sc.controller.member import Member
 from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.runtime import Runtime
-from areal_sc.errors import NodeLost, PeerLost, WorkerError, WorkerLost, WorkerStartError
+from areal_sc.errors import CrashLoop, NodeLost, PeerLost, WorkerError, WorkerLost, WorkerStartError
 from areal_sc.schedulers.base import Node
 from areal_sc.workers.calls import PING
 from areal_sc.workers.spec import NodeFacts, WorkerOrder
@@ -237,7 +237,7 @@ def test_a_worker_that_only_dies_ends_the_run_with_its_last_log_lines(tmp_path: 
                 WorkerStartError("no weights", log_tail=[f"try {n}"]) for n in "cba"
             ]
             guarded.cluster.workers["rollout/1"].end("exit code 1")
-            with pytest.raises(WorkerLost, match=r"died 3 times in a row.*no weights") as caught:
+            with pytest.raises(CrashLoop, match=r"died 3 times in a row.*no weights") as caught:
                 await guarded.wait_until_ready(4 * START_S)
             assert guarded.given_up == [caught.value]
             assert caught.value.log_tail == ("try b",)
@@ -246,7 +246,9 @@ def test_a_worker_that_only_dies_ends_the_run_with_its_last_log_lines(tmp_path: 
 
 
 @pytest.mark.parametrize("is_hung", [False, True])
-def test_two_controllers_share_the_new_agent_of_a_node(tmp_path: Path, is_hung: bool) -> None:
+def test_two_controllers_share_the_new_agent_of_a_node(
+    tmp_path: Path, is_hung: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         cluster = LifeCluster(tmp_path)
         cluster.num_nodes = 2
@@ -256,16 +258,19 @@ def test_two_controllers_share_the_new_agent_of_a_node(tmp_path: Path, is_hung: 
             await stack.enter_async_context(train.started(2, is_one_unit=True))
             if is_hung:
                 cluster.agents["node-1"].is_hung = True
-                await asyncio.sleep(LOST_AFTER_S)
+                await asyncio.sleep(LOST_AFTER_S / 2)
             else:
                 cluster.agents["node-1"].end("exit code 5")
                 await asyncio.sleep(0.5)
             assert [rollout.is_ready(i) for i in range(4)] == [True, True, False, False]
-            await rollout.wait_until_ready(START_S)
+            await rollout.wait_until_ready(LOST_AFTER_S + START_S)
             await train.wait_until_ready(START_S)
             assert cluster.num_agent_starts == 2 + 1
             assert [cluster.num_lives(f"rollout/{i}") for i in range(4)] == [1, 1, 2, 2]
             assert [cluster.num_lives(f"train/{i}") for i in range(2)] == [2, 2]
+            said = [record.getMessage() for record in caplog.records]
+            assert sum("gives no news" in line for line in said) == 2, "once for each controller"
+            assert not any("killed no workers" in line for line in said), "they died with it"
             cluster.workers["rollout/3"].end("exit code 1")
             await asyncio.sleep(0.1)
             assert not rollout.is_ready(3), "the new agent tells its own news"

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from msgspec.structs import replace
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.errors import StaleCall

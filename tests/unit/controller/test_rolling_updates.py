@@ -12,12 +12,13 @@ from areal_sc.config.schema import (
     RolloutConfig,
     RolloutEngine,
     SchedulerConfig,
-    SGLangConfig,
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.controller.weight_updates import NO_VERSION
 from areal_sc.engines.handles import make_generator
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS
@@ -33,6 +34,7 @@ class UpdatingFleet:
     def __init__(self) -> None:
         self.updating: dict[str, asyncio.Future[None]] = {}
         self.updated: list[tuple[str, int]] = []
+        self.members: list[Any] = []
 
     async def call(
         self, member: Any, method: Any, weights: WeightsReference, *, timeout_s: float
@@ -48,18 +50,20 @@ class UpdatingFleet:
 
 
 def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
+    given = {"num_workers": NUM_WORKERS, "sglang": SGLangConfig(), **settings}
     config = RolloutConfig(
-        num_workers=NUM_WORKERS,
-        max_context_tokens=64,
-        **{"sglang": SGLangConfig(), "weight_update": WeightUpdateConfig(), **settings},
+        max_context_tokens=64, **{"weight_update": WeightUpdateConfig(), **given}
     )
     fleet: Any = UpdatingFleet()
     background = Background(10.0, lambda: "")
     workers = RolloutWorkers(make_generator(config), fleet, background, lambda run: True)
     report = SimpleNamespace(node="node", store_room_bytes=0, incarnation="life")
+    life = {"worker": report, "is_adopted": False, "has_lived": True}
     workers.track(
-        SimpleNamespace(name=f"rollout/{i}", worker=report)  # type: ignore[misc]
-        for i in range(NUM_WORKERS)
+        [
+            SimpleNamespace(name=f"rollout/{i}", index=i, **life)  # type: ignore[misc]
+            for i in range(config.num_workers)
+        ]
     )
     return workers, fleet
 
@@ -119,6 +123,51 @@ async def test_whoever_waits_for_its_turn_gets_the_newest() -> None:
     versions = [version for _, version in fleet.updated]
     assert versions == [1, *[2] * NUM_WORKERS]
     assert await workers.updates.hold() == 2
+
+
+async def test_weights_of_a_lineage_that_was_left_are_of_no_use() -> None:
+    """Also those that come late, and those of the same version."""
+    workers, fleet = make_workers()
+    updates = workers.updates
+    updates.receive(WeightsReference(7, lineage=1))
+    await turn()
+    *ended, late = list(fleet.updating)
+    for name in ended:
+        fleet.finish(name)
+    await turn()
+    assert {state.version for state in updates.states} == {0, 7}
+    updates.forget()
+    assert {state.version for state in updates.states} == {NO_VERSION}
+    assert not updates.current_members, "nobody takes part in a broadcast, or in an evaluation"
+    taken = asyncio.ensure_future(workers.set.take(5))
+    fleet.finish(late)
+    await turn()
+    assert not taken.done(), "it has got weights of the lineage that was left"
+    updates.receive(WeightsReference(7, lineage=2))
+    await turn()
+    assert len(fleet.updating) == NUM_WORKERS
+    assert not taken.done()
+    fleet.finish(late)
+    await turn()
+    assert (await taken).name == late
+    for name in list(fleet.updating):
+        fleet.finish(name)
+    await updates.wait_until_newest()
+
+
+async def test_a_late_update_goes_on_with_the_weights_of_the_new_lineage() -> None:
+    workers, fleet = make_workers(num_workers=1)
+    workers.updates.receive(WeightsReference(7, lineage=1))
+    await turn()
+    (name,) = fleet.updating
+    workers.updates.forget()
+    workers.updates.receive(WeightsReference(5, lineage=2))
+    fleet.finish(name)
+    await turn()
+    assert workers.updates.states[0].version == NO_VERSION
+    fleet.finish(name)
+    await workers.updates.wait_until_newest()
+    assert fleet.updated == [(name, 7), (name, 5)]
 
 
 async def test_nobody_begins_while_updates_are_held() -> None:

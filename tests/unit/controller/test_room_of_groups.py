@@ -7,7 +7,8 @@ import random
 
 import pytest
 from simulation.behavior import Behavior, Number
-from simulation.training_run import Settings, TrainingRun, play
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun, play
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod

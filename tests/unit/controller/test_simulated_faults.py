@@ -1,4 +1,4 @@
-"""Training runs whose workers, agents and connections fail, and bugs that they must find.
+"""Training runs whose workers, agents, connections and scripts fail; bugs that they must find.
 
 `benchmarks/simulate_faults.py` plays many more of them.
 """
@@ -17,27 +17,38 @@ from simulation.faults import FaultKind
 from simulation.plants import PLANTS
 
 TESTS = Path(__file__).parents[2]
-NUM_SEEDS = 100
+SEEDS = (*range(81), 139, 172, 21867, 24041, 27983, 72300, 87917)
+"""139, 172: a full disk, a snapshot that cannot be read. Then, what others do not reach: a group
+that was joined loses its worker, and runs again when the run goes back; rows of a step are lost
+that an earlier start had begun; the journal fails between a snapshot in memory and the release of
+the rows that it covers; a worker waits for a source of weights while the run goes back."""
 MAX_SEEDS = 1000
 
 FOUND_BY = {
-    "operation-run-twice": 31,
+    "operation-run-twice": 5,
     "refund-forgotten": 1,
-    "fence-left-out": 5,
+    "fence-left-out": 55,
     "group-sent-before-its-record": 0,
     "version-announced-before-its-record": 0,
-    "snapshot-counted-when-begun": 15,
-    "pause-counted-as-silence": 146,
-    "late-rejection-taken": 16,
-    "shard-not-swept": 5,
+    "snapshot-counted-when-begun": 190,
+    "pause-counted-as-silence": 2,
+    "late-rejection-taken": 1,
+    "shard-not-swept": 1,
+    "term-not-checked": 8,
+    "leftovers-swept-before-they-are-known": 8,
+    "reply-acknowledged-when-sent": 6,
+    "reply-of-an-earlier-attempt-taken": 57,
+    "ledger-restored-without-its-last-records": 6,
+    "rows-dropped-with-a-worker-that-leaves": 17,
 }
 """The first seed that finds each bug; where the code has changed, others are played, too."""
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_fault_loses_a_row_or_trains_one_twice() -> None:
     """`FaultRun` checks each step, and the end."""
     struck: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         try:
             run = fault_run.play(seed)
         except BaseException as error:
@@ -48,6 +59,8 @@ def test_no_fault_loses_a_row_or_trains_one_twice() -> None:
     assert set(struck) == set(FaultKind), "a kind of fault has never struck"
 
 
+# the coroutines of dead processes are thrown away in no order, and some complain
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_found(plant: str) -> None:
     with PLANTS[plant]():

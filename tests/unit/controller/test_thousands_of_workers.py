@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation.connection import SimulatedConnection
-from simulation.training_run import Settings, TrainingRun
+from simulation.behavior import Behavior
+from simulation.network import NetworkConnection
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc import controller
@@ -65,15 +67,15 @@ def test_calls_of_many_workers_leave_the_loop_its_turns(
     method: Method[Any, Any], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: Counter[int] = Counter()
-    call = SimulatedConnection.call
+    call = NetworkConnection.call
 
-    async def noted(self: SimulatedConnection, called: Any, *args: Any, **options: Any) -> Any:
+    async def noted(self: NetworkConnection, called: Any, *args: Any, **options: Any) -> Any:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         turns[loop._num_turns] += called is method
         return await call(self, called, *args, **options)
 
-    monkeypatch.setattr(SimulatedConnection, "call", noted)
+    monkeypatch.setattr(NetworkConnection, "call", noted)
     settings = Settings(
         num_rollout_workers=NUM_GROUPS,
         batch_groups=NUM_GROUPS,
@@ -93,28 +95,54 @@ def test_the_least_loaded_worker_is_the_one_that_a_search_finds(data: st.DataObj
     max_on_worker = data.draw(st.integers(1, 4))
     max_on_node = {node: data.draw(st.integers(1, 8)) for node in set(nodes)}
     loads = WorkerLoads(nodes, max_on_worker, max_on_node)
-    assert loads.max_groups == sum(max_on_node.values())
     counts = [(0, 0, 0)] * len(nodes)
-    promised = [0] * len(nodes)
+    promised, gets_newest = [0] * len(nodes), [False] * len(nodes)
     for _ in range(data.draw(st.integers(1, 20))):
         worker = data.draw(st.integers(0, len(nodes) - 1))
         version, num_running, num_held = counts[worker] = data.draw(
             st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3))
         )
-        loads.note(worker, version=version, num_running=num_running, num_held=num_held)
+        gets_newest[worker] = data.draw(st.booleans())
+        loads.note(
+            worker,
+            version=version,
+            num_running=num_running,
+            num_held=num_held,
+            gets_newest=gets_newest[worker],
+        )
         stored = [counts[i][1] + counts[i][2] + promised[i] for i in range(len(nodes))]
         wanted = data.draw(st.integers(0, 2))
-        able = [
+        roomy = [
             i
             for i, node in enumerate(nodes)
-            if counts[i][0] >= wanted
-            and stored[i] < max_on_worker
+            if stored[i] < max_on_worker
             and sum(n for n, of in zip(stored, nodes, strict=True) if of == node)
             < max_on_node[node]
         ]
-        expected = min(able, key=lambda i: counts[i][1] + promised[i], default=None)
-        assert loads.least_loaded(wanted) == expected
+        able = [i for i in roomy if counts[i][0] >= wanted]
+        busy = [counts[i][1] + promised[i] for i in range(len(nodes))]
+        expected = min(able, key=lambda i: busy[i], default=None)
+        num_waiting = data.draw(st.integers(1, 5))
+        sharing = [i for i in roomy if i in able or gets_newest[i]]
+        share = (sum(busy[i] for i in sharing) + num_waiting) / max(1, len(sharing))
+        if expected is not None and busy[expected] >= share:
+            expected = None
+        assert loads.least_loaded(wanted, num_waiting) == expected
         assert loads.num_stored == sum(running + held for _, running, held in counts)
         if expected is not None:
             promised[expected] += 1
             loads.promise(expected, 1)
+
+
+def test_the_first_worker_that_holds_a_version_does_not_get_all_of_its_groups() -> None:
+    """Weights arrive at different times, and all groups of a step are admitted at one."""
+    settings = Settings(
+        num_rollout_workers=4,
+        batch_groups=8,
+        num_steps=12,
+        behavior=Behavior(generation_s=3.0, publication_s=lambda rng: rng.random()),
+    )
+    run = run_virtual(TrainingRun(settings).play())
+    starts = Counter((s.admitted_version, s.worker) for s in run.cluster.starts)
+    most = [max(n for (of, _), n in starts.items() if of == version) for version in range(2, 9)]
+    assert max(most) <= 5, f"of about 8 groups: {most}"

@@ -8,13 +8,16 @@ import random
 import pytest
 from simulation.behavior import Behavior
 from simulation.cluster import SimulatedCluster
-from simulation.training_run import Settings, TrainingRun
+from simulation.settings import Settings
+from simulation.train_worker import SimulatedTrainWorker
+from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import OverBound
-from areal_sc.errors import EngineFailed, WorkerLost
-from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, RunGroup
+from areal_sc.errors import CrashLoop, EngineFailed
+from areal_sc.weights import WeightsReference
+from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, PPOUpdate, RunGroup
 
 KILLED = "signal 9 (SIGKILL)"
 
@@ -69,7 +72,7 @@ def test_a_run_whose_workers_die_all_the_time_loses_nothing(mode: OverBound) -> 
             await run.check_end()
         return run
 
-    for seed in range(2):
+    for seed in (1, 2):
         run = run_virtual(scenario(seed))
         assert any(start.attempt for start in run.cluster.starts)
         assert run.evaluations
@@ -88,10 +91,11 @@ def test_a_group_of_a_dead_worker_runs_again_as_another_attempt_of_the_same() ->
             assert others <= set(worker_of(run, 1).running), "the other worker goes on"
             await asyncio.sleep(5.0)
             starts = {(s.group_id, s.attempt): s for s in run.cluster.starts}
-            for group_id, attempt in lost:
-                again = starts[group_id, attempt + 1]
-                assert again.dataset_index == starts[group_id, attempt].dataset_index
-                assert again.admitted_version == starts[group_id, attempt].admitted_version
+            for begun in lost:
+                first = starts[begun.group_id, begun.attempt]
+                again = starts[begun.group_id, begun.attempt + 1]
+                assert again.dataset_index == first.dataset_index
+                assert again.admitted_version == first.admitted_version
             await step
             await asyncio.sleep(60.0)
             account = run.rollout.groups.ledger.account()
@@ -157,6 +161,38 @@ def test_finished_groups_whose_rows_went_with_their_worker_run_again() -> None:
     run_virtual(scenario())
 
 
+def test_a_machine_that_nobody_replaces_for_long_costs_its_rows_and_not_the_run() -> None:
+    """The others generate them again, and the run does not wait for the next machine."""
+
+    async def scenario() -> None:
+        behavior = Behavior(training_s=30.0, agent_start_s=5000.0)
+        settings = Settings(num_steps=8, num_rollout_workers=4, max_staleness=3, behavior=behavior)
+        run = TrainingRun(settings)
+        run.cluster.num_nodes = 3
+        async with run.started():
+            await run.step()
+            await asyncio.sleep(25.0)
+            first, *others = (worker_of(run, number) for number in range(4))
+            gone = [worker for worker in (first, *others) if worker.node == first.node]
+            assert {rank.node for rank in run.cluster.train_workers} != {first.node}
+            lost = {g for worker in gone for g in worker.store.group_of.values()}
+            lost -= run.trained_at.keys()
+            assert lost
+            run.cluster.lose_machine(first.node)
+            await asyncio.sleep(5.0)
+            for _ in range(7):
+                await run.step(checks_business=False)
+            assert lost <= run.trained_at.keys()
+            assert lost <= {s.group_id for s in run.cluster.starts if s.attempt == 1}
+            assert run.cluster.now_s < 5000.0
+            await asyncio.sleep(5000.0)
+            assert worker_of(run, 0).address != first.address
+            assert worker_of(run, 0).version == run.actor.version
+            await run.check_end()
+
+    run_virtual(scenario())
+
+
 def test_an_evaluation_goes_on_elsewhere_and_tells_its_versions() -> None:
     async def scenario() -> None:
         settings = Settings(behavior=Behavior(evaluation_s=50.0))
@@ -183,7 +219,7 @@ def test_rollout_batch_runs_again_what_a_dead_worker_ran_or_held() -> None:
             waiting = asyncio.create_task(call)
             await asyncio.sleep(10.0)
             worker = worker_of(run, 0)
-            lost = {g for g, _ in worker.running} | set(worker.store.group_of.values())
+            lost = {r.group_id for r in worker.running} | set(worker.store.group_of.values())
             assert len(lost) > len(worker.running) > 0
             worker.end(KILLED, keeps_memory=False)
             batch = await waiting
@@ -264,7 +300,7 @@ def test_a_worker_that_only_dies_ends_the_run_with_its_last_words() -> None:
             log.parent.mkdir(exist_ok=True)
             log.write_text("cannot read\n")
             worker_of(run, 0).end(KILLED)
-            with pytest.raises(WorkerLost, match=r"rollout/0.*SIGSEGV") as caught:
+            with pytest.raises(CrashLoop, match=r"rollout/0.*SIGSEGV") as caught:
                 await step
             assert caught.value.log_tail == ("cannot read",)
             assert run.rollout.num_restarts == 3
@@ -284,5 +320,64 @@ def test_pause_also_holds_a_worker_that_comes_back() -> None:
             await run.rollout.resume_async()
             assert worker_of(run, 0).is_awake.is_set()
             await run.step(checks_business=False)
+
+    run_virtual(scenario())
+
+
+async def never_answered(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_worker_that_never_takes_new_weights_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    update, hung = SimulatedRolloutWorker.update_weights, []
+
+    async def one_hangs(worker: SimulatedRolloutWorker, weights: WeightsReference) -> None:
+        if worker.name == "rollout/0" and weights.version == 2 and not hung:
+            hung.append(worker.incarnation)
+            await never_answered()
+        await update(worker, weights)
+
+    monkeypatch.setattr(SimulatedRolloutWorker, "update_weights", one_hangs)
+
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_steps=6)).started() as run:
+            for _ in range(3):
+                await run.step(checks_business=False)
+            await asyncio.sleep(3 * 3600.0)
+            assert [worker_of(run, 0).incarnation] != hung
+            for _ in range(3):
+                await run.step(checks_business=False)
+            await run.check_end()
+        assert "update_weights on rollout/0 gave no reply" in caplog.text
+        assert "weight_update.step_timeout_s" in caplog.text
+        assert "the log of rollout/0" in caplog.text, "where its threads are"
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_that_never_answer_are_started_again(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    update, hung = SimulatedTrainWorker.ppo_update, []
+
+    async def hangs_once(worker: SimulatedTrainWorker, wanted: PPOUpdate) -> dict[str, float]:
+        if wanted.operation.version == 2 and len(hung) < num_ranks:
+            hung.append(worker.incarnation)
+            await never_answered()
+        return await update(worker, wanted)
+
+    monkeypatch.setattr(SimulatedTrainWorker, "ppo_update", hangs_once)
+
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_steps=4, num_ranks=num_ranks)).started() as run:
+            for _ in range(4):
+                await run.step(checks_business=False)
+            await run.check_end()
+        assert hung
+        assert "ppo_update on train/" in caplog.text
+        assert all(f"the log of train/{n}" in caplog.text for n in range(num_ranks))
 
     run_virtual(scenario())

@@ -16,9 +16,9 @@ from areal_sc.config.schema import (
     PPOConfig,
     RolloutConfig,
     RolloutEngine,
-    SGLangConfig,
     WeightUpdateConfig,
 )
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.handles import (
     FSDPPPOActor,
     FSDPSFTActor,

@@ -10,6 +10,7 @@ import pytest
 
 from areal_sc.config.loader import config_text
 from areal_sc.config.machine import resolved_device
+from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.checks import check_config
@@ -46,9 +47,9 @@ Load = Callable[..., GRPOConfig]
             "transport.chunk_bytes: expected an integer at least 1024 and at most 4194304, got 0",
         ),
         ("transport.bind=", "transport.bind: expected a name, got an empty one"),
-        ("transport.bind=eth99", "transport.bind: expected an IPv4 address of this machine, one "),
-        ("transport.bind=203.0.113.7", "transport.bind: expected an IPv4 address of this machine"),
-        ("transport.bind=127.0.0.1\\:80", "transport.bind: expected an IPv4 address of this "),
+        ("transport.bind=eth99", "transport.bind='eth99': Name or service not known; expected au"),
+        ("transport.bind=203.0.113.7", "203.0.113.7 cannot be listened on: Cannot assign requ"),
+        ("transport.bind=203.0.113.0/24", "has no address in that network; its interfaces: lo"),
         (
             "transport.shared_memory=relative_dir",
             "transport.shared_memory: expected auto, off, or the absolute path of a folder, got "
@@ -62,7 +63,8 @@ Load = Callable[..., GRPOConfig]
         ("rollout.max_concurrent_groups=0", "rollout.max_concurrent_groups: expected an integer"),
         ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
         ("run_dir=''", "run_dir: expected a name, got an empty one"),
-        ("scheduler.type=kubernetes", "expected one of local, got 'kubernetes'"),
+        ("scheduler.type=kubernetes", "expected local, slurm or package.module:Class, got 'kub"),
+        ("scheduler.type=no_such:Scheduler", "got 'no_such:Scheduler': No module named 'no_such'"),
         ("--overwrite --resume", "resume: must needs the run that overwrite=true would delete"),
         (
             "scheduler.orphan_timeout_s=3",
@@ -81,6 +83,19 @@ Load = Callable[..., GRPOConfig]
             "actor.max_tokens_per_micro_batch=4095 rollout.max_context_tokens=4096",
             "actor.max_tokens_per_micro_batch: expected at least rollout.max_context_tokens=4096, "
             "the longest row, got 4095",
+        ),
+        (
+            "rollout.autoscale.max=4 rollout.max_staleness=0",
+            "rollout.max_staleness: expected at least 1 with rollout.autoscale.max",
+        ),
+        (
+            "rollout.autoscale.max=4 rollout.num_workers=5",
+            "rollout.num_workers: expected from rollout.autoscale.min=1 to "
+            "rollout.autoscale.max=4, got 5",
+        ),
+        (
+            "rollout.autoscale.max=2 rollout.engine=sglang sglang.ports=[30000]",
+            "sglang.ports names the servers of each worker",
         ),
         (
             "actor.ppo.num_minibatches=257",
@@ -115,10 +130,10 @@ def test_impossible_settings(load: Load, override: str, message: str) -> None:
         "rollout.group_size=1 actor.ppo.advantage_mean=none actor.ppo.advantage_std=none",
         "scheduler.orphan_timeout_s=4",
         "actor.optimizer.max_grad_norm=0",
+        "transport.bind=auto",
         "transport.bind=lo",
+        "transport.bind=127.0.0.0/8",
         "transport.bind=localhost",
-        "transport.bind=0.0.0.0",
-        "transport.bind=*",
         "transport.shared_memory=/scratch/shared",
     ],
 )
@@ -153,6 +168,12 @@ def test_store_limit_under_one_batch(load: Load, setting: str, num_groups: int) 
     )
 
 
+def test_the_fewest_workers_that_there_may_be_hold_a_batch(load: Load) -> None:
+    load(*STORE_SIZES, f"rollout.store_bytes={3 * GROUP_BYTES}", "rollout.autoscale.max=2")
+    with pytest.raises(ConfigError, match=r"rollout\.store_bytes: .* \(room for 3 of the"):
+        load(*STORE_SIZES, f"rollout.store_bytes={2 * GROUP_BYTES}", "rollout.autoscale.max=2")
+
+
 def test_a_node_without_a_limit_has_room(load: Load) -> None:
     load(*STORE_SIZES, "rollout.node_store_bytes=0")
 
@@ -170,15 +191,51 @@ def test_ranks_and_devices(load: Load) -> None:
     load("actor.parallel.data=3", "rollout.num_workers=3", num_devices=0)  # auto: on the CPU
     with pytest.raises(
         ConfigError,
-        match=r"actor\.parallel\.data: expected at most 2 with actor\.device=cuda .*, got 3",
+        match=r"actor\.parallel: expected at most 2 with actor\.device=cuda .*, got 3",
     ):
         load("actor.device=cuda", "actor.parallel.data=3", num_devices=2)
+    with pytest.raises(ConfigError, match=r"actor\.parallel: expected at most 3 .*, got 4"):
+        load("actor.device=cuda", "actor.parallel={data: 2, tensor: 2}", num_devices=3)
     with pytest.raises(
         ConfigError, match=r"rollout\.num_workers: expected at most 1 with rollout\.device=auto"
     ):
         load("rollout.num_workers=2", num_devices=1)
+    load("rollout.autoscale.max=2", num_devices=2)
+    with pytest.raises(ConfigError, match=r"rollout\.autoscale\.max: expected at most 2 .* got 3;"):
+        load("rollout.autoscale.max=3", num_devices=2)
     with pytest.raises(ConfigError, match=r"actor\.device: cuda, but .* has no CUDA device"):
         load("actor.device=cuda", num_devices=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["actor.device=cuda"], r"gpus_per_node: expected at least 1, which one worker of actor"),
+        (
+            ["rollout.nodes=2", "rollout.gpus_per_node=2", "num_workers=5"],
+            r"rollout\.num_workers: expected at most 4 .*asked of SLURM",
+        ),
+        (
+            ["rollout.nodes=2", "rollout.gpus_per_node=2", "engine=sglang", "sglang.tp_size=4"],
+            r"gpus_per_node: expected at least 4, which one worker of rollout takes, got 2 .*rollo",
+        ),
+    ],
+)
+def test_devices_are_those_that_slurm_is_asked_for(load: Load, words: list[str], said: str) -> None:
+    sections = {"rollout.nodes": "scheduler.slurm.", "rollout.gpus_per_node": "scheduler.slurm."}
+    sections |= {"num_workers": "rollout.", "engine": "rollout."}
+    settings = [sections.get(word.partition("=")[0], "") + word for word in words]
+    settings += ["actor.dtype=bfloat16", "scheduler.shutdown_timeout_s=20"]
+    with pytest.raises(ConfigError, match=said):
+        load("scheduler.type=slurm", *settings, num_devices=0)
+
+
+def test_more_devices_are_asked_of_slurm_where_nodes_join_singly(load: Load) -> None:
+    words = ["scheduler.type=slurm", "scheduler.slurm.gpus_per_node=1", "rollout.autoscale.max=8"]
+    words += ["actor.dtype=bfloat16", "scheduler.shutdown_timeout_s=20", "rollout.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match=r"rollout\.autoscale\.max: expected at most 1 .* got 8;"):
+        load(*words, num_devices=0)
+    load(*words, "scheduler.slurm.gang=false", num_devices=0)
 
 
 def test_devices_are_not_counted_for_the_cpu(load: Load) -> None:
@@ -188,6 +245,28 @@ def test_devices_are_not_counted_for_the_cpu(load: Load) -> None:
         raise AssertionError("counted")
 
     check_config(config, count)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("{tensor: 3}", r"actor\.parallel\.tensor: .* model's 4 attention heads, .* got 3"),
+        ("{tensor: 2, sequence: 4}", r"sequence: .* 2 attention heads of each tensor rank .*got 4"),
+        ("{tensor: 2, sequence: 2}", ""),
+    ],
+)
+def test_ranks_divide_the_heads_of_a_model_that_is_there(
+    mesh: str, message: str, load: Load, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(heads))
+    settings = (f"actor.path={tmp_path / 'model'}", f"actor.parallel={mesh}")
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            load(*settings)
+    else:
+        load(*settings)
 
 
 def test_context_over_that_of_the_model(load: Load, tmp_path: Path) -> None:
@@ -340,3 +419,18 @@ def test_a_plain_string_counts_as_the_setting_of_that_name() -> None:
     assert resolved_device("cpu", 2) == Device.cpu  # type: ignore[arg-type]
     assert resolved_device("auto", 0) == Device.cpu  # type: ignore[arg-type]
     assert resolved_device("auto", 2) == Device.cuda  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_parameters", "is_warned"),
+    [("local", 1_500_000_000, True), ("local", 900_000_000, False), ("vllm", 7_000_000_000, False)],
+)
+def test_the_embedded_engine_says_that_it_is_for_small_models(
+    engine: str, num_parameters: int, is_warned: bool, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape(num_parameters=num_parameters)
+    monkeypatch.setattr("areal_sc.preflight.settings_warnings.read_model_shape", lambda path: shape)
+    warnings = check_config(load(f"rollout.engine={engine}"), lambda: 0)
+    texts = [w for w in warnings if w.startswith("rollout.engine=local is made for small models")]
+    assert len(texts) == is_warned
+    assert not is_warned or "has 1.5 billion parameters: sglang or vllm" in texts[0]

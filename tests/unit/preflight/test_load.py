@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,6 +158,42 @@ def test_flags_work_from_python_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(REQUIRED, "--print-config")
     assert "total_steps: 3\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "further",
+    [(), ("scheduler.slurm.gang=false", "rollout.autoscale.max=9")],
+    ids=["gang", "single"],
+)
+def test_a_dry_run_shows_the_jobs_that_slurm_would_get_and_their_workers(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    further: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    settings = {**REQUIRED, "run_dir": tmp_path / "run", "scheduler.slurm.gpus_per_node": 8}
+    words = ["train.nodes=1", "rollout.nodes=2", "rollout.gpus_per_node=2"]
+    words = [f"scheduler.slurm.{word}" for word in words] + ["rollout.num_workers=3"]
+    words += ["scheduler.type=slurm", *further, "--dry-run"]
+    with pytest.raises(SystemExit):
+        load_config(settings, *words, makes_model=True)
+    shown = capsys.readouterr().out
+    train, rollout = shown.split("#!/bin/bash\n")[1:]
+    assert "sbatch obeys the environment before the script: {'SBATCH_ACCOUNT': 'mine'}" in shown
+    assert train.startswith("#SBATCH --nodes=1\n")
+    assert "#SBATCH --gpus-per-node=8\n" in train
+    assert "would not be taken: scheduler.type=slurm: there is no command sbatch on PATH" in train
+    assert "#SBATCH --gpus-per-node=2\n" in rollout
+    nodes = re.findall(r"^node (\S+):\n((?:  .*\n)+)", rollout, re.MULTILINE)
+    workers = {node: re.findall(r"((?:train|rollout)/\d)\s+(\S+)", its) for node, its in nodes}
+    assert workers == {
+        "train/0": [("train/0", "cuda:0")],
+        "rollout/0": [("rollout/0", "cuda:0"), ("rollout/1", "cuda:1")],
+        "rollout/1": [("rollout/2", "cuda:0")],
+    }
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_mapping_stays_as_it_is_and_warns_as_a_yaml(caplog: pytest.LogCaptureFixture) -> None:

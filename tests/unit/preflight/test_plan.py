@@ -86,15 +86,34 @@ def test_memory_on_one_cpu(load: Load, model: Path) -> None:
     assert train.parameter_bytes == (4 + 4) * NUM_PARAMETERS  # and gradients
     assert train.optimizer_bytes == 8 * NUM_PARAMETERS
     assert train.store_bytes == 2 * 4 * NUM_PARAMETERS
+    assert train.copy_bytes == 12 * NUM_PARAMETERS
+    assert train.snapshot_bytes == 2 * 12 * NUM_PARAMETERS
     assert (rollout.role, rollout.index, rollout.device) == ("rollout", 0, "cpu")
     assert rollout.parameter_bytes == 4 * NUM_PARAMETERS
     assert rollout.kv_bytes == 5 * 100 * KV_VALUES * 4
     assert rollout.store_bytes == ROW_BYTES
-    total = 16 + 8 + 4
+    total = 16 + 8 + 4 + 36
     assert result.needed_bytes == {
         "host": total * NUM_PARAMETERS + 64000 + ROW_BYTES + 2 * PROCESS_BYTES
     }
     assert result.fits
+
+
+def test_a_ranks_store_holds_two_versions_of_its_weights(load: Load, model: Path) -> None:
+    least = 2 * 4 * NUM_PARAMETERS // 2
+    settings = (f"actor.path={model}", *SIZES, "actor.parallel.data=2")
+    plan(load(*settings, f"actor.store_bytes={least}"), Machine)
+    too_small = f"actor.store_bytes={least - 1}"
+    with pytest.raises(ConfigError, match=rf"actor\.store_bytes: expected at least {least} .*got"):
+        plan(load(*settings, too_small), Machine)
+    in_files = ("weight_update.method=disk", f"weight_update.folder={model}")
+    plan(load(*settings, too_small, *in_files), Machine)
+
+
+def test_snapshots_in_memory_can_be_done_without(load: Load, model: Path) -> None:
+    config = load(f"actor.path={model}", *SIZES, "checkpoint.memory_every_steps=0")
+    train, _ = plan(config, Machine).workers
+    assert (train.copy_bytes, train.snapshot_bytes) == (12 * NUM_PARAMETERS, 0)
 
 
 def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> None:
@@ -121,7 +140,7 @@ def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> 
     assert needed["cuda:1"] == 16 * NUM_PARAMETERS // 2
     assert needed["cuda:2"] == 2 * NUM_PARAMETERS + kv_bytes
     # weights for publication, rows and processes stay in host memory
-    assert needed["host"] == 2 * 2 * NUM_PARAMETERS + ROW_BYTES + 4 * PROCESS_BYTES
+    assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 4 * PROCESS_BYTES
 
 
 def test_store_limit_bounds_the_rows(load: Load, model: Path) -> None:
@@ -175,7 +194,7 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
     needed = result.needed_bytes
     assert needed["cuda:0"] == 16 * NUM_PARAMETERS + 42_000
     assert needed["cuda:3"] == 50_000
-    assert needed["host"] == 2 * 2 * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
+    assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
 
 
 def test_workers_with_servers_of_their_own(load: Load, model: Path) -> None:
@@ -250,7 +269,7 @@ def test_servers_on_a_cpu(load: Load, model: Path, overrides: list[str], num_tok
     assert (server.role, server.device, server.parameter_bytes) == ("server", "cpu", 4000)
     assert server.kv_bytes == num_tokens * KV_VALUES * 4
     assert result.needed_bytes == {
-        "host": 28 * NUM_PARAMETERS + server.kv_bytes + ROW_BYTES + 3 * PROCESS_BYTES
+        "host": (28 + 36) * NUM_PARAMETERS + server.kv_bytes + ROW_BYTES + 3 * PROCESS_BYTES
     }
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from areal_sc.config.schema import CheckpointConfig, EvaluationConfig, GenerationConfig, GRPOConfig
 from areal_sc.run_folder import RunFolder
+from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.display import make_display
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.metrics_log import MetricsLog
@@ -55,6 +56,7 @@ def run(tmp_path: Path, follower: Follower) -> Iterator[Run]:
         checkpoint=CheckpointConfig(every_steps=1, every_minutes=0),
     )
     run = Run(config)
+    run._adviser = Adviser(config, Path(config.run_dir))
     run._trackers = [follower]  # type: ignore[list-item]  # told at once
     with RunFolder(config.run_dir) as run.folder:
         run.folder.open(config_text="seed: 0")
@@ -93,6 +95,8 @@ def make_step() -> Callable[..., StepMetrics]:
             },
             "group_staleness_mean": 1.3,
             "group_staleness_max": 9,
+            "lead": 1.5,
+            "slack": 0.3,
             "token_staleness_mean": 0.9,
             "token_staleness_max": 4,
             "num_rows": 256,

@@ -12,7 +12,7 @@ from unit.trainer.conftest import Follower, shown
 from areal_sc.config.schema import CheckpointConfig
 from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import RejectionCounts
-from areal_sc.controller.rollout import RolloutState
+from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
@@ -66,7 +66,7 @@ class Rollout:
     def state(self) -> RolloutState:
         return state_of(self.version)
 
-    def restore(self, state: RolloutState) -> None:
+    def go_back(self, state: RolloutState) -> None:
         self.restored.append(state)
 
 
@@ -133,15 +133,28 @@ def test_the_newest_stay(folder: RunFolder, writer: Writer) -> None:
     assert names(folder) == ["step-000003", "step-000004"]
 
 
-def test_newer_ones_that_could_not_be_read_push_no_good_one_out(
-    folder: RunFolder, writer: Writer
-) -> None:
-    for step in (7, 8, 9):
-        folder.snapshot_path(step).mkdir()
+def test_newer_ones_that_cannot_be_read_are_set_aside(folder: RunFolder, writer: Writer) -> None:
+    """What is written later of their steps is of another history, and pushes them not out."""
     for step in (4, 5, 6):
         writer.snapshot(step)
-    assert [int(name[-1]) for name in names(folder)] == [5, 6, 7, 8, 9]
+    writer.actor.broken = {6}
+    step, (warning,) = writer.load()
+    assert step == 5
+    assert "it is kept as unreadable-step-000006" in warning
+    assert names(folder) == ["step-000005", "unreadable-step-000006"]
+    writer.actor.broken = set()
+    assert writer.load() == (5, []), "that of an abandoned history is not mistaken for a newer one"
+    for step in (6, 7):
+        writer.snapshot(step)
+    assert names(folder) == ["step-000006", "step-000007", "unreadable-step-000006"]
+    writer.actor.broken = {7}
     assert writer.load()[0] == 6
+
+
+def test_without_any_the_run_goes_back_to_the_initial_model(writer: Writer) -> None:
+    assert writer.load() == (0, [])
+    assert writer.actor.loaded == [0]
+    assert writer.rollout.restored == [INITIAL_STATE]
 
 
 def test_a_failed_one_is_told_and_leaves_the_others(folder: RunFolder, writer: Writer) -> None:
@@ -199,8 +212,8 @@ def test_nothing_is_begun_at_the_last_step_and_nothing_is_left_unfinished(
 
 def test_what_a_killed_run_left_unfinished_is_deleted(run: Run, folder: RunFolder) -> None:
     (folder.checkpoints / ".step-000007.partial" / "engine").mkdir(parents=True)
-    Writer(run)
-    assert names(folder) == []
+    Writer(run).snapshot(1)
+    assert names(folder) == ["step-000001"]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +254,7 @@ def test_unreadable_ones_are_skipped_with_a_warning(folder: RunFolder, writer: W
     assert (step, actor.loaded) == (1, [1])
     assert len(warnings) == 1
     assert "step-000002 cannot be read (the files of step 2 are damaged)" in warnings[0]
+    (folder.checkpoints / "unreadable-step-000002").rename(folder.snapshot_path(2))
     (folder.checkpoints / "step-000001" / CONTROLLERS).unlink()
     with pytest.raises(CheckpointError, match=r"no snapshot in .* can be read: .*000002.*000001"):
         writer.load()
@@ -261,6 +275,7 @@ def test_no_flipped_bit_of_the_controllers_is_loaded(folder: RunFolder, writer: 
         assert (step, len(warnings)) == (1, 1), f"bit {bit}"
         assert "its checksum is wrong, its content damaged" in warnings[0]
         assert rollout.restored.pop() == state_of(1)
+        (folder.checkpoints / "unreadable-step-000002").rename(path.parent)
     path.write_bytes(content)
     assert writer.load() == (2, [])
 

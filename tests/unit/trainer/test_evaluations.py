@@ -7,7 +7,7 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import StepsLost, WorkflowError
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import EvaluationResult
 from areal_sc.trainer.metrics_log import History
@@ -118,9 +118,32 @@ def test_a_failure_is_raised_once(run: Run, follower: Follower) -> None:
     assert follower.told == []
 
 
+def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: Follower) -> None:
+    """The run goes back at the next call that trains; nothing else is wrong."""
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("periodic")
+    rollout.running.set_exception(StepsLost("no state is left"))
+    beside.collect()
+    assert follower.told == []
+    assert "the evaluation of step 4 is lost: no state is left" in shown(run)
+
+
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
     rollout = Rollout()
     beside = evaluations(run, rollout, prompts=None)
     beside.begin("before")
     beside.collect()
     assert (rollout.registered, rollout.asked) == ([], [])
+
+
+def test_an_evaluation_of_an_abandoned_step_is_dropped(run: Run, follower: Follower) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("periodic")
+    beside.gone_back(4)
+    assert not rollout.running.cancelled(), "its step survives"
+    beside.gone_back(3)
+    assert rollout.running.cancelled()
+    beside.collect()
+    assert follower.told == []

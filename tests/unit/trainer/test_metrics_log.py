@@ -105,8 +105,9 @@ def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: Ma
     assert step.accuracy == 0.2
 
 
-def test_what_a_resumed_run_went_back_behind_is_left_out(
-    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation
+@pytest.mark.parametrize("event", ["resumed", "went_back"])
+def test_what_a_run_went_back_behind_is_left_out(
+    tmp_path: Path, make_step: MakeStep, make_evaluation: MakeEvaluation, event: str
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(path)) as log:
@@ -114,7 +115,7 @@ def test_what_a_resumed_run_went_back_behind_is_left_out(
         for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]:
             log.on_step(make_step(step, reward=reward))
             log.on_evaluation(make_evaluation("periodic", step=step))
-        log.event("resumed", step=2)
+        log.event(event, step=2)
         log.on_step(make_step(3, reward=0.5))
         log.on_evaluation(make_evaluation("periodic", step=3, accuracy=0.7))
     history = History.read(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from unit.trainer.conftest import shown
@@ -23,11 +24,16 @@ class Story:
         self.now_s = 0.0
         self.run_again = Counter[str]()
         self.told: list[str] = []
+        self.shown: list[str] = []
         self.outages = Outages(
+            self.show,
             lambda outage: self.told.append(str(outage)),
             lambda: self.run_again,
             lambda: self.now_s,
         )
+
+    def show(self, outages: Sequence[str]) -> None:
+        self.shown[:] = outages
 
     def lose(self, unit: str, worker: str, cause: str = KILLED) -> None:
         loss = WorkerLost.with_log(f"worker {worker} {cause}", Path("/run/logs/x.log"), [])
@@ -42,8 +48,10 @@ def test_one_death_is_one_sentence() -> None:
     story = Story()
     story.run_again["rollout/1"] = 7  # of an earlier death
     story.lose("rollout/1", "rollout/1")
+    assert story.shown == [f"rollout/1 {KILLED}; being started again"]
     story.run_again["rollout/1"] += 12
     story.bring_back("rollout/1", 1.6)
+    assert story.shown == []
     assert story.told == [f"rollout/1 {KILLED}; started again in 1.60s; 12 groups run again"]
 
 
@@ -57,6 +65,7 @@ def test_what_one_event_takes_along_is_one_sentence() -> None:
     story.bring_back("train", 3.0)
     story.bring_back("rollout/0", 4.0)
     assert story.told == []
+    assert story.shown == [f"train/1, rollout/0 and rollout/1 {cause}; being started again"]
     story.bring_back("rollout/1", 5.0)
     assert story.told == [
         f"train/1, rollout/0 and rollout/1 {cause}; started again in 5.00s; 1 group runs again"

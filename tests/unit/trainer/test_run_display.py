@@ -98,8 +98,9 @@ def test_output_that_is_no_terminal_gets_plain_lines(
     assert (
         "INFO step=12/80 reward=0.25 accuracy=0.2 loss=0.0123 grad_norm=0.61 proximal_kl=0.00015 "
         "behavior_kl=0.02 token_staleness_mean=0.9 token_staleness_max=4 "
-        "group_staleness_mean=1.3 group_staleness_max=9 generated_tokens_per_s=12000 "
-        "trained_tokens_per_s=8000 step_time_s=0.5 bound=training num_rejected_episodes=1 "
+        "group_staleness_mean=1.3 group_staleness_max=9 lead=1.5 slack=0.3 "
+        "generated_tokens_per_s=12000 trained_tokens_per_s=8000 step_time_s=0.5 "
+        "bound=training num_rejected_episodes=1 "
         'rejected_episodes="stale x1"'
     ) in lines
     assert (
@@ -219,6 +220,40 @@ def test_bars_show_count_time_and_status(monkeypatch: pytest.MonkeyPatch) -> Non
     shown_bar = r"training ━[━╸╺]* 20/80 0:00:30 03:00 saving a snapshot"
     lines = [line.rstrip() for line in visible_lines(shown(console))]
     assert any(re.fullmatch(shown_bar, line) for line in lines), lines
+
+
+OUTAGES = ("rollout/1 ended with signal 9 (SIGKILL)", "train/0 hangs")
+
+
+def test_an_outage_is_shown_at_once_and_as_long_as_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    display = make_display(live_console(60, monkeypatch))
+    assert isinstance(display, LiveDisplay)
+
+    def below_bars() -> list[str]:
+        console = plain_console(60)
+        console.print(*list(display._bars.get_renderables())[1:])
+        return shown(console).splitlines()
+
+    with display.phase("training", 80, "steps"):
+        display.show_outages([OUTAGES[0]])
+        assert below_bars() == [OUTAGES[0]]
+        display.show_outages(OUTAGES)
+        assert below_bars() == list(OUTAGES)
+        display.show_outages([OUTAGES[1]])
+        assert below_bars() == [OUTAGES[1]]
+        display.show_outages([])
+        assert below_bars() == [""]  # `print` without arguments
+
+
+def test_plain_lines_tell_of_each_outage_once() -> None:
+    console = plain_console()
+    display = make_display(console)
+    for outages in ([OUTAGES[0]], OUTAGES, [OUTAGES[1]], [], [OUTAGES[0]]):
+        display.show_outages(outages)
+    told = [OUTAGES[number] for number in (0, 1, 0)]
+    assert shown(console).splitlines() == [f'WARNING warning="{outage}"' for outage in told]
 
 
 def test_long_status_and_control_codes_do_not_reach_the_terminal(

@@ -24,8 +24,8 @@ def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
 
 def test_as_many_columns_are_shown_as_the_terminal_is_wide(make_step: MakeStep) -> None:
     for width, titles in {
-        120: " step  reward    acc    loss    grad    prox   behav   tokens   groups    gen  train"
-        "    time  bound",
+        120: " step reward   acc   loss   grad   prox  behav  tokens  groups lead slack   gen train"
+        "   time bound",
         100: " step reward   acc   loss   grad   prox  behav  tokens  groups   gen train"
         "   time bound",
         60: "step reward   acc   loss   grad   prox  tokens   time bound",
@@ -114,8 +114,8 @@ def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
     losses = make_step(
         num_masked_tokens=4000, num_wasted_tokens=8000, rejected_episodes={"stale": 2}
     )
-    assert shown(120, losses)[0].endswith("train  mask 50%  waste 50%")
-    assert shown(140, losses)[0].endswith("waste 50%  rej 2  stale x2")
+    assert shown(120, losses)[0].endswith("train mask 50% waste 50%")
+    assert shown(150, losses)[0].endswith("waste 50%  rej 2  stale x2")
     assert shown(80, losses)[0].endswith("train mask 50%")
 
 

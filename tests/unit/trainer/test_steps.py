@@ -21,6 +21,7 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
     ranks.set_result([{"generated_tokens": 0.0, "cancelled_tokens": 0.0}])
     actor: Any = SimpleNamespace(
         version=0,
+        engine=SimpleNamespace(num_workers=1),
         num_bytes=0,
         num_restarts=0,
         publication_stats={},
@@ -28,6 +29,9 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
     )
     rollout: Any = SimpleNamespace(
         rejections=Rejections(window=9, max_rate=1.0),
+        groups=SimpleNamespace(admission=SimpleNamespace(lead=1.0, slack=None)),
+        num_workers=2,
+        config=SimpleNamespace(max_staleness=4),
         num_bytes=0,
         num_restarts=0,
         batch_metrics={},

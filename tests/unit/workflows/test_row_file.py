@@ -55,6 +55,22 @@ async def test_of_a_huge_dataset_only_what_is_needed_is_read(tmp_path: Path) -> 
     assert squares.read == [0, 999_999_999, 5, 12]
 
 
+async def test_a_closed_registry_reads_no_more_and_one_that_is_used_again_reads_anew(
+    tmp_path: Path,
+) -> None:
+    registry, squares = SourceRegistry(tmp_path, "rollout"), Squares()
+    for _ in range(2):
+        others = set(threading.enumerate())
+        number = registry.register_prompts(squares)
+        await registry.make_readable(number, 5)
+        assert SourceReader(tmp_path).prompts(number)[5]["answer"] == "25"
+        [reading] = set(threading.enumerate()) - others
+        registry.close()
+        reading.join(30)
+        assert not reading.is_alive()
+    assert squares.read == [0, 5, 0, 5]
+
+
 async def test_a_row_that_cannot_be_read_is_an_error_of_its_group_alone(tmp_path: Path) -> None:
     registry = SourceRegistry(tmp_path, "rollout")
     number = registry.register_prompts(Squares())
@@ -156,3 +172,27 @@ def test_a_line_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('ow": {"prompt": "five"}}\n')
     assert rows[5] == {"prompt": "five"}
+
+
+async def test_another_start_goes_on_with_the_file_that_workers_read(tmp_path: Path) -> None:
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = registry.register_prompts(Squares())
+    await registry.make_readable(number, 5, 3)
+    rows = SourceReader(tmp_path).prompts(number)  # a worker's, which lives on
+    assert rows[5]["answer"] == "25"
+    path = tmp_path / "sources" / "rows-rollout-0.jsonl"
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"index": 8, "ro')  # the script was killed
+
+    class Cubes(Squares):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            row = super().__getitem__(index)
+            return row | {"answer": str(index**3)} if index == 3 else row
+
+    again = SourceRegistry(tmp_path, "rollout")
+    assert again.register_prompts(Cubes()) == number
+    assert path.read_bytes() == whole
+    assert rows[3]["answer"] == "9", "it is there before the new script has read it"
+    await again.make_readable(number, 3, 5, 8)
+    assert [rows[index]["answer"] for index in (3, 5, 8)] == ["27", "25", "64"]

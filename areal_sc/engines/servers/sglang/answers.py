@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
+from areal_sc.engines.servers.answer_checks import finite_logprobs, versions_of
 from areal_sc.engines.servers.client import ABORTED
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.errors import EngineFailed, ProtocolError
+from areal_sc.errors import ProtocolError
 
 _FINISHED = ("stop", "length")
 
@@ -20,8 +20,6 @@ class _Finish(Struct):
 
 
 class _Span(Struct):
-    """Tokens `start .. end` of an answer, sampled by one version of the weights."""
-
     version: int
     start: int
     end: int
@@ -97,15 +95,9 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> AnswerPart:
         raise ProtocolError(
             f"an answer of SGLang has {len(entries)} tokens and {len(logprobs)} log-probabilities"
         )
-    finite = [value for value in logprobs if value is not None and math.isfinite(value)]
-    if len(finite) != len(logprobs):
-        raise EngineFailed(
-            f"the model of policy version {versions[-1]} gave a log-probability that is not "
-            "finite; its weights or its dtype's range are the likely cause"
-        )
     return AnswerPart(
         [entry[1] for entry in entries],
-        finite,
+        finite_logprobs(logprobs, versions),
         versions,
         finish.type,
         finish.message or "",
@@ -124,14 +116,4 @@ def _versions(meta: _MetaInfo, num_tokens: int) -> list[int]:
         return []
     if meta.weight_versions is None:
         return [int(meta.weight_version)] * num_tokens
-    versions: list[int] = []
-    for span in meta.weight_versions:
-        if span.start != len(versions) or span.end < span.start:
-            raise ProtocolError("the version spans of an answer of SGLang do not join")
-        versions += [span.version] * (span.end - span.start)
-    if len(versions) != num_tokens:
-        raise ProtocolError(
-            f"the version spans of an answer of SGLang cover not {num_tokens} tokens but "
-            f"{len(versions)}"
-        )
-    return versions
+    return versions_of(meta.weight_versions, num_tokens, "SGLang")

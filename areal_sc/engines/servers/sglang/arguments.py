@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.schema import Dtype, RolloutConfig
+from areal_sc.engines.servers.command_line import as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
-from areal_sc.errors import ConfigError
 
 OLDEST_VERSION = (0, 5, 11)
 """The first that holds running requests while its weights are replaced (pause mode `retract`)."""
@@ -24,6 +23,7 @@ SETTINGS_OF: Mapping[str, str] = {
     "model": "rollout.path",
     "config": "each of its values in sglang.args",
     "dtype": "rollout.dtype",
+    "enable_fp32_lm_head": "rollout.float32_output_layer",
     "device": "rollout.device",
     "random_seed": "rollout.seed",
     "context_length": "rollout.max_context_tokens",
@@ -51,15 +51,13 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
     Raises: ConfigError: `sglang.args` holds an argument that has a setting of its own.
     """
     servers = config.sglang
-    given = {name.removeprefix("--").replace("-", "_"): v for name, v in servers.args.items()}
-    for name in given:
-        if name in SETTINGS_OF:
-            raise ConfigError(f"sglang.args.{name}: set {SETTINGS_OF[name]} instead")
+    given = given_arguments(servers.args, SETTINGS_OF, "sglang")
     context_tokens = config.max_context_tokens + CONTEXT_SLACK_TOKENS
     slots = -(-config.max_running_sequences // servers.num_servers)
     arguments: dict[str, Any] = {
         "model_path": config.path,
         "dtype": str(config.dtype),
+        "enable_fp32_lm_head": config.float32_output_layer and config.dtype != Dtype.float32,
         "host": servers.host,
         "port": instance.port,
         "tp_size": servers.tp_size,
@@ -81,29 +79,3 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
             "max_total_tokens": max(context_tokens, min(slots * context_tokens, MAX_CPU_KV_TOKENS)),
         }
     return as_command_line(arguments | given)
-
-
-def as_command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """`{tp_size: 2, enable_x: true}` as `--tp-size=2 --enable-x`; None and False leave it out."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if value is None or value is False:
-            continue
-        option = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(option)
-        elif isinstance(value, list | tuple):
-            words += [option, *map(str, value)]
-        else:
-            words.append(f"{option}={value}")  # together, as a value may begin with a dash
-    return words
-
-
-def check_version(version: str, whose: str) -> None:
-    """Raises ConfigError when this SGLang is too old to be driven."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers < OLDEST_VERSION:
-        oldest = ".".join(map(str, OLDEST_VERSION))
-        raise ConfigError(
-            f"{whose} is SGLang {version or 'of an unknown version'}: {oldest} or newer is needed"
-        )

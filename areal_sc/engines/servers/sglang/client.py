@@ -19,9 +19,10 @@ from torch.multiprocessing.reductions import (
 )
 
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.answers import read_answer, request_body
-from areal_sc.engines.servers.sglang.arguments import check_version
+from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
 from areal_sc.errors import EngineFailed, ProtocolError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class SGLangClient(ServerClient):
         """Generates two tokens. Raises: ConfigError: the server is too old."""
         info = await self._server_info(self._control_timeout_s)
         version = str(info.get("version", ""))
-        check_version(version, self.url)
+        check_version(version, OLDEST_VERSION, self.url, "SGLang")
         model = await self._model_info()
         plain = await self._post("/generate", _probe())
         route = "/begin_weight_update"  # takes POST alone, so it is not called here

@@ -20,8 +20,8 @@ from small_disk import small_disk
 
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.schema import ActorConfig, OptimizerConfig
-from areal_sc.engines.fsdp.checkpoint import FORMAT
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.training.snapshot_index import FORMAT
 from areal_sc.errors import CheckpointError
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -264,7 +264,7 @@ def another_rank(path: Path) -> None:
         ("rank-0.safetensors", Path.unlink, "FileNotFoundError"),
         ("snapshot.json", Path.unlink, r"is no snapshot: it has no snapshot\.json"),
         ("snapshot.json", cut, "content is damaged"),
-        ("snapshot.json", old_format, "expected format 4, got 1"),
+        ("snapshot.json", old_format, "expected format 5, got 1"),
         ("snapshot.json", no_number, "content is damaged"),
         ("snapshot.json", another_rank, r"FileNotFoundError.*rank-1"),
     ],

@@ -397,6 +397,16 @@ def test_a_failed_write_names_its_cause_and_leaves_the_former(
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+def test_torchrun_must_start_as_many_ranks_as_the_settings_have(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank would take all rows for its own."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"actor.parallel makes 1 rank.*this is rank 1 of 2"):
+        FSDPEngine(actor_config(model_folder)).initialize()
+
+
 def test_an_engine_that_cannot_start(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         FSDPEngine(actor_config(tmp_path)).initialize(0, 1, "")

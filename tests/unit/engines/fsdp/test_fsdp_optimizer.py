@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from areal_sc.config.schema import LrSchedule, OptimizerConfig
-from areal_sc.engines.fsdp.optimizer import ShardedAdamW, learning_rate
-from areal_sc.engines.fsdp.process_group import ProcessGroup
+from areal_sc.engines.fsdp.cuts import Cut, CutParts
+from areal_sc.engines.fsdp.optimizer import ShardedAdamW
+from areal_sc.engines.training.learning_rate import learning_rate
+from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ConfigError
 
 ALONE = ProcessGroup(rank=0, size=1, device=torch.device("cpu"))
@@ -47,9 +49,16 @@ def parameters() -> dict[str, torch.nn.Parameter]:
     }
 
 
+WHOLE = (
+    CutParts({name: Cut.copies(p.shape, 1) for name, p in parameters().items()}),
+    ALONE,
+    ALONE,
+)
+
+
 def test_its_state_exists_from_the_start() -> None:
     """A server that shares the GPU measures, when it starts, what the trainer leaves."""
-    optimizer = ShardedAdamW(parameters(), OptimizerConfig(total_steps=10), ALONE)
+    optimizer = ShardedAdamW(parameters(), OptimizerConfig(total_steps=10), *WHOLE)
     sizes = {name: p.numel() for name, p in parameters().items()}
     state = optimizer._adamw.state
     assert sum(v.numel() for held in state.values() for v in held.values()) == (
@@ -69,11 +78,11 @@ def test_updates_are_those_of_adamw_in_float64(max_grad_norm: float) -> None:
         total_steps=10,
     )
     ours = parameters()
-    optimizer = ShardedAdamW(ours, config, ALONE)
+    optimizer = ShardedAdamW(ours, config, *WHOLE)
     exact = {name: p.detach().double().requires_grad_() for name, p in parameters().items()}
-    reference = torch.optim.AdamW(
-        exact.values(), lr=0.1, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1
-    )
+    weights = {"params": [exact["a"]], "weight_decay": 0.1}
+    biases = {"params": [exact["b"], exact["never_used"]], "weight_decay": 0.0}
+    reference = torch.optim.AdamW([weights, biases], lr=0.1, betas=(0.8, 0.9), eps=1e-4)
     for step in range(4):
         gradients = {
             name: torch.full_like(ours[name], 1.0 + step + index)
@@ -97,7 +106,7 @@ def test_updates_are_those_of_adamw_in_float64(max_grad_norm: float) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(bad: float) -> None:
     ours = parameters()
-    optimizer = ShardedAdamW(ours, OptimizerConfig(lr=0.1, total_steps=10), ALONE)
+    optimizer = ShardedAdamW(ours, OptimizerConfig(lr=0.1, total_steps=10), *WHOLE)
     ours["a"].grad = torch.full_like(ours["a"], bad)
     assert not math.isfinite(optimizer.update(0))
     for name, parameter in parameters().items():
@@ -108,4 +117,4 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(bad: float) ->
 
 def test_a_falling_learning_rate_needs_the_number_of_its_steps() -> None:
     with pytest.raises(ConfigError, match="total_steps: expected at least 1 with"):
-        ShardedAdamW(parameters(), OptimizerConfig(schedule=LrSchedule.linear), ALONE)
+        ShardedAdamW(parameters(), OptimizerConfig(schedule=LrSchedule.linear), *WHOLE)

@@ -330,6 +330,23 @@ async def test_a_failure_reaches_pending_and_later_calls(
                 await call()
 
 
+async def test_a_step_that_does_not_end_fails_the_engine(
+    long_model: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    end = threading.Event()
+    async with running(long_model(), step_timeout_s=1.0) as engine:
+        monkeypatch.setattr(engine._generator, "step", lambda: end.wait(60) and None)
+        with pytest.raises(WorkerError, match=r"not ended for rollout\.step_timeout_s=1"):
+            await engine.generate([1], ENDLESS)
+        for call in later_calls(engine):
+            with pytest.raises(WorkerError, match="step_timeout_s"):
+                await call()
+        end.set()
+    assert "most recent call first" in capfd.readouterr().err
+
+
 def later_calls(engine: LocalEngine) -> list[Callable[[], Awaitable[Any]]]:
     async def cancel_group() -> None:
         engine.cancel_group("g")

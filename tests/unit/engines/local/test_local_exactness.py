@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from unit.engines.families import build
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.generator import SlotGenerator
@@ -150,12 +152,14 @@ def test_greedy_completion_is_that_of_transformers(
     assert finished[0][1].token_ids == expected[0, 3:].tolist()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_bfloat16_stays_near_its_own_forward_pass(
-    random_model: Callable[..., PreTrainedModel],
-    reference_logprobs: Callable[..., list[float]],
+    family: str, reference_logprobs: Callable[..., list[float]]
 ) -> None:
-    model = random_model().to(torch.bfloat16)
-    generator = make_generator(model)
+    """Also with windows, soft caps and sinks, on rows beyond the windows."""
+    model = build(family).to(torch.bfloat16)
+    table = SlotTable(6, 64, 24, seed=5)
+    generator = SlotGenerator(LocalModel(model), table, 64)
     for i in range(5):
         generator.table.add(SlotRequest(i, np.arange(2 + 7 * i), 50, "length"))
     finished = []
@@ -166,3 +170,28 @@ def test_bfloat16_stays_near_its_own_forward_pass(
         expected = reference_logprobs({0: model}, request.prompt.tolist(), completion, 1.0)
         difference = np.abs(np.array(completion.logprobs) - expected)
         assert difference.mean() < 0.03
+
+
+def test_a_float32_output_layer_does_not_round_logits(
+    random_model: Callable[..., PreTrainedModel],
+) -> None:
+    """As in the trainer, so that generation differs from it by hidden states alone."""
+    model = random_model("qwen2", hidden_size=64).to(torch.bfloat16)
+
+    def worst_error(has_float32_logits: bool) -> float:
+        local = LocalModel(model, has_float32_logits=has_float32_logits)
+        hidden: list[torch.Tensor] = []
+        model_copy: Any = local._model
+        model_copy.base_model.register_forward_hook(lambda *call: hidden.append(call[2][0][0]))
+        generator = SlotGenerator(local, SlotTable(1, MAX_CONTEXT, 24, seed=5), MAX_CONTEXT)
+        generator.table.add(SlotRequest(0, np.array([3, 1, 4]), 60, "length"))
+        while generator.table.has_work:
+            finished = generator.step()
+        [(_, completion)] = finished
+        last = torch.stack([states[-1] for states in hidden]).double().detach()
+        logprobs = (last @ model.lm_head.weight.detach().double().T).log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        return float((chosen - torch.tensor(completion.logprobs)).abs().max())
+
+    assert worst_error(True) < 1e-5
+    assert worst_error(False) > 1e-3

@@ -12,14 +12,14 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
 )
 
 from areal_sc.config.schema import Device, Dtype, RolloutConfig
 from areal_sc.engines.local.engine import LocalEngine
-from areal_sc.engines.local.model import LocalModel, load_folder
+from areal_sc.engines.local.model import LocalModel, check_context, load_folder
 from areal_sc.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -107,24 +107,36 @@ def test_more_context_than_the_model_has_positions(folder: Path) -> None:
         LocalEngine(config_for(folder, max_context_tokens=257))
 
 
-def test_sliding_windows_are_refused(random_model: Callable[..., PreTrainedModel]) -> None:
-    sliding = random_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ModelError, match="layers of type sliding_attention"):
-        LocalModel(sliding)
-    everywhere = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=10,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            sliding_window=8,
-        )
+def test_a_window_that_the_attention_is_not_told_of_is_noticed() -> None:
+    config = PhimoeConfig(
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        max_position_embeddings=64,
+        sliding_window=32,
     )
-    config = RolloutConfig(path="", max_context_tokens=64, seed=0)
-    with pytest.raises(ModelError, match="asks for sliding_window"):
-        LocalEngine.from_model(everywhere, NoEos(), config)
+    model = PhimoeForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+    def start(max_context_tokens: int) -> None:
+        settings = RolloutConfig(
+            path="",
+            max_context_tokens=max_context_tokens,
+            max_prefill_tokens=16,
+            max_running_sequences=4,
+            seed=0,
+        )
+        LocalEngine.from_model(model, NoEos(), settings)
+
+    start(32)  # never longer than the window
+    with pytest.raises(ModelError, match=r"PhimoeForCausalLM: log-prob.* in a way that"):
+        start(33)
 
 
 class NoEos:
@@ -139,14 +151,20 @@ def test_models_with_their_own_attention_are_refused() -> None:
         LocalModel(bloom)
 
 
-def test_length_dependent_rotary_embeddings_are_refused(
+def test_longrope_is_taken_where_no_sequence_is_long(
     random_model: Callable[..., PreTrainedModel],
 ) -> None:
-    model = random_model(
-        "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    )
-    with pytest.raises(ModelError, match="dynamic rotary embeddings"):
-        LocalModel(model)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 48,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    model = random_model("llama", rope_parameters=rope)
+    check_context(model, 48)
+    with pytest.raises(ModelError, match=r"longrope rotary embeddings: .* at most 48, got 49"):
+        check_context(model, 49)
 
 
 def test_the_given_model_keeps_its_attention_and_shares_its_weights(

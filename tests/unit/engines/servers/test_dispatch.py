@@ -98,6 +98,9 @@ async def test_closed_full_and_old_servers_are_left_out() -> None:
     good.is_open = False
     assert dispatcher.choose(work(10, version=3)) is None
     assert dispatcher.choose(work(10, version=2)) is old
+    good.is_open = True
+    good.version = dispatcher.newest_version = 1
+    assert dispatcher.choose(work(10, version=3)) is old, "the run went back to version 1"
 
 
 async def test_a_home_that_is_closed_is_left_and_forgotten_when_it_restarts() -> None:

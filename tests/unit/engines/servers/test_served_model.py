@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from areal_sc.config.schema import (
     Device,
     Dtype,
     RolloutConfig,
-    SGLangConfig,
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.model import ServedModel, check_weights_folder
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, ModelError
 
 MakeEngine = Callable[..., ServerEngine]
 
@@ -36,9 +37,14 @@ def folder(tiny_model_folder: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def make_engine(folder: Path, method: WeightUpdateMethod) -> ServerEngine:
+def make_engine(
+    folder: Path,
+    method: WeightUpdateMethod = WeightUpdateMethod.pull,
+    max_context_tokens: int = 64,
+) -> ServerEngine:
     config = RolloutConfig(
         path=str(folder),
+        max_context_tokens=max_context_tokens,
         dtype=Dtype.float32,
         device=Device.cpu,
         seed=0,
@@ -83,6 +89,37 @@ def test_names_that_servers_do_not_know(folder: Path) -> None:
     tensors["model.other.weight"] = tensors.pop("model.norm.weight")
     save_file(tensors, path, {"format": "pt"})
     for method in (WeightUpdateMethod.pull, WeightUpdateMethod.collective):
-        with pytest.raises(ConfigError, match=r"e\.g\. model\.norm\.weight, .*: choose disk"):
+        with pytest.raises(ConfigError, match=r"are no parts of the weights in mem.*: choose disk"):
             make_engine(folder, method)
     make_engine(folder, WeightUpdateMethod.disk)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, r"dynamic rotary .*: servers scale them"),
+        (
+            {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 48,
+                "short_factor": [],  # of the model's size
+                "long_factor": [],
+            },
+            r"longrope rotary .* for all rows of a batch.* at most 48, got 64",
+        ),
+    ],
+)
+def test_rope_that_servers_compute_otherwise_than_trainers(
+    folder: Path, rope: dict[str, object], message: str
+) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            rope = {**rope, name: [1.0] * half}
+    path.write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 1e4, **rope}}))
+    with pytest.raises(ModelError, match=message):
+        make_engine(folder)
+    if rope["rope_type"] == "longrope":
+        make_engine(folder, max_context_tokens=48)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from areal_sc.config.model_folder import read_stored_shapes
-from areal_sc.engines.servers.model import as_shaped, check_weights_folder
+from areal_sc.engines.servers.model import as_served, check_weights_folder
 from areal_sc.engines.servers.sglang.client import _pickle
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
 from areal_sc.engines.servers.weights import UpdateTimes
@@ -158,9 +158,9 @@ def test_the_layout_of_a_broadcast_is_that_of_its_bytes() -> None:
 def test_flat_tensors_get_the_model_s_shapes() -> None:
     shapes = {"a": (2, 3), "b": (4,)}
     given = [("a", torch.arange(6.0)), ("b", torch.zeros(4))]
-    shaped = dict(as_shaped(given, shapes))
+    shaped = dict(as_served(given, shapes, None))
     assert shaped["a"].shape == (2, 3)
-    assert as_shaped([("x", torch.zeros(3, 1))], {})[0][1].shape == (3, 1)
+    assert as_served([("x", torch.zeros(3, 1))], {}, None)[0][1].shape == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_flat_tensors_get_the_model_s_shapes() -> None:
 def test_tensors_of_another_model(given: dict[str, int], message: str) -> None:
     tensors = [(name, torch.zeros(size)) for name, size in given.items()]
     with pytest.raises(ModelError, match=message):
-        as_shaped(tensors, {"a": (2, 3), "b": (4,)})
+        as_served(tensors, {"a": (2, 3), "b": (4,)}, None)
 
 
 def test_a_folder_is_compared_with_the_model(tiny_model_folder: Path, tmp_path: Path) -> None:

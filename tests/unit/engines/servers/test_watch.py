@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from areal_sc.config.schema import ServersConfig
+from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.process import (
     find_by_title,
     kill_session,

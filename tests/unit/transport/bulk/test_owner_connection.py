@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from areal_sc.config.schema import TransportConfig
+from areal_sc.transport.bulk.credits import Credits
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS
 from areal_sc.transport.bulk.owner_connection import Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut, shard_slice
@@ -26,7 +27,7 @@ async def never() -> SessionGrant:
 @asynccontextmanager
 async def owner_connection(chunk_bytes: int = REQUEST_BYTES) -> AsyncIterator[OwnerConnection]:
     config = TransportConfig(chunk_bytes=chunk_bytes)
-    connection = OwnerConnection(OWNER, config, never, cast(Any, None))
+    connection = OwnerConnection(OWNER, config, never, Credits(1 << 20, 4096), cast(Any, None))
     try:
         yield connection
     finally:

@@ -1,4 +1,4 @@
-"""A guarded socket serves holders of the run's keys, and counts everybody else."""
+"""A guarded socket serves whom it knows, tells who that is, and counts everybody else."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import zmq
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.security.curve import CurveAuthenticator
-from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.curve import CurveClient, CurveServer
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Frame, configure_socket
 
 LIMIT_S = 30.0
@@ -31,20 +32,23 @@ class GuardedEcho:
 
     Attributes:
         received: what has arrived, of whomever.
+        senders: keys of these connections.
     """
 
-    def __init__(self, authenticator: CurveAuthenticator) -> None:
+    def __init__(self, security: CurveServer) -> None:
         self.received: list[bytes] = []
-        self.authenticator = authenticator
+        self.senders: list[str] = []
+        self.security = security
         self.context = zmq.Context()
         raw = self.context.socket(zmq.ROUTER)
         configure_socket(raw)
-        self.guard = authenticator.configure_server(self.context, raw)
+        self.guard = security.configure(self.context, raw)
         self.port = raw.bind_to_random_port("tcp://127.0.0.1")
-        self.socket = AsyncSocket(raw, self._on_message)
+        self.socket = AsyncSocket(raw, self._on_message, knows_senders=True)
 
     def _on_message(self, frames: list[Frame]) -> None:
         self.received.append(bytes(frames[1]))
+        self.senders.append(self.socket.sender)
         self.socket.send_nowait(frames)
 
     def close(self) -> None:
@@ -54,8 +58,12 @@ class GuardedEcho:
 
 
 @asynccontextmanager
-async def guarded_echo(keys: RunKeys) -> AsyncIterator[GuardedEcho]:
-    echo = GuardedEcho(CurveAuthenticator(keys, "train/0"))
+async def guarded_echo(
+    keys: RunKeys, security: CurveServer | None = None
+) -> AsyncIterator[GuardedEcho]:
+    """As an agent guards its socket: it takes no passes."""
+    known = KnownCallers(keys.controller.public)
+    echo = GuardedEcho(security or CurveServer(keys.workers, known, "train/0"))
     try:
         yield echo
     finally:
@@ -87,13 +95,41 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+def controller(keys: RunKeys) -> Callable[[zmq.Socket[bytes]], None]:
+    return shown(CurveClient.of_controller(keys))
+
+
+def shown(client: CurveClient) -> Callable[[zmq.Socket[bytes]], None]:
+    def configure(socket: zmq.Socket[bytes]) -> None:
+        client.configure(socket)
+        client.expect(socket, "")
+
+    return configure
+
+
 async def test_members_are_served(keys: RunKeys) -> None:
-    member = CurveAuthenticator(keys, "script").configure_client
+    member = controller(keys)
     async with guarded_echo(keys) as echo:
         with caller(echo, member) as one, caller(echo, member) as two:
             assert await answer(one, b"a") == b"a"
             assert await answer(two, b"b") == b"b"
-        assert echo.authenticator.num_refused == 0
+        assert echo.security.num_refused == 0
+
+
+async def test_each_message_comes_with_the_key_of_its_connection(keys: RunKeys) -> None:
+    """Also where callers give themselves names: a name that was another's is nobody's."""
+    passes = Passes(keys)
+    worker = passes.issue("rollout/0", Caller.rollout)
+    server = passes.issue("train/0", Caller.train)
+    async with guarded_echo(keys, CurveServer.of_worker(server, "train/0")) as echo:
+        for configure in (controller(keys), shown(CurveClient.of_worker(worker))):
+            with caller(echo, lambda dealer, do=configure: (do(dealer), named(dealer))) as dealer:
+                assert await answer(dealer, b"a") == b"a"
+        assert echo.senders == [keys.controller.public.decode(), worker.own.public.decode()]
+
+
+def named(dealer: zmq.Socket[bytes]) -> None:
+    dealer.setsockopt(zmq.ROUTING_ID, b"one name")
 
 
 NOT_CURVE = "does not authenticate itself as asked|left before it was admitted"
@@ -103,32 +139,37 @@ NOT_CURVE = "does not authenticate itself as asked|left before it was admitted"
 def no_keys(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None: ...
 
 
-def own_server_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
-    CurveAuthenticator(RunKeys.create(), "stranger").configure_client(dealer)
+def keys_of_another_run(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    controller(RunKeys.create())(dealer)
 
 
 def wrong_server_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
-    CurveAuthenticator(keys, "stranger").configure_client(dealer)
-    dealer.curve_serverkey = RunKeys.create().server_public
+    controller(keys)(dealer)
+    dealer.curve_serverkey = RunKeys.create().workers.public
 
 
-def unlisted_client_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
-    CurveAuthenticator(RunKeys.create(), "stranger").configure_client(dealer)
-    dealer.curve_serverkey = keys.server_public
+def unknown_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    shown(CurveClient(KeyPair.create(), keys.workers.public))(dealer)
+
+
+def borrowed_key(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
+    controller(keys)(dealer)
+    dealer.curve_secretkey = KeyPair.create().secret
 
 
 def password(keys: RunKeys, dealer: zmq.Socket[bytes]) -> None:
     dealer.plain_username = b"member"
-    dealer.plain_password = keys.client_public
+    dealer.plain_password = keys.controller.public
 
 
 @pytest.mark.parametrize(
     ("stranger", "reason"),
     [
         (no_keys, NOT_CURVE),
-        (own_server_key, "the caller has another server key"),
+        (keys_of_another_run, "the caller has another server key"),
         (wrong_server_key, "the caller has another server key"),
-        (unlisted_client_key, r"127\.0\.0\.1 shows a key that is not the run's"),
+        (unknown_key, r"127\.0\.0\.1 shows a key that is not the run's"),
+        (borrowed_key, "or not the secret of its own"),
         (password, NOT_CURVE),
     ],
 )
@@ -140,18 +181,18 @@ async def test_strangers_are_counted_and_get_nothing(
 ) -> None:
     async with guarded_echo(keys) as echo:
         with (
-            caller(echo, CurveAuthenticator(keys, "script").configure_client) as member,
+            caller(echo, controller(keys)) as member,
             caller(echo, lambda dealer: stranger(keys, dealer)) as dealer,
         ):
             dealer.send(b"let me in")
-            await until(lambda: echo.authenticator.num_refused >= 1)
+            await until(lambda: echo.security.num_refused >= 1)
             assert await answer(member, b"meanwhile") == b"meanwhile"
             assert not dealer.poll(0)
         assert echo.received == [b"meanwhile"]
     (line,) = (r for r in caplog.records if r.levelno == logging.WARNING)
-    assert line.getMessage().startswith("refused_connection node=train/0 count=1 reason=")
+    assert line.getMessage().startswith("refused node=train/0 count=1 reason=")
     assert re.search(reason, line.getMessage())
-    for secret in (keys.server_secret, keys.client_secret):
+    for secret in (keys.controller_secret, keys.workers_secret):
         assert secret.decode() not in line.getMessage()
 
 
@@ -173,8 +214,8 @@ async def test_strangers_without_zmq_are_counted(keys: RunKeys, greeting: bytes)
                 stranger.sendall(greeting)
                 with suppress(OSError):  # the server may have ended it
                     stranger.shutdown(socket.SHUT_WR)
-                await until(lambda n=number: echo.authenticator.num_refused >= n)
-        assert echo.authenticator.num_refused == 5
+                await until(lambda n=number: echo.security.num_refused >= n)
+        assert echo.security.num_refused == 5
         assert echo.received == []
 
 
@@ -184,15 +225,15 @@ async def test_a_flood_of_strangers_is_one_line(
     async with guarded_echo(keys) as echo:
         for _ in range(200):
             socket.create_connection(("127.0.0.1", echo.port), LIMIT_S).close()
-        await until(lambda: echo.authenticator.num_refused == 200)
-        with caller(echo, CurveAuthenticator(keys, "script").configure_client) as member:
+        await until(lambda: echo.security.num_refused == 200)
+        with caller(echo, controller(keys)) as member:
             assert await answer(member, b"still there") == b"still there"
     assert len(caplog.records) == 1
 
 
 async def test_a_closed_guard_admits_nobody(keys: RunKeys) -> None:
     """Also with the right keys: without a list everybody would be on it."""
-    member = CurveAuthenticator(keys, "script").configure_client
+    member = controller(keys)
     async with guarded_echo(keys) as echo:
         with caller(echo, member) as before:
             assert await answer(before, b"a") == b"a"
@@ -218,4 +259,4 @@ async def test_a_context_has_one_guarded_socket(keys: RunKeys) -> None:
             echo.context.socket(zmq.ROUTER) as second,
             pytest.raises(TransportError, match="a second socket of a ZMQ context is guarded"),
         ):
-            echo.authenticator.configure_server(echo.context, second)
+            echo.security.configure(echo.context, second)

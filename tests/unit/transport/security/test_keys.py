@@ -9,13 +9,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from areal_sc.errors import TransportError
-from areal_sc.transport.security.keys import KEYS_VARIABLE, MAX_FILE_BYTES, RunKeys
+from areal_sc.transport.security.keys import MAX_FILE_BYTES, KeyPair, RunKeys
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +23,13 @@ def keys() -> RunKeys:
 
 
 def secrets_of(keys: RunKeys) -> list[str]:
-    return [keys.server_secret.decode(), keys.client_secret.decode()]
+    secrets = keys.controller_secret, keys.workers_secret, keys.signing_seed
+    return [secret.decode() for secret in secrets]
 
 
 def test_keys_of_two_runs_share_nothing(keys: RunKeys) -> None:
-    assert not set(asdict(keys).values()) & set(asdict(RunKeys.create()).values())
+    assert len(set(secrets_of(keys)) | set(secrets_of(RunKeys.create()))) == 6
+    assert keys.run_id != RunKeys.create().run_id
 
 
 def test_what_is_written_is_read(keys: RunKeys, tmp_path: Path) -> None:
@@ -112,15 +113,14 @@ MALFORMATIONS: dict[str, Callable[[dict[str, str]], str]] = {
     "truncated": lambda content: json.dumps(content)[:-10],
     "another shape": lambda content: json.dumps(list(content.values())),
     "nested": lambda content: "[" * MAX_FILE_BYTES,
-    "one is missing": lambda content: json.dumps(dict(list(content.items())[:3])),
-    "one too many": lambda content: json.dumps(content | {"more": content["server_secret"]}),
-    "a number": lambda content: json.dumps(content | {"server_secret": 1}),
-    "not ASCII": lambda content: json.dumps(content | {"server_secret": "ä" * 40}),
-    "not Z85": lambda content: json.dumps(content | {"server_secret": "~" * 40}),
+    "one is missing": lambda content: json.dumps(dict(list(content.items())[:2])),
+    "one too many": lambda content: json.dumps(content | {"more": content["workers_secret"]}),
+    "a number": lambda content: json.dumps(content | {"workers_secret": 1}),
+    "not ASCII": lambda content: json.dumps(content | {"workers_secret": "ä" * 40}),
+    "not Z85": lambda content: json.dumps(content | {"workers_secret": "~" * 40}),
     "too short": lambda content: json.dumps(
-        content | {"server_secret": content["server_secret"][:35]}
+        content | {"workers_secret": content["workers_secret"][:35]}
     ),
-    "not a pair": lambda content: json.dumps(content | {"client_public": content["server_public"]}),
     "too long": lambda content: json.dumps(content) + " " * MAX_FILE_BYTES,
 }
 
@@ -130,9 +130,9 @@ def test_a_malformed_file_is_refused_without_a_word_of_it(
     keys: RunKeys, tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / "keys.json"
-    content = {field: value.decode() for field, value in asdict(keys).items()}
+    keys.write(path)
+    content = json.loads(path.read_text())
     path.write_text(MALFORMATIONS[name](content), encoding="utf-8")
-    path.chmod(0o600)
     with pytest.raises(TransportError, match="does not hold the keys of a run") as caught:
         RunKeys.read(path)
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
@@ -141,34 +141,14 @@ def test_a_malformed_file_is_refused_without_a_word_of_it(
 
 
 def test_no_text_shows_a_secret(keys: RunKeys) -> None:
-    shown = f"{keys} {keys!r} {[keys]}"
-    assert keys.server_public.decode() in shown
+    shown = f"{keys} {keys!r} {[keys]} {keys.controller} {keys.workers!r}"
+    assert keys.controller.public.decode() in shown
     for secret in secrets_of(keys):
         assert secret not in shown
 
 
-def test_the_environment_is_left_without_the_keys(keys: RunKeys, tmp_path: Path) -> None:
-    keys.write(tmp_path / "keys.json")
-    environ = {KEYS_VARIABLE: (tmp_path / "keys.json").read_text(), "HOME": "/root"}
-    assert RunKeys.from_environment(environ) == keys
-    assert environ == {"HOME": "/root"}
-    assert RunKeys.from_environment(environ) is None
-
-
-def test_a_malformed_variable_is_removed_too(keys: RunKeys) -> None:
-    environ = {KEYS_VARIABLE: keys.server_secret.decode() + "\udcff"}
-    with pytest.raises(TransportError, match=KEYS_VARIABLE) as caught:
-        RunKeys.from_environment(environ)
-    assert keys.server_secret.decode() not in str(caught.value)
-    assert environ == {}
-
-
-def test_a_child_inherits_no_keys(
-    keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys.write(tmp_path / "keys.json")
-    monkeypatch.setenv(KEYS_VARIABLE, (tmp_path / "keys.json").read_text())
-    assert RunKeys.from_environment(os.environ) == keys
-    child = subprocess.run(["env"], capture_output=True, text=True, check=True, timeout=60)
-    assert KEYS_VARIABLE not in child.stdout
-    assert keys.client_secret.decode() not in child.stdout
+def test_two_halves_of_different_pairs_are_refused() -> None:
+    one, other = KeyPair.create(), KeyPair.create()
+    for public, secret in ((one.public, other.secret), (one.public, b"short"), (b"", one.secret)):
+        with pytest.raises(TransportError, match="not a CURVE pair"):
+            KeyPair(public, secret)

@@ -46,7 +46,8 @@ def test_a_header_is_read_as_it_was_written(shape: dict[str, tuple[str, list[int
         name: torch.zeros(sum(rows), dtype=torch.uint8).to(dtype_named(dtype))
         for name, (dtype, rows) in shape.items()
     }
-    layout = ShardLayout.of(tensors, {name: rows for name, (_, rows) in shape.items()})
+    rows = {name: rows for name, (_, rows) in shape.items()}
+    layout = ShardLayout.of(tensors, rows, is_copy=len(shape) == 1)
     header = layout.header()
     memory = memoryview(header + bytes(layout.num_bytes))
     assert ShardLayout.behind_header(memory) == (layout, len(header))
@@ -63,7 +64,7 @@ def test_common_row_lengths_are_written_once() -> None:
     assert len(six.header()) < len(one.header()) + 99
 
 
-GOOD = [2, 128, [[2, 3]], [["a", "int64", 64, 0]]]
+GOOD = [3, True, 128, [[2, 3]], [["a", "int64", 64, 0]]]
 
 
 def header_of(content: object) -> memoryview:
@@ -79,24 +80,25 @@ def test_the_header_that_is_spoiled_below_is_good() -> None:
 @pytest.mark.parametrize(
     ("position", "value"),
     [
-        (0, 3),
+        (0, 2),
         (0, "1"),
-        (1, -1),
-        (1, 100),  # the field ends at 104
-        (1, 129),  # more than there is
-        (2, [[2, -3]]),
-        (2, [[2, 9]]),
-        (2, [[1 << 62, 1 << 62]]),
-        (2, [2]),
-        (2, []),
-        (3, [["a", "int64", 60, 0]]),
-        (3, [["a", "int64", -64, 0]]),
-        (3, [["a", "int64", 128, 0]]),
-        (3, [["a", "int64", 64, 1]]),
-        (3, [["a", "int64", 64, -1]]),
-        (3, [["a", "object", 64, 0]]),
-        (3, [[1, "int64", 64, 0]]),
-        (3, [None]),
+        (1, 1),
+        (2, -1),
+        (2, 100),  # the field ends at 104
+        (2, 129),  # more than there is
+        (3, [[2, -3]]),
+        (3, [[2, 9]]),
+        (3, [[1 << 62, 1 << 62]]),
+        (3, [2]),
+        (3, []),
+        (4, [["a", "int64", 60, 0]]),
+        (4, [["a", "int64", -64, 0]]),
+        (4, [["a", "int64", 128, 0]]),
+        (4, [["a", "int64", 64, 1]]),
+        (4, [["a", "int64", 64, -1]]),
+        (4, [["a", "object", 64, 0]]),
+        (4, [[1, "int64", 64, 0]]),
+        (4, [None]),
     ],
 )
 def test_a_header_that_points_outside_or_is_malformed_is_refused(

@@ -7,11 +7,14 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_sc.errors import ConfigError, TransportError
+from areal_sc.transport.shards import memory_folder
 from areal_sc.transport.shards.arena import block_path
 from areal_sc.transport.shards.mapped_file import map_file
 from areal_sc.transport.shards.memory_folder import (
@@ -301,26 +304,45 @@ def test_two_arenas_of_one_incarnation_are_not_guessed_between(tmp_path: Path) -
     assert folder.by_incarnation() == {}
 
 
+def root_of(run_dir: Path, wanted: str = "auto", **limits: Any) -> Path:
+    return memory_root(wanted, run_dir, Path("/node/folder"), **limits)
+
+
+def test_memory_is_never_on_a_network_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_network = {tmp_path / "shared_memory", Path("/wanted")}
+
+    def kind(path: Path) -> str:
+        return "nfs4" if path in on_network else ""
+
+    monkeypatch.setattr(memory_folder, "network_file_system", kind)
+    missing = tmp_path / "missing"
+    assert root_of(tmp_path, shared_memory=missing) == Path("/node/folder/shared_memory")
+    with pytest.raises(ConfigError, match=r"nfs4.*set transport.shared_memory to a folder on a"):
+        root_of(tmp_path, "/wanted")
+    on_network.add(Path("/node/folder/shared_memory"))
+    with pytest.raises(ConfigError, match=r"nfs4.*set scheduler.node_folder to a folder on a"):
+        root_of(tmp_path, shared_memory=missing)
+
+
 def test_a_root_without_room_is_replaced_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     space = os.statvfs(tmp_path)
     free_bytes = space.f_bavail * space.f_frsize
     caplog.set_level(logging.WARNING)
-    fallback = tmp_path / "shared_memory"
-    assert (
-        memory_root("auto", tmp_path, needed_bytes=free_bytes // 2, shared_memory=tmp_path)
-        == tmp_path
-    )
-    assert memory_root(str(tmp_path / "x"), tmp_path, needed_bytes=1 << 60) == tmp_path / "x"
+    fallback, root = tmp_path / "shared_memory", partial(root_of, tmp_path)
+    assert root(needed_bytes=free_bytes // 2, shared_memory=tmp_path) == tmp_path
+    assert root(str(tmp_path / "x"), needed_bytes=1 << 60) == tmp_path / "x"
     assert caplog.records == []
-    assert memory_root("auto", tmp_path, needed_bytes=1 << 60, shared_memory=tmp_path) == fallback
+    assert root(needed_bytes=1 << 60, shared_memory=tmp_path) == fallback
     (record,) = caplog.records
     text = record.getMessage()
     for part in (f"{tmp_path} has", f"{(1 << 60) / 2**30:.1f} GiB", "--shm-size=", str(fallback)):
         assert part in text
     missing = tmp_path / "missing"
-    assert memory_root("auto", tmp_path, shared_memory=missing) == fallback
+    assert root(shared_memory=missing) == fallback
     assert "missing cannot be used" in caplog.records[1].getMessage()
 
 

@@ -138,7 +138,7 @@ class FailingBlock(StoreBlock):
 class FailingBackend(StoreBackend):
     num_freed = 0
 
-    def allocate(self, layout: ShardLayout) -> FailingBlock:
+    def allocate(self, layout: ShardLayout, spare_bytes: int = 0) -> FailingBlock:
         return FailingBlock(self, layout)
 
 
@@ -154,7 +154,7 @@ def test_a_put_that_fails_leaves_nothing_behind() -> None:
 class RetiringBackend(StoreBackend):
     """Memory that comes back one `reclaim` after it was freed."""
 
-    def allocate(self, layout: ShardLayout) -> RetiringBlock:
+    def allocate(self, layout: ShardLayout, spare_bytes: int = 0) -> RetiringBlock:
         return RetiringBlock(self, layout)
 
     def reclaim(self) -> None:

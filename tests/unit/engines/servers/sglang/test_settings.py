@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import Dtype, RolloutConfig, SGLangConfig
+from areal_sc.config.schema import Dtype, RolloutConfig
+from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.client import ServerAbilities
+from areal_sc.engines.servers.command_line import as_command_line, check_version
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.process import server_environment
-from areal_sc.engines.servers.sglang.arguments import (
-    as_command_line,
-    check_version,
-    server_arguments,
-)
+from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION, server_arguments
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import ConfigError, ModelError
 
@@ -73,6 +71,14 @@ def test_settings_reach_the_server() -> None:
     } <= set(arguments)
 
 
+def test_a_float32_output_layer_is_asked_for_where_it_changes_something() -> None:
+    word = "--enable-fp32-lm-head"
+    assert word not in server_arguments(rollout(), ON_GPU)
+    assert word in server_arguments(rollout(float32_output_layer=True), ON_GPU)
+    float32 = rollout(float32_output_layer=True, dtype=Dtype.float32)
+    assert word not in server_arguments(float32, ON_GPU)
+
+
 def test_arguments_of_the_user_come_first() -> None:
     sglang = SGLangConfig(
         args={"--max-running-requests": 99, "attention_backend": None, "enable_metrics": True}
@@ -117,13 +123,13 @@ def test_devices_that_this_worker_does_not_see(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.15.post1", "0.5.23", "0.6.0rc1", "1.0"])
 def test_versions_that_are_new_enough(version: str) -> None:
-    check_version(version, "it")
+    check_version(version, OLDEST_VERSION, "it", "SGLang")
 
 
 @pytest.mark.parametrize("version", ["0.5.10.post1", "0.4.9", ""])
 def test_versions_that_are_too_old(version: str) -> None:
     with pytest.raises(ConfigError, match=r"it is SGLang .*: 0\.5\.11 or newer is needed"):
-        check_version(version, "it")
+        check_version(version, OLDEST_VERSION, "it", "SGLang")
 
 
 def test_a_server_of_the_same_model(tiny_model_folder: Any) -> None:

@@ -1,0 +1,29 @@
+"""Schedulers by name: one of `SchedulerType`, or a class of the user's own by its import path."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any, Final
+
+from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.errors import ConfigError
+
+_BUILT_IN: Final = [kind.value for kind in SchedulerType]
+
+
+def own_scheduler(name: str) -> Any:
+    """The class at `package.module:Class`; None: the name is one of `SchedulerType`.
+
+    It is found as the caller would import it, that is also beside a script.
+
+    Raises: ConfigError: there is none of that name.
+    """
+    if name in _BUILT_IN:
+        return None
+    expected = f"scheduler.type: expected {', '.join(_BUILT_IN)} or package.module:Class"
+    if ":" not in name:
+        raise ConfigError(f"{expected}, got {name!r}")
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{expected}, got {name!r}: {error}") from error

@@ -1,0 +1,65 @@
+"""Which engine trains, and how one model is spread over its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_sc.config.fields import setting
+from areal_sc.errors import ConfigError
+
+
+class TrainEngineKind(StrEnum):
+    """What trains.
+
+    fsdp: PyTorch's FSDP2, for every family of transformers.
+    megatron: Megatron-core, for some families.
+    """
+
+    fsdp = "fsdp"
+    megatron = "megatron"
+
+
+@dataclass
+class ParallelConfig:
+    """How the model and its rows are spread over ranks, one process each."""
+
+    data: int = setting(1, "shares of each minibatch that are computed at one time", ge=1)
+    sequence: int = setting(
+        1, "parts of each micro-batch's tokens; divides the attention heads", ge=1
+    )
+    tensor: int = setting(1, "parts of each layer; divides the attention heads", ge=1)
+    pipeline: int = setting(1, "stages of consecutive layers; engine megatron alone", ge=1)
+    virtual_pipeline: int = setting(
+        1, "stages that each rank of a pipeline has; engine megatron alone", ge=1
+    )
+    expert: int = setting(
+        1, "parts of the experts, over ranks that there are; engine megatron alone", ge=1
+    )
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that compute one share together."""
+        return self.sequence * self.tensor * self.pipeline
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train one model."""
+        return self.data * self.model_ranks
+
+    def check_heads(self, heads: int, kv_heads: int) -> None:
+        """Whether every rank gets whole attention heads of a model, equally many.
+
+        Key-value heads that are fewer than ranks are copied, equally often.
+
+        Raises: ConfigError: they do not come out even.
+        """
+        for name, size in (("tensor", self.tensor), ("sequence", self.sequence)):
+            if heads % size or (kv_heads % size and size % kv_heads):
+                within = f" of each tensor rank (tensor={self.tensor})" if name != "tensor" else ""
+                raise ConfigError(
+                    f"actor.parallel.{name}: expected a divisor of the model's {heads} attention "
+                    f"heads{within}, and a divisor or a multiple of its {kv_heads} key-value "
+                    f"heads{within}, got {size}"
+                )
+            heads, kv_heads = heads // size, max(1, kv_heads // size)

@@ -1,0 +1,136 @@
+"""Which jobs a run asks SLURM for: nodes that are alike are one job, whatever they are for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from areal_sc.config.placement import Purpose
+from areal_sc.config.slurm_settings import RoleNodes, SlurmConfig
+
+_SHIFTS: Final = MappingProxyType({"K": 10, "": 20, "M": 20, "G": 30, "T": 40})
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """What each node of a job has to be; what is empty or 0 is left to the cluster."""
+
+    gpus_per_node: int = 0
+    cpus_per_node: int = 0
+    memory_per_node: str = ""
+    time_limit: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    extra_flags: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: SlurmConfig | RoleNodes, num_workers: int) -> NodeRequest:
+        """Args: num_workers: most of a node."""
+        values = {it.name: getattr(settings, it.name) for it in fields(cls)}
+        cpus = max(settings.cpus_per_node, num_workers * settings.cpus_per_worker)
+        by_workers = num_workers * (memory_bytes(settings.memory_per_worker) or 0)
+        changes: dict[str, Any] = {"extra_flags": tuple(settings.extra_flags)}
+        if by_workers > (memory_bytes(settings.memory_per_node) or 0):
+            changes["memory_per_node"] = f"{-(-by_workers >> 20)}M"
+        return cls(**values | {"cpus_per_node": cpus} | changes)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job to submit.
+
+    Attributes:
+        request: each of its nodes.
+        shares: purpose -> number of its nodes.
+        num_jobs: so many like this.
+    """
+
+    request: NodeRequest
+    shares: dict[Purpose, int] = field(hash=False)
+    num_jobs: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self.shares.values())
+
+    @property
+    def kind(self) -> str:
+        """Names it in messages and in the names of jobs: `any`, `train`, `train-rollout`."""
+        return "-".join(self.shares)
+
+    @property
+    def single(self) -> JobPlan:
+        """One of `num_jobs`."""
+        return replace(self, num_jobs=1)
+
+    def of_one(self, purpose: Purpose) -> JobPlan:
+        """A job of one node, in the place of one that is lost."""
+        return replace(self, shares={purpose: 1}, num_jobs=1)
+
+
+def job_plans(slurm: SlurmConfig) -> list[JobPlan]:
+    """The jobs of a run: one, unless roles have nodes of their own that differ, or join singly."""
+    plans: list[JobPlan] = []
+    for purpose, num_nodes, request in _wanted(slurm):
+        if purpose is Purpose.rollout and not slurm.gang:
+            plans.append(JobPlan(request, {purpose: 1}, num_nodes))
+        elif plans and plans[0].request == request:
+            plans[0].shares[purpose] = num_nodes
+        else:
+            plans.append(JobPlan(request, {purpose: num_nodes}))
+    return plans
+
+
+def memory_bytes(words: str) -> int | None:
+    """Of `64G`, as sbatch reads it; without a letter in MiB. None: it says nothing, or something
+    else."""
+    found = re.fullmatch(r"([0-9]+)([KMGT]?)B?", words.strip().upper())
+    return int(found[1]) << _SHIFTS[found[2]] if found and int(found[1]) else None
+
+
+def nodes_for(slurm: SlurmConfig, role: str) -> tuple[int, NodeRequest]:
+    """How many nodes the workers of a role may run on, and what each of them has."""
+    wanted = [it for it in _wanted(slurm) if it[0].takes(role)]
+    [(_, num_nodes, request)] = wanted
+    return num_nodes, request
+
+
+def single_plan(slurm: SlurmConfig) -> JobPlan:
+    """A further node, for generation alone."""
+    _, request = nodes_for(slurm, Purpose.rollout)
+    return JobPlan(request, {Purpose.rollout: 1})
+
+
+def workers_of_single(slurm: SlurmConfig) -> int:
+    """Rollout workers that a node is for which joins singly, if it has no GPUs."""
+    num_nodes, _ = nodes_for(slurm, Purpose.rollout)
+    return _workers_of_node(slurm.rollout, num_nodes)
+
+
+def merged_plan(plans: Sequence[JobPlan]) -> JobPlan:
+    """All nodes as one job, which is there already, and is as it is."""
+    shares = {
+        purpose: number * plan.num_jobs for plan in plans for purpose, number in plan.shares.items()
+    }
+    return JobPlan(plans[0].request, shares)
+
+
+def _wanted(slurm: SlurmConfig) -> Iterator[tuple[Purpose, int, NodeRequest]]:
+    own: dict[Purpose, RoleNodes] = {Purpose.train: slurm.train, Purpose.rollout: slurm.rollout}
+    if slurm.gang and not any(role.nodes for role in own.values()):
+        num_workers = sum(_workers_of_node(role, slurm.nodes) for role in own.values())
+        yield Purpose.any, slurm.nodes, NodeRequest.of(slurm, num_workers)
+        return
+    for purpose, role in own.items():
+        num_nodes = role.nodes or slurm.nodes
+        request = NodeRequest.of(role if role.nodes else slurm, _workers_of_node(role, num_nodes))
+        yield purpose, num_nodes, request
+
+
+def _workers_of_node(role: RoleNodes, num_nodes: int) -> int:
+    return -(-role.num_workers // num_nodes)

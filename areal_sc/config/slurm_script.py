@@ -1,0 +1,134 @@
+"""The text of each job that `scheduler.type=slurm` submits."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from areal_sc.config.placement import Purpose
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_jobs import JobPlan
+
+AGENT_WORDS: Final = "AREAL_SC_AGENT"
+"""Prefix of the environment variables that hold the agents' arguments; none of them is secret."""
+COMES_BACK: Final = "AREAL_SC_COMES_BACK"
+"""Environment variable of agents that SLURM starts again when it has preempted them, or in whose
+place the run asks for another node."""
+NUM_AGENT_WORDS: Final = 3
+RESTART_COUNT: Final = "SLURM_RESTART_COUNT"
+"""Environment variable of a job that SLURM has started again, and so of its agents. Whoever starts
+a step in it from elsewhere sets it, as SLURM does not."""
+_AGENT_LOG: Final = (
+    f"agent-$SLURMD_NODENAME-$SLURM_JOB_ID.$SLURM_STEP_ID${{{RESTART_COUNT}:+-${RESTART_COUNT}}}"
+)
+"""Of a start of an agent; in words of the shell."""
+JOIN_SECRET: Final = "AREAL_SC_JOIN_SECRET"
+"""Environment variable of a job: the first line of its agents' input, which is secret."""
+
+
+def job_script(config: SchedulerConfig, run_dir: Path, plan: JobPlan) -> str:
+    """What `sbatch` gets; the arguments of the agents are in its environment.
+
+    Args:
+        run_dir: absolute; nodes that do not see it keep their logs to themselves.
+    """
+    request = plan.request
+    flags = {
+        "nodes": plan.num_nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": request.gpus_per_node,
+        "cpus-per-task": request.cpus_per_node,
+        "mem": request.memory_per_node,
+        "time": request.time_limit,
+        "partition": request.partition,
+        "account": request.account,
+        "qos": request.qos,
+        "constraint": request.constraint,
+        # a node may have neither the run folder nor the folder that the script was started in
+        "output": "/dev/null",
+        "chdir": "/",
+    }
+    lines = [
+        f"#SBATCH --{flag}={shlex.quote(str(value))}" for flag, value in flags.items() if value
+    ]
+    is_requeued = config.slurm.requeue
+    lines += [f"#SBATCH --{'requeue' if is_requeued else 'no-requeue'}", "#SBATCH --no-kill"]
+    lines += [f"#SBATCH {flag}" for flag in request.extra_flags]
+    # a shell that has it from the beginning shows it in /proc as long as it lives
+    again = f'exec env -u {JOIN_SECRET} bash "$0" <<<"${JOIN_SECRET}"'
+    lines += _log_lines(config, run_dir, "slurm-$SLURM_JOB_ID")
+    lines.append('cd "$SLURM_SUBMIT_DIR" 2>/dev/null || cd /')
+    lines.append(f'[ -z "${{{JOIN_SECRET}:-}}" ] || {again}')
+    is_replaced = not config.slurm.gang and plan.shares == {Purpose.rollout: 1}
+    lines += [f"export {COMES_BACK}=1"] if is_requeued or is_replaced else []
+    return "\n".join(["#!/bin/bash", *lines, *step_lines(config, run_dir, plan)]) + "\n"
+
+
+def step_lines(
+    config: SchedulerConfig,
+    run_dir: Path,
+    plan: JobPlan,
+    nodes: Sequence[str] = (),
+    srun_flags: Sequence[str] = (),
+    before: str = "",
+) -> list[str]:
+    """Shell lines that start the agents, one a node, and end with them.
+
+    Each has an `srun` of its own, since one for all nodes ends when a node comes back after a loss
+    that slurmctld did not notice. The first line of the shell's input is that of the agents'. Each
+    agent has a log of its own, named after its step.
+
+    Args:
+        nodes: all nodes of the job, if none is given.
+        srun_flags: further flags of `srun`.
+        before: a shell command that each node runs first.
+    """
+    step = [
+        # an `srun` that gets its task's output would wait for that of a node that is lost
+        *("srun", "--nodes=1", "--ntasks=1", "--output=none"),
+        *([f"--cpus-per-task={cpus}"] if (cpus := plan.request.cpus_per_node) else []),
+        *srun_flags,
+    ]
+    container, python = config.slurm.container, config.slurm.python or sys.executable
+    if container and container[0].startswith("--"):
+        step, container = [*step, *container], []
+    agent = f"exec {shlex.join([*container, python])} -P -m areal_sc.workers.agent"
+    run_id, *others = (f"${AGENT_WORDS}_{number}" for number in range(NUM_AGENT_WORDS))
+    # two jobs of a run may have a node in common: what one ends must not be the other's memory
+    words = " ".join(f'"{word}"' for word in (f"{run_id}-$SLURM_JOB_ID", *others))
+    log_lines = "; ".join(_log_lines(config, run_dir, _AGENT_LOG))
+    command = shlex.quote(f"{log_lines}; {before}{agent} {words}")
+    start = f'{shlex.join(step)} --nodelist="$node" bash -c {command} <<<"$join_secret"'
+    lines = [
+        "read -r join_secret",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        'export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"',
+        *config.slurm.setup,
+    ]
+    if len(nodes) == 1:
+        return [*lines, f"node={nodes[0]}", f"exec {start}"]  # whose exit code tells what happened
+    names = shlex.join(nodes) or '$(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    return [
+        *lines,
+        f"for node in {names}; do",
+        f"  {start} &",
+        "done",
+        "trap : TERM  # the agents get it, too",
+        "until wait; do :; done",
+    ]
+
+
+def _log_lines(config: SchedulerConfig, run_dir: Path, name: str) -> list[str]:
+    """Shell lines that give what follows a log: in the run folder, if the node can write there."""
+    folder = shlex.quote(str(run_dir / "logs"))
+    other = shlex.quote(config.node_folder)
+    return [
+        f"logs={folder} mine={other}/areal_sc-$(id -u)",
+        # a folder that another user has put there is not written to
+        '[ -w "$logs" ] || { (umask 077; mkdir -p "$mine/logs"); logs=; }',
+        '[ -n "$logs" ] || [ ! -O "$mine" ] || logs=$mine/logs',
+        f'[ -z "$logs" ] || exec >>"$logs/{name}.log" 2>&1',
+    ]

@@ -1,0 +1,99 @@
+"""What lends the nodes of a run, and the job that SLURM is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_sc.config.fields import setting, shared
+from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.sharing import Section
+
+
+class SchedulerType(StrEnum):
+    """Where workers run.
+
+    local: on this machine.
+    slurm: on nodes of a cluster.
+    """
+
+    local = "local"
+    slurm = "slurm"
+
+
+@dataclass
+class RoleNodes(Section):
+    """Nodes for one role alone; what is not given is as for the others."""
+
+    nodes: int = setting(0, "nodes for this role alone; 0: it shares scheduler.slurm.nodes", ge=0)
+    gpus_per_node: int = shared("${scheduler.slurm.gpus_per_node}", 0, "GPUs of each node", ge=0)
+    cpus_per_node: int = shared("${scheduler.slurm.cpus_per_node}", 0, "CPUs of each node", ge=0)
+    memory_per_node: str = shared("${scheduler.slurm.memory_per_node}", "", "memory of each: 64G")
+    cpus_per_worker: int = shared("${scheduler.slurm.cpus_per_worker}", 0, "of its nodes", ge=0)
+    memory_per_worker: str = shared("${scheduler.slurm.memory_per_worker}", "", "of its nodes")
+    time_limit: str = shared("${scheduler.slurm.time_limit}", "", "most time of the job")
+    partition: str = shared("${scheduler.slurm.partition}", "", "partition of the nodes")
+    account: str = shared("${scheduler.slurm.account}", "", "who pays")
+    qos: str = shared("${scheduler.slurm.qos}", "", "quality of service")
+    constraint: str = shared("${scheduler.slurm.constraint}", "", "features that nodes need")
+    extra_flags: list[str] = shared("${scheduler.slurm.extra_flags}", list, "flags of sbatch")
+
+    @property
+    def num_workers(self) -> int:
+        """Of the role, for what each of them takes."""
+        raise NotImplementedError
+
+
+@dataclass
+class TrainNodes(RoleNodes):
+    """Nodes for trainers alone; what is not given is as for the others."""
+
+    role_ranks: ParallelConfig = shared("${actor.parallel}", ParallelConfig)
+
+    @property
+    def num_workers(self) -> int:
+        return self.role_ranks.num_ranks
+
+
+@dataclass
+class RolloutNodes(RoleNodes):
+    """Nodes for generation alone; what is not given is as for the others."""
+
+    role_workers: int = shared("${rollout.num_workers}", 0, "rollout workers", ge=0)
+
+    @property
+    def num_workers(self) -> int:
+        return self.role_workers
+
+
+@dataclass
+class SlurmConfig(Section):
+    """The jobs that the slurm scheduler submits; what is empty or 0 is left to the cluster."""
+
+    nodes: int = setting(1, "nodes for roles without nodes of their own; each gets one agent", ge=1)
+    gpus_per_node: int = setting(0, "GPUs of each node", ge=0)
+    cpus_per_node: int = setting(0, "CPUs of each node", ge=0)
+    memory_per_node: str = setting("", "memory of each node: 64G")
+    cpus_per_worker: int = setting(0, "as many CPUs of a node as its workers need", ge=0)
+    memory_per_worker: str = setting("", "as much memory of a node as its workers need: 16G")
+    time_limit: str = setting("", "most time of a job: 12:00:00")
+    partition: str = setting("", "partition that the nodes are of")
+    account: str = setting("", "who pays")
+    qos: str = setting("", "quality of service")
+    constraint: str = setting("", "features that the nodes need to have")
+    extra_flags: list[str] = setting(list, "further flags of sbatch: [--exclusive]")
+    gang: bool = setting(
+        True,
+        "all nodes begin together; false: those for generation join singly, and are asked for and "
+        "given back as the run scales",
+    )
+    requeue: bool = setting(
+        False, "SLURM starts jobs again that it has preempted, and the run waits for them"
+    )
+    setup: list[str] = setting(list, "shell lines before the agents start: [module load cuda]")
+    container: list[str] = setting(
+        list, "around agents: [apptainer, exec, x.sif]; or flags of srun, for pyxis"
+    )
+    python: str = setting("", "interpreter on the nodes; empty: where this one is")
+    train: TrainNodes = setting(TrainNodes)
+    rollout: RolloutNodes = setting(RolloutNodes)

@@ -1,0 +1,83 @@
+"""A worker of a fleet, through all its lives, as its controller sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from areal_sc.errors import ArealError, PeerLost, WorkerLost
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.transport.rpc.transport import Connection
+from areal_sc.workers.spec import Wish, WorkerOrder, WorkerReport
+
+
+class NoConnection:
+    """Stands for that of a worker, or an agent, that has had no life yet."""
+
+    def __init__(self, name: str) -> None:
+        self.node_id = name
+        self.bytes_sent = self.bytes_received = 0
+
+    async def call(
+        self, method: Method[A, R], args: A, *, timeout_s: float, request_id: str | None = None
+    ) -> R:
+        raise PeerLost(f"{self.node_id} has not been started yet")
+
+    def fail_pending(self, error: ArealError) -> None:
+        """Nothing is pending."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker of the fleet, through all its lives.
+
+    Attributes:
+        order: for its newest life.
+        worker: its newest life, as it told of itself.
+        beat_s: loop time at which its process was last seen alive.
+        is_blocked: its event loop had not turned for long at that time.
+        is_silent: it gives no signs of life, or is blocked, and is not lost yet.
+        is_adopted: an earlier start of the script has started this life of it.
+        failure: why the worker is lost, while it is; a new life has none.
+    """
+
+    order: WorkerOrder
+    worker: WorkerReport
+    connection: Connection
+    beat_s: float = 0.0
+    is_blocked: bool = False
+    is_silent: bool = False
+    is_adopted: bool = False
+    failure: WorkerLost | None = None
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    @property
+    def has_lived(self) -> bool:
+        """Whether it was ever started."""
+        return bool(self.worker.incarnation)
+
+    @property
+    def index(self) -> int:
+        """Its number within its role."""
+        return self.order.index
+
+    @property
+    def node(self) -> tuple[str, str]:
+        """(node_id, node_addr), as shards name their owner."""
+        return self.worker.name, self.worker.address
+
+
+OnLost = Callable[[Member, WorkerLost], None]
+"""Called once for each life of a worker that is lost."""
+
+OnWish = Callable[[Wish], None]
+"""Called with what others than the script ask an agent for: `leave` or `snapshot`."""
+
+OnSilence = Callable[[Member], None]
+"""Called when a worker falls silent, and when it is heard again; `is_silent` says which."""

@@ -1,0 +1,71 @@
+"""What a snapshot holds of the FSDP engine: the live tensors of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
+from areal_sc.engines.training.parts import Box
+from areal_sc.engines.training.snapshots import Placed
+
+
+class ShardedState:
+    """A `TrainedState`. AdamW's counters of updates are one number each.
+
+    Args:
+        causal_lm: the Hugging Face model, sharded or not.
+        parts: of its parameters.
+        optimizer: of its parameters.
+    """
+
+    def __init__(self, causal_lm: nn.Module, parts: CutParts, optimizer: ShardedAdamW) -> None:
+        self.architecture = type(causal_lm).__name__
+        self._optimizer = optimizer
+        self._shards = _find_shards(causal_lm, parts, optimizer)
+
+    @property
+    def num_updates(self) -> int:
+        return self._optimizer.num_updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._optimizer.num_updates = number
+
+    def tensors(self) -> dict[str, Placed]:
+        return {name: shard.placed for name, shard in self._shards.items()}
+
+    def values(self, given: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        for name in given:
+            yield name, self._shards[name].placed.box, self._shards[name].values
+
+    @contextmanager
+    def filling(self, name: str) -> Iterator[torch.Tensor]:
+        yield self._shards[name].values
+
+
+class _Shard(NamedTuple):
+    values: torch.Tensor
+    placed: Placed
+
+
+def _find_shards(
+    causal_lm: nn.Module, parts: CutParts, optimizer: ShardedAdamW
+) -> dict[str, _Shard]:
+    shards: dict[str, _Shard] = {}
+    for name, parameter in causal_lm.named_parameters():
+        values, box = local_part(parameter.detach()), parts.box(name)
+        is_given = parts.given_by(name, parts.rank) is not None
+        placed = Placed(parts.shapes[name], values.dtype, box, is_given)
+        shards[f"parameter.{name}"] = _Shard(values, placed)
+    for name, moments in optimizer.moments().items():
+        placed = shards[f"parameter.{name}"].placed
+        for kind, values in moments.items():
+            number = Placed(values.shape, values.dtype, Box.whole(()), placed.is_given)
+            shards[f"{kind}.{name}"] = _Shard(values, number if kind == "step" else placed)
+    return shards

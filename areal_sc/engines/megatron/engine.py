@@ -1,0 +1,345 @@
+"""The training engine on Megatron-core: one rank of a decoder that `family` can map.
+
+Ranks share the layers (tensor and sequence parallelism), stages of layers (pipelines, also
+interleaved), experts and rows; the optimizer's state is spread over the ranks that have the same
+layers. Micro-batches go through Megatron-core's schedules. A pipeline moves tensors of one shape,
+and ranks that share experts exchange equally many tokens. In these cases all micro-batches get the
+same length: a padding row is added, and no token of it is trained.
+
+Outside, the weights have their Hugging Face names: exports, publication and snapshots are those of
+every engine, and a snapshot goes on with any mesh, also of `engine: fsdp`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.base import RankPosition
+from areal_sc.engines.megatron.family import ModelSizes
+from areal_sc.engines.megatron.machine import is_on_cpu
+from areal_sc.engines.megatron.mapping import MegatronParts, Place, Slot
+from areal_sc.engines.megatron.model import build_stages, transformer_config, virtual_stages
+from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
+from areal_sc.engines.megatron.state import MegatronState
+from areal_sc.engines.training.background import BackgroundWriter
+from areal_sc.engines.training.causal_lm import build_unfilled, compute_dtype, read_causal_lm
+from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
+from areal_sc.engines.training.packed_attention import PackedLayout
+from areal_sc.engines.training.probe import (
+    TOLERANCES,
+    plain_logprobs,
+    probe_rows,
+    require_agreement,
+)
+from areal_sc.engines.training.process_group import (
+    COLLECTIVE_TIMEOUT,
+    ProcessGroup,
+    join_world,
+)
+from areal_sc.engines.training.publication import Publication
+from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, PlannedBatch, RankEngine
+from areal_sc.engines.training.snapshots import Snapshots
+from areal_sc.engines.training.whole_tensors import receive_part
+from areal_sc.errors import ModelError, WorkerStartError
+from areal_sc.transport.packed_rows import PackedRows
+
+logger = logging.getLogger(__name__)
+
+LossOf = Callable[[MicroBatch, Outputs], torch.Tensor]
+
+
+class MegatronEngine(RankEngine):
+    """One rank of the mesh; see `RankEngine`."""
+
+    def __init__(self, config: ActorConfig) -> None:
+        super().__init__(config)
+        self._is_owner = False
+        self._sizes: ModelSizes
+        self._stages: list[DistributedDataParallel]
+        self._state: MegatronState
+        self._optimizer: DistributedAdamW
+        self._pipeline: ProcessGroup
+        self._causal_lm: Any
+
+    def _select_device(self, rank: int) -> torch.device:
+        return torch.device("cpu") if is_on_cpu() else super()._select_device(rank)
+
+    def _join(
+        self, rank: int, world_size: int, init_method: str, device: torch.device
+    ) -> RankPosition:
+        parallel = self.config.parallel
+        if world_size != parallel.num_ranks:
+            raise WorkerStartError(
+                f"actor.parallel makes {parallel.num_ranks} rank(s), got {world_size}"
+            )
+        self._is_owner = join_world(
+            rank, world_size, init_method, device, self._hosted, is_needed=True
+        )
+        self.world = ProcessGroup(rank, world_size, device)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=virtual_stages(self.config),
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=COLLECTIVE_TIMEOUT // timedelta(minutes=1),
+            create_gloo_process_groups=False,
+        )
+        place = Place.of(rank, parallel)
+        self.rows = self._group(parallel_state.get_data_parallel_group())
+        self._pipeline = self._group(parallel_state.get_pipeline_model_parallel_group())
+        found = Place(
+            parallel_state.get_tensor_model_parallel_rank(),
+            self.rows.rank,
+            self._pipeline.rank,
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+        assert found == place, f"rank {rank} is at {found}, expected at {place}"
+        self.counts_rows = True
+        model_parallel_cuda_manual_seed(self.config.seed)
+        self._causal_lm = self._load()
+        self._writer = BackgroundWriter(self.world, shares_files=self.shares_files)
+        self._snapshots = Snapshots(self._state, self._writer)
+        parts = self._state.parts
+        self._publication = Publication(
+            list(parts.shapes),
+            parts,
+            self._state.live_values,
+            self.world,
+            compute_dtype(self.config),
+        )
+        logger.info(
+            "engine_ready model=%s rank=%d world_size=%d place=%s device=%s dtype=%s",
+            self._state.architecture,
+            rank,
+            world_size,
+            place,
+            device,
+            self.config.dtype,
+        )
+        return RankPosition(
+            data_rank=self.rows.rank,
+            is_head=self._is_last_stage and place.tensor == 0,
+        )
+
+    def _group(self, group: dist.ProcessGroup) -> ProcessGroup:
+        return ProcessGroup(group.rank(), group.size(), self.world.device, group)
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self._pipeline.rank == self._pipeline.size - 1
+
+    def _load(self) -> Any:
+        """Rank 0 alone reads the weights, and sends every rank its part.
+
+        Returns: the Hugging Face model without values.
+        Raises: ModelError, ConfigError: on every rank.
+        """
+        config, world = self.config, self.world
+        whole: dict[str, torch.Tensor] = {}
+        error = expected = None
+        if world.rank == 0:
+            try:
+                causal_lm = read_causal_lm(config)
+                expected = plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
+                whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
+            except ModelError as failure:
+                error = failure
+        message, expected = world.broadcast((str(error) if error else None, expected))
+        if message is not None:
+            raise error or ModelError(message)
+        with torch.device("meta"):
+            causal_lm = build_unfilled(Path(config.path))
+        self._sizes = sizes = ModelSizes.of(causal_lm.config.to_dict())
+        sizes.check_mesh(config.parallel)
+        shapes = {name: parameter.shape for name, parameter in causal_lm.named_parameters()}
+        parts = MegatronParts(
+            shapes, sizes, config.parallel, world.rank, has_fused_norms=self.is_cuda
+        )
+        device = world.device
+        for_megatron = transformer_config(config, sizes, device)
+        frequencies = rotary_frequencies(causal_lm)
+        self._stages = build_stages(for_megatron, config, sizes, frequencies, device)
+        self._optimizer = DistributedAdamW(self._stages, config.optimizer, compute_dtype(config))
+        parameters = {
+            Slot(chunk, name): parameter
+            for chunk, stage in enumerate(self._stages)
+            for name, parameter in stage.module.named_parameters()
+        }
+        self._state = MegatronState(type(causal_lm).__name__, parts, parameters, self._optimizer)
+        for name in shapes:
+            values = torch.empty(parts.box(name).sizes, device=device)
+            receive_part(values, whole.pop(name, None), name, parts, world)
+            self._state.write(PARAMETER, name, values)
+        self._check_mapping(expected)
+        return causal_lm
+
+    def _probe_rows(self, vocabulary: int) -> list[torch.Tensor]:
+        """On the CPU, short enough for a micro-batch."""
+        limit = self.config.max_tokens_per_micro_batch
+        return [row[:limit] for row in probe_rows(vocabulary, torch.device("cpu"))]
+
+    def _check_mapping(self, expected: torch.Tensor) -> None:
+        """Compares the stages' forward with that of the Hugging Face model.
+
+        Args:
+            expected: [T] its log-probabilities of the tokens of `_probe_rows`.
+        Raises: ModelError: on every rank.
+        """
+        rows = self._probe_rows(self._sizes.vocabulary)
+        is_asked = torch.cat([torch.arange(len(row)) > 0 for row in rows])
+        packed = PackedRows(
+            {"input_ids": torch.cat(rows), "loss_mask": is_asked}, tuple(map(len, rows))
+        )
+
+        asked = expected[is_asked]
+
+        def measure() -> float:
+            difference = self.forward(packed, "logprobs")[is_asked] - asked
+            if not self._is_last_stage:
+                return 0.0
+            return float(difference.norm() / (asked - asked.mean()).norm())
+
+        # TransformerEngine multiplies float32 with the precision of TF32
+        dtype = torch.bfloat16 if self.is_cuda else compute_dtype(self.config)
+        parallel = self.config.parallel
+        require_agreement(
+            measure,
+            TOLERANCES[dtype],
+            self.world,
+            quantity="difference of log-probabilities, relative to their spread",
+            subject="Megatron-core's layers do not compute what the Hugging Face model does, on "
+            f"data={parallel.data}, tensor={parallel.tensor}, pipeline={parallel.pipeline}, "
+            f"expert={parallel.expert} ranks",
+            advice="set actor.engine=fsdp",
+        )
+
+    def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
+        found: list[tuple[MicroBatch, Outputs]] = []
+
+        def keep(micro_batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
+            found.append((micro_batch, outputs))
+            return outputs[0].sum()
+
+        self._run(batch, keep, forward_only=True)
+        yield from found
+
+    def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
+        """No earlier gradient counts."""
+        self._optimizer.clear_gradients()
+        self._run(batch, loss.of, forward_only=False)
+
+    def _take_step(self, step: int) -> float:
+        return self._optimizer.update(step)
+
+    def _run(self, batch: PlannedBatch, loss_of: LossOf, *, forward_only: bool) -> None:
+        """All micro-batches through the stages, and back; `loss_of` is asked by the last one."""
+        num_tokens = self._padded_length(batch)
+
+        def micro_batches() -> Iterator[MicroBatch]:
+            for chosen in batch.packed:
+                length = sum(batch.rows.lengths[row] for row in chosen) or 1
+                yield make_micro_batch(
+                    batch.rows,
+                    chosen,
+                    batch.asked,
+                    self._layout,
+                    self.world.device,
+                    num_tokens=num_tokens or self._divisible(length),
+                )
+
+        def step(following: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:
+            micro_batch = next(following)
+            outputs = stage(micro_batch, micro_batch.gather_temperatures(batch.rows))
+
+            def loss(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor, None]:
+                # no token counted: the loss is divided already
+                return loss_of(micro_batch, outputs), torch.zeros((), dtype=torch.int), None
+
+            return outputs, loss
+
+        schedule = get_forward_backward_func()
+        each = [micro_batches() for _ in self._stages]
+        schedule(
+            forward_step_func=step,
+            data_iterator=each if len(each) > 1 else each[0],
+            model=self._stages if len(each) > 1 else self._stages[0],
+            num_microbatches=len(batch.packed),
+            seq_length=num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _padded_length(self, batch: PlannedBatch) -> int:
+        """Of all micro-batches of all ranks; 0: each may have its own."""
+        if self.config.parallel.pipeline == self.config.parallel.expert == 1:
+            return 0
+        lengths = batch.rows.lengths
+        longest = max(sum(lengths[row] for row in chosen) for chosen in batch.packed) or 1
+        return self._divisible(int(self.world.max(torch.tensor(longest))))
+
+    def _divisible(self, length: int) -> int:
+        """Tensor ranks share the tokens, equally many each."""
+        return -(-length // self.config.parallel.tensor) * self.config.parallel.tensor
+
+    def _layout(self, lengths: Any, device: torch.device) -> PackedLayout:
+        width = self._sizes.heads // self.config.parallel.tensor * self._sizes.head_dim
+        return PackedLayout.of(lengths, device, width)
+
+    def _rounded_count(self, count: int) -> int:
+        """Interleaved stages take micro-batches in turns of as many as there are ranks."""
+        turn = self._pipeline.size if self.config.parallel.virtual_pipeline > 1 else 1
+        return -(-count // turn) * turn
+
+    @property
+    def _pads_rows(self) -> bool:
+        return False
+
+    def _known_to_all(self, summary: dict[str, float]) -> dict[str, float]:
+        """The last stage alone has seen the losses."""
+        known = self._pipeline.gather(summary)[-1]
+        return dict(known)
+
+    def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
+        return begin_export(
+            self._causal_lm,
+            self._state.parts,
+            self._state.live_values,
+            Path(self.config.path),
+            folder,
+            compute_dtype(self.config),
+            self._writer,
+            is_staged=is_staged,
+        )
+
+    def _leave(self) -> None:
+        if dist.is_initialized() and hasattr(self, "world"):
+            parallel_state.destroy_model_parallel()
+            if self._is_owner:
+                dist.destroy_process_group()
+
+
+def rotary_frequencies(causal_lm: Any) -> torch.Tensor:
+    """[head_dim / 2] float32: by how much each pair of features turns from token to token.
+
+    Args:
+        causal_lm: Hugging Face model whose frequencies do not depend on lengths; without values.
+    """
+    rotary = type(causal_lm.base_model.rotary_emb)(causal_lm.config)
+    assert rotary.attention_scaling == 1, "the families' kinds of scaling change frequencies alone"
+    found: torch.Tensor = rotary.inv_freq.clone()  # no buffer
+    return found

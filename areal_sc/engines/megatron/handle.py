@@ -1,0 +1,66 @@
+"""What scripts and controllers know of `MegatronEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from areal_sc.config.machine import Machine, count_cuda_devices
+from areal_sc.config.model_folder import ModelShape, read_model_config
+from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.schema import Device
+from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
+from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
+from areal_sc.engines.megatron.family import ModelSizes, check_ranks
+from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
+
+
+@dataclass(frozen=True)
+class MegatronPPOActor(TrainHandle):
+    """A policy trained by `MegatronEngine`, with PPO or on given completions."""
+
+    kind: ClassVar[TrainEngineKind] = TrainEngineKind.megatron
+    worker_class: ClassVar[str] = "areal_sc.engines.megatron.engine:MegatronEngine"
+
+    def build(self) -> Any:
+        check_machine(self.config.device, count_cuda_devices)
+        load_cpu_shim()
+        return super().build()
+
+    @property
+    def devices(self) -> tuple[Device, int]:
+        return Device.cpu if is_on_cpu() else self.config.device, 1
+
+    def check(self, count_devices: Callable[[], int] | None) -> None:
+        check_ranks(self.config.parallel)
+        if count_devices is not None:
+            check_machine(self.config.device, count_devices)
+
+    def check_model(self, folder: Path) -> None:
+        config = read_model_config(folder)
+        if config is not None:
+            ModelSizes.of(config).check_mesh(self.config.parallel)
+
+    def plan_worker(
+        self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
+    ) -> list[WorkerPlan]:
+        # a rank computes with its part of the layers and experts; the optimizer states of a part
+        # are spread over the ranks that have it, so each has its share of all
+        parallel, dtype_bytes = self.config.parallel, DTYPE_BYTES[self.config.dtype]
+        num_experts = shape.num_expert_parameters or 0
+        num_others = (shape.num_parameters or 0) - num_experts
+        part = -(-num_others // (parallel.tensor * parallel.pipeline))
+        part += -(-num_experts // (parallel.expert * parallel.pipeline))
+        share = -(-(num_others + num_experts) // parallel.num_ranks)
+        num_states = ADAM_STATES + (dtype_bytes < FLOAT32_BYTES)  # and float32 copies
+        return [
+            self.plan_rank(
+                index,
+                devices[0],
+                share,
+                parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * part,
+                optimizer_bytes=num_states * FLOAT32_BYTES * share,
+            )
+        ]

@@ -1,0 +1,115 @@
+"""The decoder's layers: Megatron-core's own on a CPU, TransformerEngine's on a GPU.
+
+Megatron-core's own attention refuses packed rows, and its norms sequence parallelism, so both are
+this module's. **The specification for GPUs has never been run.**
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from areal_sc.engines.megatron.family import ModelSizes
+from areal_sc.engines.plain_attention import AttentionRule
+from areal_sc.engines.training.packed_attention import PackedLayout, attend_rows
+
+
+@dataclass
+class RowsParams(PackedSeqParams):  # type: ignore[misc]
+    """What Megatron-core hands to each layer, and the layout of the same rows."""
+
+    layout: PackedLayout | None = None
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> RowsParams:
+        longest = max(layout.lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=layout.row_starts,
+            cu_seqlens_kv=layout.row_starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            layout=layout,
+        )
+
+
+class RowAttention(nn.Module):
+    """Causal attention within each packed row, of this rank's heads."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.rule = AttentionRule(config.kv_channels**-0.5)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: RowsParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[T, H * D] of `query` [T, H, D], and `key` and `value` [T, H_kv, D]."""
+        assert attention_mask is None
+        assert packed_seq_params.layout is not None
+        return attend_rows(query, key, value, self.rule, packed_seq_params.layout).flatten(1)
+
+
+class RMSNorm(nn.Module):
+    """As the families of `family` normalise: by the root mean square, in float32.
+
+    With sequence parallelism each tensor rank normalises some tokens; the mark on the weight lets
+    Megatron-core add up the ranks' gradients.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        exact = hidden.float()
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (exact * scale).to(hidden.dtype)
+
+
+def layer_specs(
+    config: TransformerConfig, sizes: ModelSizes, chunk: int | None, *, on_gpu: bool
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The layers of one stage of a pipeline, and the norm behind the last one.
+
+    Args:
+        chunk: which of this rank's stages; None: it has one.
+        on_gpu: TransformerEngine's layers, whose norms belong to the linear layers behind them.
+    """
+    settings: dict[str, Any] = {
+        "num_experts": sizes.num_experts or None,
+        "moe_grouped_gemm": False,
+        "qk_layernorm": sizes.family.normalizes_heads,
+    }
+    if on_gpu:
+        return get_gpt_layer_with_transformer_engine_spec(**settings)
+    spec = get_gpt_layer_local_spec(**settings, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = RowAttention
+    if sizes.family.normalizes_heads:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,60 @@
+"""Attention by its formula, for what fused kernels do not know: soft caps and sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """How a layer weighs the tokens that it attends to.
+
+    Attributes:
+        scale: factor of the products of queries and keys.
+        window: a token sees so many tokens, itself included; None: all before it.
+        softcap: the scores' tanh soft cap (Gemma); None: none.
+        sinks: [H] scores that take weight and give no value (gpt-oss); None: none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a fused kernel computes it, with a mask for the window."""
+        return self.softcap is None and self.sinks is None
+
+
+def attend_by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_seen: torch.Tensor,
+    rule: AttentionRule,
+) -> torch.Tensor:
+    """[B, H, Q, D_value]; all scores are in memory at once.
+
+    Args:
+        query: [B, H, Q, D].
+        key, value: [B, H_kv, L, D] and [B, H_kv, L, D_value]; H_kv divides H.
+        is_seen: bool, broadcast to [B, H, Q, L]; each query sees at least one entry.
+    """
+    key, value = with_all_heads(key, query), with_all_heads(value, query)
+    scores = query @ key.transpose(-1, -2) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.float().softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return weights @ value
+
+
+def with_all_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values once for each query head that they serve."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)

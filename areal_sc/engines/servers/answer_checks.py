@@ -1,0 +1,52 @@
+"""What every kind of server's answer has to keep. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from areal_sc.errors import EngineFailed, ProtocolError
+
+
+class Span(Protocol):
+    """Tokens `start .. end` of an answer, sampled by one version of the weights."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+def versions_of(spans: Sequence[Span], num_tokens: int, program: str) -> list[int]:
+    """[num_tokens] policy version that sampled each token.
+
+    Raises: ProtocolError: the spans do not join, or do not cover the tokens.
+    """
+    versions: list[int] = []
+    for span in spans:
+        if span.start != len(versions) or span.end < span.start:
+            raise ProtocolError(f"the version spans of an answer of {program} do not join")
+        versions += [span.version] * (span.end - span.start)
+    if len(versions) != num_tokens:
+        raise ProtocolError(
+            f"the version spans of an answer of {program} cover not {num_tokens} tokens but "
+            f"{len(versions)}"
+        )
+    return versions
+
+
+def finite_logprobs(logprobs: Sequence[float | None], versions: Sequence[int]) -> list[float]:
+    """The log-probabilities, one a token.
+
+    Raises: EngineFailed: one is missing or not finite.
+    """
+    finite = [value for value in logprobs if value is not None and math.isfinite(value)]
+    if len(finite) != len(logprobs):
+        raise EngineFailed(
+            f"the model of policy version {versions[-1]} gave a log-probability that is not "
+            "finite; its weights or its dtype's range are the likely cause"
+        )
+    return finite

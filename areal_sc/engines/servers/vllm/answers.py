@@ -1,0 +1,151 @@
+"""What vLLM is asked for one completion, and what its answer means. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from msgspec import Struct, ValidationError, convert
+
+from areal_sc.engines.servers.answer_checks import finite_logprobs, versions_of
+from areal_sc.engines.servers.client import ABORTED
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.errors import ConfigError, ProtocolError
+
+INITIAL_VERSION = "default"
+"""Name of weights that a server has before any were given to it."""
+
+_FINISHED = ("stop", "length")
+_LEAST_TEMPERATURE = 0.01
+"""vLLM takes this one for every lower temperature that is not 0."""
+
+_NOT_FINITE = -9999.0
+"""What vLLM says in place of a log-probability that is not finite."""
+
+
+class _Entry(Struct):
+    """One token's."""
+
+    token_id: int
+    logprob: float
+
+
+class _LogProbs(Struct):
+    content: list[_Entry] | None = None
+
+
+class _NamedSpan(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Span(NamedTuple):
+    version: int
+    start: int
+    end: int
+
+
+class _Choice(Struct):
+    """Of an answer of `/inference/v1/generate`.
+
+    Attributes:
+        weight_versions: None where no token was sampled.
+    """
+
+    finish_reason: str
+    token_ids: list[int] | None = None
+    logprobs: _LogProbs | None = None
+    weight_versions: list[_NamedSpan] | None = None
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(Struct):
+    choices: list[_Choice]
+    usage: _Usage
+
+
+def request_body(request: CompletionRequest, request_id: str) -> dict[str, Any]:
+    """The body of `/inference/v1/generate`.
+
+    Raises: ConfigError: vLLM would sample at another temperature.
+    """
+    sampling = request.sampling
+    if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"generation.temperature: expected 0, or at least {_LEAST_TEMPERATURE} with vLLM, got "
+            f"{sampling.temperature}"
+        )
+    parameters: dict[str, Any] = {
+        "max_tokens": request.num_missing_tokens,
+        "temperature": sampling.temperature,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # they are among the stop tokens
+        "detokenize": False,
+        "logprobs": 0,  # of sampled tokens alone
+    }
+    if request.is_truncated:
+        parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
+    return {
+        "request_id": request_id,
+        "token_ids": [*request.prompt, *request.token_ids],
+        "sampling_params": parameters,
+    }
+
+
+def read_answer(answer: dict[str, Any]) -> AnswerPart:
+    """Checks an answer of `/inference/v1/generate` and takes out what matters.
+
+    Raises: ProtocolError: something is missing, or lengths differ. EngineFailed: a
+        log-probability is not finite.
+    """
+    try:
+        whole = convert(answer, _Answer, strict=False)
+        (choice,) = whole.choices
+        spans = [_numbered(span) for span in choice.weight_versions or ()]
+    except (ValidationError, ValueError) as error:
+        raise ProtocolError(f"an answer of vLLM cannot be read: {error}") from error
+    token_ids = choice.token_ids or []
+    entries = (choice.logprobs and choice.logprobs.content) or []
+    if [entry.token_id for entry in entries] != token_ids:
+        raise ProtocolError(
+            f"an answer of vLLM has {len(token_ids)} tokens, and log-probabilities of "
+            f"{len(entries)}, which are not those"
+        )
+    if choice.finish_reason not in (*_FINISHED, ABORTED):
+        raise ProtocolError(
+            f"an answer of vLLM ended for an unknown reason: {choice.finish_reason!r}"
+        )
+    versions = versions_of(spans, len(token_ids), "vLLM")
+    told = [entry.logprob if entry.logprob > _NOT_FINITE else None for entry in entries]
+    details = whole.usage.prompt_tokens_details
+    return AnswerPart(
+        token_ids,
+        finite_logprobs(told, versions),
+        versions,
+        choice.finish_reason,
+        "",
+        whole.usage.prompt_tokens,
+        (details and details.cached_tokens) or 0,
+    )
+
+
+def version_number(name: str) -> int | None:
+    """Policy version that vLLM knows weights by; None when they are no run's."""
+    if name == INITIAL_VERSION:
+        return 0
+    return int(name) if name.isdecimal() else None
+
+
+def _numbered(span: _NamedSpan) -> _Span:
+    version = version_number(span.version)
+    if version is None:
+        raise ValueError(f"weights {span.version!r} are no policy version")
+    return _Span(version, span.start, span.end)

@@ -1,0 +1,97 @@
+"""The command line of a vLLM server, from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_sc.config.model_folder import read_model_shape
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.worker_plan import DTYPE_BYTES
+from areal_sc.engines.servers.command_line import as_command_line, given_arguments
+from areal_sc.engines.servers.handle import ServerInstance
+
+OLDEST_VERSION = (0, 32, 0)
+"""The first that tells which weights sampled which token, and holds requests for an update."""
+
+MAX_CPU_KV_TOKENS = 1 << 16
+"""Default KV cache on a CPU: vLLM's own is a share of the memory, as if it had it alone."""
+
+CPU_BLOCK_TOKENS = 32
+"""Only whole blocks of a prompt are shared; vLLM's own are of 128 tokens."""
+
+_MIN_CPU_KV_BYTES = 4 << 20
+"""Some blocks, however small the model."""
+
+_UNKNOWN_CPU_KV_BYTES = 1 << 30
+"""Of a model whose shape cannot be read."""
+
+SETTINGS_OF: Mapping[str, str] = {
+    "model": "rollout.path",
+    "tokenizer": "rollout.path",
+    "config": "each of its values in vllm.args",
+    "dtype": "rollout.dtype",
+    "seed": "rollout.seed",
+    "max_model_len": "rollout.max_context_tokens",
+    "host": "vllm.host",
+    "port": "vllm.ports",
+    "tensor_parallel_size": "vllm.tp_size",
+    "pipeline_parallel_size": "vllm.tp_size",
+    "data_parallel_size": "vllm.num_servers",
+    "api_key": "a random key",
+    "logprobs_mode": "nothing, as training needs the one that is set",
+    "generation_config": "generation",
+    "worker_extension_cls": "nothing, as weights come by it",
+    "distributed_executor_backend": "nothing, as ranks are watched as processes",
+}
+"""Arguments of vLLM that have a setting here, and may not be given a second time."""
+
+
+def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[str]:
+    """What follows vLLM's main program; `vllm.args` overrides our defaults.
+
+    Raises: ConfigError: `vllm.args` holds an argument that has a setting of its own.
+    """
+    servers = config.vllm
+    given = given_arguments(servers.args, SETTINGS_OF, "vllm")
+    slots = -(-config.max_running_sequences // servers.num_servers)
+    arguments: dict[str, Any] = {
+        "model": config.path,
+        "skip_tokenizer_init": True,  # token ids go in and come out
+        "tokens_only": True,
+        "enable_scale_out": True,  # the route for them
+        "generation_config": "vllm",  # none of the folder's: requests say all
+        "dtype": str(config.dtype),
+        "host": servers.host,
+        "port": instance.port,
+        "tensor_parallel_size": servers.tp_size,
+        "distributed_executor_backend": "mp",
+        "seed": config.seed + instance.index,
+        "max_model_len": config.max_context_tokens,
+        "max_num_seqs": slots,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
+        "api_key": instance.api_key,
+        "middleware": "areal_sc_in_vllm.key.DemandKey",
+        "worker_extension_cls": "areal_sc_in_vllm.weights.WeightLoader",
+    }
+    if not instance.is_cuda:
+        tokens = max(
+            config.max_context_tokens, min(slots * config.max_context_tokens, MAX_CPU_KV_TOKENS)
+        )
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_TOKENS,
+            "kv_cache_memory_bytes": _kv_bytes(config, tokens),
+        }
+    return as_command_line(arguments | given)
+
+
+def _kv_bytes(config: RolloutConfig, num_tokens: int) -> int:
+    """Of one rank."""
+    values = (shape := read_model_shape(config.path)) and shape.kv_values_per_token
+    if not values:
+        return _UNKNOWN_CPU_KV_BYTES
+    token_bytes = -(-values * DTYPE_BYTES[config.dtype] // config.vllm.tp_size)
+    return max(_MIN_CPU_KV_BYTES, num_tokens * token_bytes)

@@ -1,0 +1,157 @@
+"""vLLM's HTTP interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from areal_sc.engines.servers.client import ServerAbilities, ServerClient
+from areal_sc.engines.servers.command_line import check_version
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.servers.vllm.answers import read_answer, request_body, version_number
+from areal_sc.engines.servers.vllm.arguments import OLDEST_VERSION
+from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
+
+if TYPE_CHECKING:
+    from areal_sc.weights import BucketLayout, WeightGroup
+
+_GENERATE = "/inference/v1/generate"
+_ID_PREFIX = "generate-tokens-"
+"""vLLM puts it before the ids of requests to that route."""
+
+_PROBE_TOKENS = [0, 1, 2]
+_NO_LIMIT = 1 << 31
+"""Of the tokens of a truncated distribution."""
+
+
+class VLLMClient(ServerClient):
+    """A vLLM server. One that this process has started has `areal_sc_in_vllm` in its workers."""
+
+    section: ClassVar[str] = "vllm"
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        await self.request("GET", "/health", None, timeout_s)
+
+    async def probe(self, *, timeout_s: float) -> None:
+        # The core answers this between two steps. Workers are not asked: each question would keep
+        # an idle one spinning for a second. One that hangs holds up the core in the next step.
+        await self.request("GET", "/is_paused", None, timeout_s)
+
+    async def ask_abilities(self) -> ServerAbilities:
+        """Generates one token.
+
+        Raises: ConfigError: the server is too old, or its log-probabilities are not those of the
+            distribution that it samples from.
+        """
+        told = await self._get("/version")
+        version = str(told.get("version", ""))
+        check_version(version, OLDEST_VERSION, self.url, "vLLM")
+        models = await self._get("/v1/models")
+        ranks = await self._get("/get_world_size?include_dp=false")
+        await self._check_logprobs()
+        try:
+            return ServerAbilities(
+                version=version,
+                model_type="",  # it does not tell
+                architectures=(),
+                vocab_size=None,
+                max_context_tokens=int(models["data"][0]["max_model_len"]),
+                tp_size=int(ranks["world_size"]),
+                max_support=_NO_LIMIT,
+                has_version_spans=True,
+            )
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
+
+    async def served_weights(self) -> tuple[int | None, str]:
+        weights, models = await self._get("/weight_info"), await self._get("/v1/models")
+        try:
+            return version_number(str(weights["weight_version"])), str(models["data"][0]["root"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ProtocolError(f"{self.url} does not tell what it serves: {error!r}") from error
+
+    async def generate(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AnswerPart:
+        body = request_body(request, request_id)
+        return read_answer(await self.request("POST", _GENERATE, body, None))
+
+    async def abort(self, request_id: str) -> None:
+        await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})
+
+    async def pause(self, *, holds_requests: bool) -> None:
+        await self._post(f"/pause?mode={'keep' if holds_requests else 'abort'}")
+        # Drops the KV cache of held requests, too, so that it is recomputed.
+        answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
+        if answer.get("success") is not True:
+            raise EngineFailed(f"{self.url} did not drop its KV cache")
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def set_version(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def load_from_disk(self, folder: str) -> None:
+        await self._update("reload_weights", weights_path=folder)
+
+    async def begin_update(self) -> None:
+        await self._update("areal_sc_begin_update")
+
+    async def end_update(self) -> None:
+        await self._update("areal_sc_end_update")
+
+    async def load_tensors(
+        self, flat: torch.Tensor, layout: BucketLayout, *, drops_cache: bool
+    ) -> None:
+        storage = flat.untyped_storage()
+        for _ in range(self.abilities.tp_size):  # each rank gives one reference back
+            storage._shared_incref()  # type: ignore[no-untyped-call]
+        manager, handle, num_bytes = storage._share_filename_cpu_()
+        memory = [manager.decode(), handle.decode(), num_bytes]
+        given = {"memory": memory, "size": flat.nbytes, "layout": _plain(layout)}
+        await self._update("areal_sc_load_shared", arguments=json.dumps(given))
+
+    async def join_group(self, group: WeightGroup, first_rank: int) -> None:
+        plain = [getattr(group, name) for name in group.__struct_fields__]
+        given = {"group": plain, "first_rank": first_rank, "timeout_s": self._step_timeout_s}
+        await self._update("areal_sc_join_group", arguments=json.dumps(given))
+
+    async def leave_group(self, name: str) -> None:
+        await self._update("areal_sc_leave_group", name=name)
+
+    async def receive_broadcast(
+        self, group_name: str, layout: BucketLayout, *, drops_cache: bool
+    ) -> None:
+        given = {"group": group_name, "layout": _plain(layout)}
+        await self._update("areal_sc_receive", arguments=json.dumps(given))
+
+    async def _check_logprobs(self) -> None:
+        """The one token that top_k=1 leaves is certain."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
+        sampling |= {"detokenize": False, "ignore_eos": True}
+        body = {"token_ids": _PROBE_TOKENS, "sampling_params": sampling}
+        (logprob,) = read_answer(await self._post(_GENERATE, body)).logprobs
+        if logprob != 0:
+            raise ConfigError(
+                f"{self.url} gives log-probabilities of another distribution than it samples from: "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self.request("GET", path, None, self._control_timeout_s)
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return await self.request("POST", path, body, self._control_timeout_s)
+
+    async def _update(self, method: str, **arguments: str) -> None:
+        """Calls a method of all ranks' workers."""
+        body = {"method": method, "kwargs": arguments}
+        await self.request("POST", "/collective_rpc", body, self._step_timeout_s)
+
+
+def _plain(layout: BucketLayout) -> list[Any]:
+    return [layout.names, layout.dtypes, layout.shapes]

@@ -1,0 +1,90 @@
+"""What scripts and controllers know of vLLM servers.
+
+vLLM takes a share of each GPU for parameters and KV cache together, `gpu_memory_utilization`,
+whatever it needs. It is a share of the whole memory of the card, and it must be free when a server
+starts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from areal_sc.config.machine import Machine
+from areal_sc.config.model_folder import ModelShape
+from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod
+from areal_sc.config.worker_plan import DTYPE_BYTES, Plan, WorkerPlan
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
+from areal_sc.engines.servers.memory import MemoryShare
+from areal_sc.engines.servers.vllm.arguments import server_arguments
+from areal_sc.errors import ConfigError
+
+_SHARE = MemoryShare("vllm", "gpu-memory-utilization", 0.9)
+_IN_SERVER = Path(__file__).with_name("in_server")
+
+
+@dataclass(frozen=True)
+class VLLMEngine(ServersHandle):
+    """Generation by vLLM servers, which a worker starts or connects to: `config.vllm`."""
+
+    name: ClassVar[str] = "vLLM"
+    section: ClassVar[str] = "vllm"
+    module: ClassVar[str] = "areal_sc_in_vllm"
+    client_class: ClassVar[str] = "areal_sc.engines.servers.vllm.client:VLLMClient"
+    scheduler_title: ClassVar[str] = "VLLM::"  # the core, which schedules, and the workers
+    # Queues between a server's processes. Other programs have files of such names, too, so only
+    # those are deleted that the processes of a server were seen to map.
+    session_files: ClassVar[str] = "psm_*"
+    support_setting: ClassVar[str] = "vllm.args"  # there is no limit
+
+    def arguments(self, instance: ServerInstance) -> list[str]:
+        return server_arguments(self.config, instance)
+
+    def environment(self, instance: ServerInstance) -> dict[str, str]:
+        path = [str(_IN_SERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and replace its weights
+            # A server's context may exceed what the model was made for.
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if not instance.is_cuda:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all servers share a core
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile for half a minute
+        return environment
+
+    def check(self, run: GRPOConfig) -> None:
+        super().check(run)
+        if self.servers.urls and run.weight_update.method != WeightUpdateMethod.disk:
+            raise ConfigError(
+                "weight_update.method: expected disk with vllm.urls (the other ways need a part of "
+                "this package in the servers, which those that a run starts have), got "
+                f"{run.weight_update.method}"
+            )
+
+    def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
+        instance = ServerInstance(0, 0, "", is_cuda=device != "cpu")
+        words = self.arguments(instance)
+        given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+        value_bytes, tp_size = DTYPE_BYTES[self.config.dtype], self.servers.tp_size
+        parameter_bytes = -(-value_bytes * (shape.num_parameters or 0) // tp_size)
+        kv_bytes = _kv_cache_bytes(given)
+        if instance.is_cuda and "kv-cache-memory-bytes" not in given:
+            memory = machine.cuda_memory_bytes[int(device.removeprefix("cuda:"))]
+            if memory is not None:
+                kv_bytes = _SHARE.kv_bytes(given, device, memory, parameter_bytes)
+        return WorkerPlan("server", 0, device, parameter_bytes=parameter_bytes, kv_bytes=kv_bytes)
+
+    def way_out(self, plan: Plan) -> str | None:
+        return _SHARE.way_out(plan)
+
+
+def _kv_cache_bytes(given: dict[str, str]) -> int:
+    """Raises: ConfigError: `vllm.args.kv_cache_memory_bytes` is no count."""
+    text = given.get("kv-cache-memory-bytes", "0")
+    if not text.isdecimal():
+        raise ConfigError(f"vllm.args.kv_cache_memory_bytes: expected a count, got {text}")
+    return int(text)

@@ -1,0 +1,56 @@
+"""The same model with small windows, chunks and RoPE limits, for trials with short rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers.initialization import no_init_weights
+
+from areal_sc.errors import ModelError
+
+SMALL_LIMIT = 4
+"""Tokens; trials have longer rows."""
+
+_LENGTH_LIMITS = (
+    *("sliding_window", "window_size", "attention_chunk_size", "keep_window_size"),
+    *("floor_scale", "original_max_position_embeddings"),
+)
+"""Settings. What a model computes may change where a row, or all rows together, are longer."""
+
+
+def with_small_limits(causal_lm: Any, attention: str, longest_input: int) -> Any:
+    """The same weights in a model whose limits are small; `causal_lm` itself if it has none.
+
+    Args:
+        attention: its implementation, by transformers' name.
+        longest_input: tokens of one call, all rows together, that the model will ever get. Limits
+            of at least as many stay as they are.
+    Raises: ModelError: the model cannot be built with such settings.
+    """
+    config = copy.deepcopy(causal_lm.config)
+    if not _make_small(vars(config.get_text_config()), longest_input):
+        return causal_lm
+    config._attn_implementation = attention
+    name = type(causal_lm).__name__
+    try:
+        with no_init_weights():
+            smaller = type(causal_lm)(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{name}: rows beyond its limits cannot be tried: {error}") from error
+    smaller.load_state_dict(causal_lm.state_dict(), assign=True)  # shared, not copied
+    return smaller.to(causal_lm.device).eval()  # buffers that are not stored, too
+
+
+def _make_small(settings: dict[str, Any], longest_input: int) -> bool:
+    """Changes the limits in the settings, nested ones too; whether there were any."""
+    has_changed = False
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            has_changed |= _make_small(value, longest_input)
+        elif name not in _LENGTH_LIMITS or not isinstance(value, int):
+            continue
+        elif SMALL_LIMIT < value < longest_input:
+            settings[name] = SMALL_LIMIT
+            has_changed = True
+    return has_changed

@@ -1,0 +1,66 @@
+"""Hugging Face causal language models as training reads them: on the CPU, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from areal_sc.config.model_folder import check_model_folder
+from areal_sc.config.schema import ActorConfig
+from areal_sc.errors import ModelError
+
+
+def compute_dtype(config: ActorConfig) -> torch.dtype:
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def read_causal_lm(config: ActorConfig) -> Any:
+    """The model of `config.path` on the CPU, its weights read, or drawn with `random_init`."""
+    if not config.random_init:
+        return load_causal_lm(Path(config.path))
+    try:
+        return _from_config(Path(config.path)).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot build the model of {config.path}: {error}") from error
+
+
+def load_causal_lm(folder: Path) -> Any:
+    """A Hugging Face model on the CPU in float32 with its own attention.
+
+    Raises: ModelError: no such folder, no or damaged weights, an unknown architecture.
+    """
+    check_model_folder(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"cannot load the model in {folder}: {error}") from error
+    model, loading = loaded
+    absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
+    if absent:
+        raise ModelError(
+            f"the weights in {folder} do not fit its config.json: "
+            f"{len(absent)} missing or misshapen, e.g. {absent[0]}"
+        )
+    return model.eval()
+
+
+def build_unfilled(folder: Path) -> Any:
+    """The same model with memory for its weights, but no values in it."""
+    with no_init_weights():
+        model = _from_config(folder)
+    model.tie_weights()
+    return model.eval()
+
+
+def _from_config(folder: Path) -> Any:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32
+    )

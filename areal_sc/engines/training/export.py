@@ -1,0 +1,311 @@
+"""Folders that `transformers`, SGLang and vLLM load, written while training goes on.
+
+    begin    copies this rank's shards to host memory in the dtype of the files, and returns
+    write    rank 0 lays out the files; every rank writes its shards to where they belong in them
+
+A rank's part of a tensor is a box of it, and so some ranges of bytes in a safetensors file. No
+rank ever holds more than its own parts, and nothing is sent, if all ranks see the folder; otherwise
+they send theirs to rank 0, some rows at a time. The folder gets its name when all is on the disk,
+and replaces what had it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
+
+from areal_sc.engines.training.background import (
+    FAILURES,
+    BackgroundWriter,
+    SideGroup,
+    replace_folder,
+)
+from areal_sc.engines.training.parts import Box, Parts
+from areal_sc.engines.training.tensor_file import TensorFile
+from areal_sc.engines.training.whole_tensors import SENT_BYTES, Values, runs_of_rows
+
+MAX_FILE_BYTES = 5 << 30
+"""A larger model is split over several files, as its readers expect. One tensor is never split."""
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx"}
+_AS_IN_MEMORY = ".as_in_memory"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """How tensors are spread over the files of a model folder.
+
+    Attributes:
+        layouts: file name -> layout.
+        index: content of `model.safetensors.index.json`; None with a single file.
+    """
+
+    layouts: Mapping[str, TensorFile]
+    index: dict[str, Any] | None
+
+    @classmethod
+    def lay_out(cls, tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> ModelFiles:
+        """Files are filled in the order of `tensors`, which may be `meta`."""
+        unfilled = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        split = split_torch_state_dict_into_shards(unfilled, max_shard_size=max_file_bytes)
+        layouts = {
+            file: TensorFile.lay_out({name: unfilled[name] for name in names})
+            for file, names in split.filename_to_tensors.items()
+        }
+        if not split.is_sharded:
+            return cls(layouts, None)
+        num_parameters = sum(tensor.numel() for tensor in unfilled.values())
+        metadata = {"total_parameters": num_parameters, **split.metadata}
+        return cls(layouts, {"metadata": metadata, "weight_map": split.tensor_to_filename})
+
+    def create(self, folder: Path) -> None:
+        for name, layout in self.layouts.items():
+            layout.create(folder / name)
+        if self.index is not None:
+            text = json.dumps(self.index, indent=2, sort_keys=True) + "\n"
+            (folder / "model.safetensors.index.json").write_text(text)
+
+
+def begin_export(
+    causal_lm: Any,
+    parts: Parts,
+    values: Values,
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    writer: BackgroundWriter,
+    *,
+    is_staged: bool = True,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Future[None]:
+    """Takes the weights as they are now, and writes them with config and tokenizer files.
+
+    Every rank makes the call.
+
+    Args:
+        causal_lm: the model; of its tensors names, dtypes and buffers count.
+        parts: of the model's parameters.
+        values: the live ones.
+        source: model folder whose other files (tokenizer, generation config) are copied.
+        folder: target; replaced as a whole.
+        dtype: of the floating-point weights in the files.
+        is_staged: the weights are copied first. Without it they must not change until the future
+            is done, and no memory is needed but for one tensor; all ranks must see the folder.
+    Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
+        every rank, when that could not be done.
+    """
+    writer.wait()
+    group = writer.group
+    tensors = _tensors_to_export(causal_lm)
+
+    def given_by(name: str, rank: int) -> Box | None:
+        if name in parts.shapes:
+            return parts.given_by(name, rank)
+        return Box.whole(tensors[name].shape) if rank == 0 else None  # a buffer: all have the same
+
+    boxes = {name: given_by(name, group.rank) for name in tensors}
+    own = {
+        name: values(name) if name in parts.shapes else tensors[name]
+        for name, box in boxes.items()
+        if box is not None
+    }
+    failure: Exception | None = None
+    try:
+        if is_staged:
+            own = {n: _in_host_memory(part, dtype, copy=True) for n, part in own.items()}
+    except FAILURES as error:  # for lack of memory; the other ranks must hear of it
+        failure = error
+    shapes = {n: parts.shapes.get(n, v.shape) for n, v in tensors.items()}
+    unfilled = {
+        name: torch.empty(shapes[name], dtype=_file_dtype(v, dtype), device="meta")
+        for name, v in tensors.items()
+    }
+    config = _config_text(causal_lm, dtype)
+    names = _names_in_files(causal_lm, unfilled)
+
+    def fill(part: Path, is_common: bool) -> None:
+        what = f"cannot write {folder}"
+        target = part / _AS_IN_MEMORY if names is None else part
+        named = names or {name: name for name in unfilled}
+        files = ModelFiles.lay_out({named[n]: v for n, v in unfilled.items()}, max_file_bytes)
+
+        scratch = torch.empty(0, dtype=torch.uint8)
+
+        def create() -> None:
+            if failure is not None:
+                raise failure
+            if group.rank == 0:
+                if not is_common:
+                    scratch.resize_(_largest_piece(unfilled.values()))
+                _copy_companions(source, part)
+                (part / "config.json").write_text(config)
+                target.mkdir(exist_ok=True)
+                files.create(target)
+
+        def write() -> None:
+            for name, layout in files.layouts.items():
+                mine = [
+                    (n, box)
+                    for n, box in boxes.items()
+                    if box is not None and named[n] in layout.starts
+                ]
+                layout.write_parts(
+                    target / name,
+                    (
+                        (named[n], box, _in_host_memory(own[n], dtype, copy=False))
+                        for n, box in mine
+                    ),
+                )
+
+        def send_and_write() -> None:
+            """Rank 0 alone sees the files."""
+            failure: Exception | None = None
+            for file, layout in files.layouts.items():
+                for name in (n for n in unfilled if named[n] in layout.starts):
+                    given = [given_by(name, rank) for rank in range(group.size)]
+                    kind = unfilled[name].dtype
+                    for box, values in _at_rank_0(own.get(name), given, kind, group, scratch):
+                        try:
+                            if failure is None:
+                                layout.write_parts(target / file, [(named[name], box, values)])
+                        except FAILURES as error:  # the others still send theirs
+                            failure = error
+            if failure is not None:
+                raise failure
+
+        group.together(what, create)
+        group.together(what, write if is_common else send_and_write)
+        own.clear()
+        if names is None:
+            group.together(what, lambda: _convert(causal_lm, group, target, part, max_file_bytes))
+
+    return writer.begin(lambda: replace_folder(folder, group, fill, is_common=not is_staged))
+
+
+def _tensors_to_export(causal_lm: Any) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers in the model's order; tied ones once.
+
+    Of tied parameters the name stays that the others are tied to when the model is loaded.
+    """
+    tied_to_others = set(getattr(causal_lm, "all_tied_weights_keys", None) or ())
+    ignored = set(causal_lm._keys_to_ignore_on_save or ())
+    names: dict[int, str] = {}
+    parameters = dict(causal_lm.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if id(parameter) not in names or names[id(parameter)] in tied_to_others:
+            names[id(parameter)] = name
+    kept = set(names.values())
+    return {
+        name: values.detach()
+        for name, values in causal_lm.state_dict(keep_vars=True).items()
+        if (name in kept or name not in parameters) and name not in ignored
+    }
+
+
+def _at_rank_0(
+    own: torch.Tensor | None,
+    given: Sequence[Box | None],
+    dtype: torch.dtype,
+    group: SideGroup,
+    scratch: torch.Tensor,
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Pieces of a tensor, on rank 0, each overwritten by the next. All ranks go through them.
+
+    Args:
+        own: this rank's part, in host memory and of the dtype; None: it gives nothing.
+        given: by each rank.
+        scratch: uint8, of the size of the largest piece on rank 0.
+    """
+    for giver, box in enumerate(given):
+        if box is None:
+            continue
+        if giver == 0:
+            if own is not None and group.rank == 0:
+                yield box, own
+            continue
+        for piece in runs_of_rows(box, SENT_BYTES // dtype.itemsize):
+            if own is not None and group.rank == giver:
+                sent = own[piece.within(box)].reshape(-1).view(torch.uint8)
+                dist.send(sent, group=group.ranks.handle, group_dst=0)
+            elif group.rank == 0:
+                received = scratch[: piece.numel * dtype.itemsize]
+                dist.recv(received, group=group.ranks.handle, group_src=giver)
+                yield piece, received.view(dtype).view(piece.sizes)
+
+
+def _largest_piece(unfilled: Iterable[torch.Tensor]) -> int:
+    """Bytes of the largest of those that `_at_rank_0` gives: one row, if that is more than most."""
+    rows = [prod(tensor.shape[1:]) * tensor.itemsize for tensor in unfilled]
+    return max(SENT_BYTES, *rows)
+
+
+def _names_in_files(causal_lm: Any, unfilled: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
+    """Name in memory -> name in the files; None if values change, too.
+
+    Some models are loaded under other names, or with several tensors (of experts) fused into one;
+    their files keep the form that was loaded. Which it is shows on tensors without values.
+    """
+    reverted = revert_weight_conversion(causal_lm, dict(unfilled))
+    in_files = {id(tensor): name for name, tensor in reverted.items()}
+    if len(reverted) != len(unfilled) or any(id(t) not in in_files for t in unfilled.values()):
+        return None
+    return {name: in_files[id(tensor)] for name, tensor in unfilled.items()}
+
+
+def _convert(
+    causal_lm: Any, group: SideGroup, source: Path, target: Path, max_file_bytes: int
+) -> None:
+    """Rank 0 writes the files again in the form that the model is loaded from."""
+    if group.rank != 0:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors = revert_weight_conversion(causal_lm, tensors)
+    files = ModelFiles.lay_out(tensors, max_file_bytes)
+    files.create(target)
+    for name, layout in files.layouts.items():
+        whole = ((n, Box.whole(tensors[n].shape), tensors[n]) for n in layout.starts)
+        layout.write_parts(target / name, whole)
+    shutil.rmtree(source)
+
+
+def _in_host_memory(values: torch.Tensor, dtype: torch.dtype, *, copy: bool) -> torch.Tensor:
+    return values.to("cpu", _file_dtype(values, dtype), copy=copy)
+
+
+def _file_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if values.is_floating_point() else values.dtype
+
+
+def _config_text(causal_lm: Any, dtype: torch.dtype) -> str:
+    """`config.json` of the model, with the dtype of the files."""
+    config = copy.deepcopy(causal_lm.config)
+    config.architectures = [type(causal_lm).__name__]
+    settings = json.loads(config.to_json_string())
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def _copy_companions(source: Path, part: Path) -> None:
+    """Copies what a model folder holds beside weights and model config."""
+    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+        is_weight = Path(entry.name).suffix in _WEIGHT_SUFFIXES
+        is_weight = is_weight or entry.name.endswith(".index.json")
+        if entry.is_file() and not is_weight and entry.name != "config.json":
+            shutil.copyfile(entry.path, part / entry.name)

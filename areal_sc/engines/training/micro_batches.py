@@ -1,0 +1,183 @@
+"""From packed rows to the micro-batches that go through the model in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from areal_sc.algorithms.packing import pack_micro_batches, pack_padded_micro_batches
+from areal_sc.engines.training.packed_attention import PackedLayout
+from areal_sc.transport.packed_rows import PackedRows
+
+LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
+"""Plans the attention of packed rows of these lengths."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows on the device, and the tokens whose probability this rank is asked for.
+
+    Attributes:
+        input_ids: [T] int64.
+        layout: the rows' lengths.
+        positions: [N] int64, index of the token *before* each asked one among those that this rank
+            computes.
+        targets: [N] int64, the asked tokens.
+        token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
+    """
+
+    input_ids: torch.Tensor
+    layout: PackedLayout
+    positions: torch.Tensor
+    targets: torch.Tensor
+    token_index: torch.Tensor
+
+    def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
+        """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
+
+        Raises: ValueError: one is not above 0.
+        """
+        if not len(self.token_index) or "temperatures" not in rows.fields:
+            return None
+        temperatures = rows.fields["temperatures"][self.token_index]
+        if not bool((temperatures > 0).all()):
+            raise ValueError(
+                "temperatures of asked tokens must be above 0, got "
+                f"{temperatures.min().item():g}: greedy tokens are context, and have 1"
+            )
+        return None if bool((temperatures == 1).all()) else temperatures.to(self.input_ids.device)
+
+
+class TokenFields(dict[str, torch.Tensor]):
+    """[N] values of a field at the asked tokens of a micro-batch, on its device, looked up by name.
+
+    Args:
+        rows: that the micro-batch was taken from.
+    """
+
+    def __init__(self, batch: MicroBatch, rows: PackedRows) -> None:
+        super().__init__()
+        self._batch = batch
+        self._rows = rows
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        """Raises: ValueError: the rows have no such field."""
+        batch = self._batch
+        if not len(batch.token_index):  # a rank without rows does not know their fields
+            return torch.zeros(0, device=batch.input_ids.device)
+        return require_field(self._rows, name)[batch.token_index].to(batch.input_ids.device)
+
+
+def with_token_advantages(rows: PackedRows) -> PackedRows:
+    """The rows with field `advantages`, [T] float32: that of its row for each token, if known."""
+    if rows.advantages is None or "advantages" in rows.fields:
+        return rows
+    advantages = torch.tensor(rows.advantages, dtype=torch.float32)
+    of_tokens = advantages.repeat_interleave(torch.tensor(rows.lengths, dtype=torch.int64))
+    return replace(rows, fields={**rows.fields, "advantages": of_tokens})
+
+
+def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
+    """[T] bool: tokens that count as trained.
+
+    The first token of a row, should it be among them, adds to the denominator only.
+
+    Raises: ValueError: a needed field is missing.
+    """
+    if not rows.num_rows:
+        return torch.zeros(0, dtype=torch.bool)
+    mask = require_field(rows, "loss_mask").bool()
+    if min_token_version is not None:
+        mask = mask & (require_field(rows, "versions") >= min_token_version)
+    return mask
+
+
+def with_advantage(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
+    """[T] bool: those of the tokens whose advantage is not 0; all of them where it is not known."""
+    if "advantages" not in rows.fields:
+        return tokens
+    return tokens & (rows.fields["advantages"] != 0)
+
+
+def require_field(rows: PackedRows, name: str) -> torch.Tensor:
+    if name not in rows.fields:
+        raise ValueError(f"the rows have fields {sorted(rows.fields)}, not {name!r}")
+    return rows.fields[name]
+
+
+def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
+    """Rows that hold at least one asked token; the others need no forward at all."""
+    if not rows.num_rows:
+        return []
+    row_of_token = torch.repeat_interleave(torch.arange(rows.num_rows), torch.tensor(rows.lengths))
+    counts = torch.bincount(row_of_token[asked], minlength=rows.num_rows)
+    return torch.nonzero(counts).flatten().tolist()
+
+
+def pack_rows(
+    rows: PackedRows,
+    chosen: Sequence[int],
+    max_tokens: int,
+    num_micro_batches: int,
+    *,
+    are_padded: bool,
+) -> list[list[int]]:
+    """The chosen rows in at least `num_micro_batches` micro-batches; missing ones are empty.
+
+    Args:
+        max_tokens: of a micro-batch, padding included.
+        are_padded: the model computes rows that are padded to the longest one.
+    Raises: ValueError: a row is longer than `max_tokens`.
+    """
+    lengths = [rows.lengths[row] for row in chosen]
+    if are_padded:
+        packed = pack_padded_micro_batches(lengths, max_tokens)
+    else:
+        packed = pack_micro_batches(lengths, max_tokens, max(1, num_micro_batches))
+    named = [[chosen[position] for position in positions] for positions in packed]
+    return named + [[] for _ in range(num_micro_batches - len(named))]
+
+
+def make_micro_batch(
+    rows: PackedRows,
+    chosen: Sequence[int],
+    asked: torch.Tensor,
+    layout_of: LayoutOf,
+    device: torch.device,
+    *,
+    num_tokens: int = 0,
+) -> MicroBatch:
+    """Gathers the chosen rows. None chosen makes one token that nothing is asked of.
+
+    Args:
+        asked: [T] bool over all rows. First tokens of rows are left out: nothing predicts them.
+        num_tokens: a further row of padding, of which nothing is asked, makes them so many.
+    """
+    lengths = [rows.lengths[row] for row in chosen] or [1]
+    sizes = torch.tensor(lengths)
+    packed_starts = sizes.cumsum(0) - sizes
+    offset = torch.arange(sum(lengths)) - torch.repeat_interleave(packed_starts, sizes)
+    if chosen:
+        starts = torch.tensor(rows.starts)[torch.tensor(chosen)]
+        token_index = torch.repeat_interleave(starts, sizes) + offset
+        input_ids = require_field(rows, "input_ids")[token_index].to(torch.int64)
+        places = torch.nonzero(asked[token_index] & (offset > 0)).flatten()
+    else:
+        token_index = input_ids = torch.zeros(1, dtype=torch.int64)
+        places = torch.zeros(0, dtype=torch.int64)
+    if num_tokens > len(input_ids):
+        lengths.append(num_tokens - len(input_ids))
+        input_ids = F.pad(input_ids, (0, lengths[-1]))
+    layout = layout_of(lengths, device)
+    own = layout.own_tokens
+    places = places[(places > own.start) & (places <= own.stop)]
+    return MicroBatch(
+        input_ids.to(device),
+        layout,
+        (places - 1 - own.start).to(device),
+        input_ids[places].to(device),
+        token_index[places],
+    )

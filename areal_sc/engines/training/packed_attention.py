@@ -1,0 +1,308 @@
+"""Causal attention within each row of a packed sequence, as a transformers attention function.
+
+A micro-batch is one sequence [1, T] of rows without padding between them. Attention must not
+cross row borders, and its cost should be that of the rows. Three ways, chosen by shape:
+
+    rows alone      one call a row, on slices; for long rows, where the call itself costs nothing
+    buckets         rows of similar length are padded on the right to one length and share a call;
+                    for many short rows
+    varlen kernel   one call, on CUDA in half precision, where this torch has it
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from areal_sc.engines.plain_attention import AttentionRule, attend_by_scores, with_all_heads
+from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.engines.training.sequence_parallel import SequencePart
+
+ATTENTION_NAME = "areal_sc_packed"
+# One call costs about as much as this many multiply-adds of a forward pass; measured on a CPU.
+_CALL_COST_CPU = 100_000
+_CALL_COST_CUDA = 100_000_000
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows that share one attention call, each padded on the right to `length`."""
+
+    rows: tuple[int, ...]
+    length: int
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the rows of a packed sequence are, and how their attention is computed.
+
+    Attributes:
+        lengths: tokens of each row, >= 1.
+        position_ids: [1, T] int64, restarting at each row.
+        buckets: every row once; in the order of the rows if each is a bucket of its own.
+        pad_index: [P] token for each padded place, bucket after bucket; None if each row is a
+            bucket, which is then a slice.
+        unpad_index: [T] padded place of each token; None likewise.
+        row_starts: [R + 1] int32 on the device, first token of each row, and T.
+        part: the tokens that this rank computes outside of attention; None: all of them.
+    """
+
+    lengths: tuple[int, ...]
+    position_ids: torch.Tensor
+    buckets: tuple[Bucket, ...]
+    pad_index: torch.Tensor | None
+    unpad_index: torch.Tensor | None
+    row_starts: torch.Tensor
+    part: SequencePart | None = None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        attention_width: int,
+        sequence: ProcessGroup | None = None,
+    ) -> PackedLayout:
+        """Plans the attention of rows of these lengths.
+
+        Args:
+            attention_width: query heads times head dimension.
+            sequence: ranks that share the tokens.
+        """
+        call_cost = _CALL_COST_CUDA if device.type == "cuda" else _CALL_COST_CPU
+        buckets = plan_buckets(lengths, max_wasted_pairs=call_cost / max(attention_width, 1))
+        sizes = torch.tensor(lengths, dtype=torch.int64)
+        starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
+        position_ids = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], sizes)
+        pad_index = unpad_index = None
+        if len(buckets) == len(lengths):
+            buckets = tuple(sorted(buckets, key=lambda bucket: bucket.rows))
+        else:
+            pad_index, unpad_index = _padding_indices(buckets, starts, sizes)
+            pad_index, unpad_index = pad_index.to(device), unpad_index.to(device)
+        return cls(
+            tuple(lengths),
+            position_ids[None].to(device),
+            buckets,
+            pad_index,
+            unpad_index,
+            starts.to(device, torch.int32),
+            None if sequence is None else SequencePart(int(starts[-1]), sequence),
+        )
+
+    @property
+    def own_tokens(self) -> range:
+        """Of the T tokens, those that this rank computes."""
+        return range(sum(self.lengths)) if self.part is None else self.part.own
+
+    def own_values(self, values: torch.Tensor) -> torch.Tensor:
+        """[..., C] of values [..., T]: those of this rank's tokens, padded where they are few."""
+        return values if self.part is None else self.part.stretch(values)
+
+
+def plan_buckets(lengths: Sequence[int], *, max_wasted_pairs: float) -> tuple[Bucket, ...]:
+    """Longest row first; rows join a bucket while padding wastes less than another call costs.
+
+    Args:
+        max_wasted_pairs: (query, key) pairs that cost as much as one more call.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        by_length.setdefault(lengths[row], []).append(row)
+    buckets: list[Bucket] = []
+    for length, rows in by_length.items():
+        last = buckets[-1] if buckets else None
+        if last and len(rows) * (last.length**2 - length**2) <= max_wasted_pairs:
+            buckets[-1] = Bucket(last.rows + tuple(rows), last.length)
+        elif length**2 > max_wasted_pairs:
+            buckets += [Bucket((row,), length) for row in rows]
+        else:
+            buckets.append(Bucket(tuple(rows), length))
+    return tuple(buckets)
+
+
+def _padding_indices(
+    buckets: Sequence[Bucket], starts: torch.Tensor, sizes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`pad_index` and `unpad_index` of a layout."""
+    pad_pieces = []
+    unpad_index = torch.empty(int(starts[-1]), dtype=torch.int64)
+    first_place = 0
+    for bucket in buckets:
+        rows = torch.tensor(bucket.rows)
+        offsets = torch.arange(bucket.length)[None]
+        is_token = offsets < sizes[rows][:, None]
+        # padding repeats the row's last token: finite values, whose outputs nobody reads
+        tokens = starts[rows][:, None] + torch.minimum(offsets, sizes[rows][:, None] - 1)
+        places = first_place + torch.arange(tokens.numel()).view_as(tokens)
+        unpad_index[tokens[is_token]] = places[is_token]
+        pad_pieces.append(tokens.flatten())
+        first_place += tokens.numel()
+    return torch.cat(pad_pieces), unpad_index
+
+
+def register_packed_attention() -> str:
+    """Makes the attention known to transformers; returns its name for `attn_implementation`."""
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    return ATTENTION_NAME
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    *,
+    layout: PackedLayout,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [1, H, T, D] over `key` and `value` [1, H_kv, T, D].
+
+    Where ranks share the tokens, T is what this one has, in all arguments and the result.
+
+    Args:
+        attention_mask: None; transformers makes none for this attention.
+        softcap: tanh soft-capping of the scores (Gemma).
+        s_aux: [H] sink logits (gpt-oss).
+        layout: the rows in T.
+    Returns: [1, T, H, D], and None in place of the attention weights. Dropout is not applied.
+    Raises: TypeError: the model makes a mask of its own.
+    """
+    if attention_mask is not None:
+        raise TypeError(f"{type(module).__name__} makes an attention mask of its own")
+    part = layout.part
+    if part is not None:
+        query, key, value = (part.to_heads(tensor) for tensor in (query, key, value))
+        s_aux = None if s_aux is None else part.own_heads(s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
+    if rule.is_plain and _has_varlen_kernel(query):
+        attended = _varlen_attention(query, key, value, scaling, sliding_window, layout)
+    else:
+        # [T, H, D]: rows of memory, so that gathering tokens is gathering rows
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        attended = attend_rows(query, key, value, rule, layout)[None]
+    return attended if part is None else part.to_tokens(attended), None
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    layout: PackedLayout,
+) -> torch.Tensor:
+    """Causal attention of `query` [T, H, D] over `key` and `value` [T, H_kv, D] in each row.
+
+    Returns: [T, H, D].
+    """
+    tensors = [query, key, value]
+    if layout.pad_index is not None:
+        tensors = [
+            _Pad.apply(tensor, layout.pad_index, layout.unpad_index)  # type: ignore[no-untyped-call]
+            for tensor in tensors
+        ]
+    sizes = [len(bucket.rows) * bucket.length for bucket in layout.buckets]
+    pieces = []
+    for bucket, *parts in zip(
+        layout.buckets, *(torch.split(tensor, sizes) for tensor in tensors), strict=True
+    ):
+        q, k, v = (part.unflatten(0, (-1, bucket.length)).transpose(1, 2) for part in parts)
+        pieces.append(_causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
+    together = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return together if layout.unpad_index is None else together.index_select(0, layout.unpad_index)
+
+
+class _Pad(torch.autograd.Function):
+    """`tokens[pad_index]`; its gradient is a gather too, as padded places get none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, pad_index: torch.Tensor, unpad_index: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(unpad_index)
+        return tokens.index_select(0, pad_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (unpad_index,) = ctx.saved_tensors
+        return grad.index_select(0, unpad_index), None, None
+
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """[B, H, L, D] within each batch entry."""
+    length = query.shape[2]
+    mask = None
+    if not rule.is_plain or (rule.window is not None and length > rule.window):
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        mask = mask if rule.window is None else mask.triu(1 - rule.window)
+    if not rule.is_plain:
+        assert mask is not None
+        return attend_by_scores(query, key, value, mask, rule)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and length > 1,
+        scale=rule.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+@functools.cache
+def _varlen_function() -> Any:
+    """`torch.nn.attention.varlen.varlen_attn` where it takes a window, else None."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+def _has_varlen_kernel(query: torch.Tensor) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= 256
+        and _varlen_function() is not None
+    )
+
+
+def _varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    layout: PackedLayout,
+) -> torch.Tensor:
+    """[1, T, H, D] by one kernel over all rows."""
+    key, value = with_all_heads(key, query), with_all_heads(value, query)
+    longest = max(layout.lengths)
+    outputs = _varlen_function()(
+        *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
+        layout.row_starts,
+        layout.row_starts,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return outputs[None]  # type: ignore[no-any-return]

@@ -1,0 +1,82 @@
+"""What the ranks give of their weights: whole parameters, and each rank's share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from areal_sc.engines.training.parts import Parts
+from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.engines.training.whole_tensors import GATHERED_BYTES, Values, gather_whole
+from areal_sc.engines.weight_group import NamedTensor, layout_of, split_into_buckets
+from areal_sc.weights import BucketLayout
+
+
+class Publication:
+    """The weights of one engine, as `TrainEngine` gives them. All ranks must make the same calls.
+
+    Args:
+        names: of the parameters, in the order of publication; tied ones once.
+        parts: of them.
+        values: the live ones.
+        world: all ranks.
+        dtype: of what is published.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parts: Parts,
+        values: Values,
+        world: ProcessGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        self._names = names
+        self._parts = parts
+        self._values = values
+        self._world = world
+        self._dtype = dtype
+
+    def whole(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+        for bucket in split_into_buckets(self._unfilled(), bucket_bytes):
+            names = [name for name, _ in bucket]
+            yield gather_whole(names, self._values, self._parts, self._world, self._dtype)
+
+    def own_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
+        """The rows that this rank has, or else its share of tensors that all ranks gather."""
+        ranges = {name: self._range(name) for name in self._names}
+        unfilled = {
+            name: torch.empty(len(own), dtype=self._dtype, device="meta")
+            for name, own in ranges.items()
+            if own
+        }
+
+        def values() -> Iterator[torch.Tensor]:
+            if self._parts.are_row_ranges:
+                for name in unfilled:
+                    yield self._values(name).flatten().to(self._dtype)
+                return
+            for bucket in self.whole(GATHERED_BYTES):
+                for name, whole in bucket:
+                    if name in unfilled:
+                        yield whole.flatten()[ranges[name].start : ranges[name].stop]
+
+        return unfilled, values()
+
+    def layouts(self, bucket_bytes: int) -> list[BucketLayout]:
+        return [layout_of(bucket) for bucket in split_into_buckets(self._unfilled(), bucket_bytes)]
+
+    def _range(self, name: str) -> range:
+        """Of this rank, in the flat parameter."""
+        shape, world = self._parts.shapes[name], self._world
+        if self._parts.are_row_ranges:
+            box = self._parts.box(name)
+            first = sum(box.starts[:1]) * shape[1:].numel()
+            return range(first, first + box.numel)
+        bounds = [rank * shape.numel() // world.size for rank in (world.rank, world.rank + 1)]
+        return range(*bounds)
+
+    def _unfilled(self) -> Iterator[NamedTensor]:
+        for name in self._names:
+            yield name, torch.empty(self._parts.shapes[name], dtype=self._dtype, device="meta")

@@ -1,0 +1,352 @@
+"""What one rank of every training engine does: rows in, an update or log-probabilities out.
+
+A minibatch (one optimizer update) is cut into micro-batches of whole rows, packed without padding.
+The ranks' collectives meet only if every rank runs equally many micro-batches, so ranks agree on
+the largest count, and a rank with fewer rows, even none, fills up with empty ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from areal_sc.algorithms.losses import Loss, LossTokens, Metric
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.base import RankPosition
+from areal_sc.engines.training.background import BackgroundWriter
+from areal_sc.engines.training.learning_rate import learning_rate
+from areal_sc.engines.training.micro_batches import (
+    MicroBatch,
+    TokenFields,
+    pack_rows,
+    rows_with_tokens,
+    trained_tokens,
+    with_advantage,
+    with_token_advantages,
+)
+from areal_sc.engines.training.process_group import (
+    ProcessGroup,
+    host_rendezvous,
+    place_by_torchrun,
+    select_device,
+)
+from areal_sc.engines.training.publication import Publication
+from areal_sc.engines.training.snapshots import Snapshots
+from areal_sc.engines.training.update_metrics import UpdateMetrics
+from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.weights import BucketLayout
+
+logger = logging.getLogger(__name__)
+
+OUTPUTS = ("logprobs", "entropy")
+"""What a forward gives of each asked token."""
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""[N] log-probabilities with gradient, and [N] entropies without; nats."""
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """Rows of this rank, and how they go through the model.
+
+    Attributes:
+        rows: all of them.
+        asked: [T] bool, tokens that the model is asked for.
+        packed: the rows of each micro-batch; equally many on every rank.
+    """
+
+    rows: PackedRows
+    asked: torch.Tensor
+    packed: list[list[int]]
+
+
+@dataclass
+class MinibatchLoss:
+    """The loss of one micro-batch after the other, and what it reports.
+
+    Attributes:
+        compute_loss: of the tokens.
+        rows: that the micro-batches are taken from.
+        num_loss_tokens: trained tokens of the minibatch, on all ranks; the denominator.
+        is_first: no weight has changed since the step began.
+        metrics: of the step; those of each micro-batch are added.
+    """
+
+    compute_loss: Loss
+    rows: PackedRows
+    num_loss_tokens: int
+    is_first: bool
+    metrics: UpdateMetrics
+
+    def of(self, batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
+        """This rank's summand of the minibatch's loss; a scalar with gradient."""
+        logprobs, entropy = outputs
+        fields = TokenFields(batch, self.rows)
+        if self.is_first and "proximal_logprobs" not in self.rows.fields:
+            fields["proximal_logprobs"] = logprobs.detach()
+        value, of_loss = self.compute_loss(LossTokens(logprobs, fields, self.num_loss_tokens))
+        self.metrics.add(
+            loss=Metric.sum(value),
+            entropy=Metric.mean(entropy),
+            num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
+            **of_loss,
+        )
+        return value
+
+
+class RankEngine(ABC):
+    """One rank. Every rank must get the same calls in the same order; rows may differ.
+
+    Args:
+        config: the actor section of the settings.
+
+    Attributes:
+        world: all ranks.
+        rows: ranks that compute different tokens, and together all of them.
+        counts_rows: whether this rank is the one of its model group that counts for its rows in
+            sums over `rows`.
+        shares_files: as in `TrainEngine`.
+    """
+
+    world: ProcessGroup
+    rows: ProcessGroup
+    counts_rows: bool
+
+    def __init__(self, config: ActorConfig) -> None:
+        self.config = config
+        self.shares_files = True
+        self._hosted: TCPStore | None = None
+        self._writer: BackgroundWriter
+        self._snapshots: Snapshots
+        self._publication: Publication
+
+    def create_rendezvous(self, host: str = "127.0.0.1") -> str:
+        self._hosted, address = host_rendezvous(host)
+        return address
+
+    def initialize(
+        self, rank: int | None = None, world_size: int = 1, init_method: str = "env://"
+    ) -> RankPosition:
+        """Meets the other ranks and loads the model.
+
+        Args:
+            rank: None: this process is the rank that torchrun made it, or the only one.
+            init_method: from `create_rendezvous`, or `tcp://host:port` that rank 0 will open, or
+                `env://` under torchrun. A single rank ignores it.
+        Raises: WorkerStartError: the ranks did not meet, or there is no such device.
+            ModelError: the model folder cannot be used. ConfigError: torchrun has started another
+            number of ranks than `actor.parallel` has.
+        """
+        if rank is None:
+            rank, world_size = place_by_torchrun(self.config.parallel)
+        device = self._select_device(rank)
+        if device.type == "cpu":
+            torch.set_num_threads(self.config.num_threads)
+        torch.manual_seed(self.config.seed)
+        return self._join(rank, world_size, init_method, device)
+
+    def _select_device(self, rank: int) -> torch.device:
+        """Raises: ConfigError: this machine has not what the settings ask for."""
+        return select_device(self.config.device, rank)
+
+    @abstractmethod
+    def _join(
+        self, rank: int, world_size: int, init_method: str, device: torch.device
+    ) -> RankPosition:
+        """Meets the other ranks and loads the model; sets all attributes."""
+
+    @abstractmethod
+    def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
+        """Computes each micro-batch, without gradients; gives those that this rank knows."""
+
+    @abstractmethod
+    def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
+        """Forward and backward of each micro-batch; gradients of the minibatch's loss add up.
+
+        Those of an earlier minibatch do not count.
+        """
+
+    @abstractmethod
+    def _take_step(self, step: int) -> float:
+        """One optimizer update at the learning rate of the training step.
+
+        Returns: the norm of the gradients before clipping; not finite: nothing has changed.
+        """
+
+    @property
+    @abstractmethod
+    def _pads_rows(self) -> bool:
+        """Whether the rows of a micro-batch are padded to one length."""
+
+    def _combined_outputs(self, values: torch.Tensor) -> torch.Tensor:
+        """[T] of what the ranks of a model group know of the tokens."""
+        return values
+
+    def _known_to_all(self, summary: dict[str, float]) -> dict[str, float]:
+        """The same numbers on every rank, where only some have them."""
+        return summary
+
+    def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
+        """What the current weights say of trained tokens, on the CPU.
+
+        Args:
+            rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1. Where advantages are
+                known, tokens of advantage 0 are left out: nothing is trained on them.
+        Raises: ValueError: there is no such output, a field is missing, or a row is too long.
+        """
+        if output not in OUTPUTS:
+            raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
+        column = OUTPUTS.index(output)
+        asked = with_advantage(with_token_advantages(rows), trained_tokens(rows, None))
+        (batch,) = self._plan([rows], [asked])
+        values = torch.zeros(rows.num_tokens)
+        with torch.no_grad():
+            for micro_batch, outputs in self._outputs(batch):
+                values[micro_batch.token_index] = outputs[column].float().cpu()
+        return self._combined_outputs(values)
+
+    def update(
+        self,
+        minibatches: Sequence[PackedRows],
+        loss: NamedLoss | Loss,
+        *,
+        step: int,
+        min_token_version: int | None = None,
+    ) -> dict[str, float]:
+        """One optimizer update a minibatch.
+
+        Args:
+            minibatches: fields `input_ids`, `loss_mask`, with `min_token_version` `versions`, those
+                that the loss reads, and `temperatures`, else 1. The first minibatch may do without
+                `proximal_logprobs`: no weight has changed, so its own forward is that of the
+                proximal policy.
+            loss: its name and settings, or the function itself. Where it is known to be zero
+                without an advantage, tokens of advantage 0 go through no forward; they count in
+                the denominator all the same.
+        Returns: see `UpdateMetrics.summary`.
+        Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
+            limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
+        """
+        compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
+        minibatches = [with_token_advantages(rows) for rows in minibatches]
+        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
+        learning = trained
+        if isinstance(loss, NamedLoss) and loss.is_zero_without_advantage:
+            learning = [with_advantage(*pair) for pair in zip(minibatches, trained, strict=True)]
+        batches = self._plan(minibatches, learning)
+        num_loss_tokens = self._of_all_rows([int(mask.sum()) for mask in trained])
+        metrics = UpdateMetrics()
+        for index, batch in enumerate(batches):
+            if num_loss_tokens[index] == 0:
+                logger.warning("minibatch=%d step=%d has no token to train on", index, step)
+                continue
+            of_minibatch = MinibatchLoss(
+                compute_loss, batch.rows, num_loss_tokens[index], index == 0, metrics
+            )
+            self._add_gradients(batch, of_minibatch)
+            norm = self._take_step(step)
+            if not math.isfinite(norm):
+                logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
+            metrics.gradient_norms.append(norm)
+            metrics.num_micro_batches += len(batch.packed)
+        summary = metrics.summary(
+            self.rows,
+            num_tokens=sum(self._of_all_rows([rows.num_tokens for rows in minibatches])),
+            num_loss_tokens=sum(num_loss_tokens),
+            lr=learning_rate(self.config.optimizer, step),
+        )
+        return self._known_to_all(summary)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+        return self._publication.whole(bucket_bytes)
+
+    def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
+        return self._publication.own_parts()
+
+    def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
+        return self._publication.layouts(bucket_bytes)
+
+    @abstractmethod
+    def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
+        """Takes the weights as they are now; a folder that `transformers` loads is written later.
+
+        One write goes on at a time: the one before is waited for.
+
+        Returns: a future that is done when the folder, tokenizer included, is on the disk under
+            its name. It fails with CheckpointError, on every rank, when it could not be written;
+            what was at `folder` then stays.
+        """
+
+    def begin_snapshot(self, folder: Path) -> Future[None]:
+        """Takes weights, optimizer state and random state as they are now; see `Snapshots`."""
+        return self._snapshots.begin(folder)
+
+    def load_snapshot(self, folder: Path) -> None:
+        """Restores what `begin_snapshot` took, also with another number of ranks."""
+        self._snapshots.load(folder)
+
+    def close(self) -> None:
+        """Waits for what is being written, and leaves the group."""
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        self._leave()
+        self._hosted = None
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Leaves the other ranks, if it has joined them."""
+
+    def _of_all_rows(self, counts: Sequence[int]) -> list[int]:
+        """Sums over the shares of rows; ranks of one model group have the same rows."""
+        own = torch.tensor(counts if self.counts_rows else [0] * len(counts), dtype=torch.int64)
+        return [int(count) for count in self.rows.sum(own)]
+
+    def _plan(
+        self, batches: Sequence[PackedRows], asked: Sequence[torch.Tensor]
+    ) -> list[PlannedBatch]:
+        """Micro-batches of each batch, as many as on every other rank.
+
+        Raises: ValueError: ranks have different numbers of batches, or a row is too long.
+        """
+        chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
+        wanted: list[int] = []
+        error = None
+        try:
+            wanted = [len(self._pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]
+        except ValueError as failure:
+            error = failure
+        # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
+        everyone = self.world.gather((wanted, str(error) if error else None))
+        for rank, (_, message) in enumerate(everyone):
+            if message is not None:
+                raise ValueError(f"train rank {rank}: {message}") from error
+        lengths = [len(counts) for counts, _ in everyone]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the ranks have {lengths} minibatches; expected equally many")
+        most = [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
+        return [
+            PlannedBatch(rows, tokens, self._pack(rows, of_rows, self._rounded_count(count)))
+            for rows, tokens, of_rows, count in zip(batches, asked, chosen, most, strict=True)
+        ]
+
+    def _rounded_count(self, count: int) -> int:
+        """How many micro-batches are run where a rank has so many."""
+        return count
+
+    def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
+        limit = self.config.max_tokens_per_micro_batch
+        return pack_rows(rows, chosen, limit, count, are_padded=self._pads_rows)

@@ -1,0 +1,108 @@
+"""`--dry-run`: what a run would start, where, and what it would go on from. Nothing is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from areal_sc.config.loader import config_text
+from areal_sc.config.machine import Machine
+from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.schema import GRPOConfig, Resume
+from areal_sc.config.slurm_jobs import job_plans, memory_bytes
+from areal_sc.config.slurm_script import job_script
+from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.config.worker_plan import Plan, format_bytes
+from areal_sc.engines.handles import make_actor
+from areal_sc.errors import ConfigError, ModelError, SchedulerSilent
+from areal_sc.preflight.checks import check_models
+from areal_sc.preflight.plan import PlannedNode, plan, plans
+from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.schedulers.slurm import commands
+from areal_sc.shipping.node_cache import own_folder
+from areal_sc.trainer.resume_checks import describe_resume
+from areal_sc.transport.shards.memory_folder import memory_root
+
+
+def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
+    """What the run would start, and where; refused in the order in which the run would be."""
+    folder = RunFolder(config.run_dir)
+    opening = folder.preview(
+        config_text=config_text(config), resume=config.resume.value, overwrite=config.overwrite
+    )
+    try:
+        check_models(config)
+    except ModelError:
+        if not makes_model:
+            raise
+        yield f"model {config.actor.path}: not there yet, the script makes it"
+    if config.scheduler.type == SchedulerType.slurm:
+        yield from _job_lines(config)
+    elif config.scheduler.type != SchedulerType.local:
+        yield f"workers are placed on what {config.scheduler.type} lends, once that is known"
+    else:
+        planned = plan(config)
+        yield from planned.lines()
+        yield from _shared_memory_lines(config, planned)
+    longest = config.rollout.max_context_tokens or "as many as the model takes"
+    yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
+    yield f"run folder {folder.path}: would {opening.value}"
+    if opening is Opening.resume:
+        for line in describe_resume(folder, make_actor(config.actor)):
+            yield f"  {line}"
+    if opening is Opening.resume and config.resume is Resume.must:
+        yield "  a loop without a `Run` would refuse --resume"
+    elif opening is Opening.resume:
+        yield "  a loop without a `Run` would start again from nothing"
+
+
+def _job_lines(config: GRPOConfig) -> Iterator[str]:
+    """The jobs that SLURM would get, what it says of them, and what their nodes would do.
+
+    Raises: ConfigError: a node has too little for its workers.
+    """
+    scheduler, nodes = config.scheduler, []
+    run_dir, words = RunFolder(config.run_dir).path, commands.sbatch_words()
+    if words:
+        yield f"sbatch obeys the environment before the script: {words}"
+    for job in job_plans(scheduler.slurm):
+        script = job_script(scheduler, run_dir, job)
+        yield script
+        reported = None
+        try:
+            commands.check_submission(script, {})
+            reported = commands.most_memory_bytes(job.request.partition)
+            times = f", {job.num_jobs} times" if job.num_jobs > 1 else ""
+            yield f"SLURM would take this job{times}"
+        except (ConfigError, SchedulerSilent) as error:
+            yield f"this job would not be taken: {error}"
+        asked = memory_bytes(job.request.memory_per_node)
+        machine = Machine(asked or reported, (None,) * job.request.gpus_per_node)
+        for purpose, number in job.shares.items():
+            names = (f"node {purpose}/{index}" for index in range(number * job.num_jobs))
+            nodes += [PlannedNode(name, machine, purpose) for name in names]
+    if not scheduler.slurm.gang:  # more workers than at first come with nodes of their own
+        config = replace(config, rollout=replace(config.rollout, autoscale=AutoscaleConfig()))
+    for name, planned in plans(config, nodes).items():
+        yield f"{name}:"
+        yield from (f"  {line}" for line in planned.lines())
+
+
+def _shared_memory_lines(config: GRPOConfig, planned: Plan) -> Iterator[str]:
+    """How much of the node's shared memory stores and snapshots take at most."""
+    run_dir, node_folder = RunFolder(config.run_dir).path, config.scheduler.node_folder
+    root = memory_root(config.transport.shared_memory, run_dir, own_folder(node_folder))
+    needed = sum(worker.store_bytes + worker.snapshot_bytes for worker in planned.workers)
+    line = f"shared memory in {root}: up to {format_bytes(needed)}"
+    with suppress(OSError):  # it is made by the run
+        space = os.statvfs(root)
+        free = space.f_bavail * space.f_frsize
+        line += f" of {format_bytes(free)}"
+        if free < needed:
+            line += (
+                " TOO LITTLE: groups wait for room, and snapshots in memory cannot be written "
+                "(docker run --shm-size, transport.shared_memory, checkpoint.memory_every_steps=0)"
+            )
+    yield line

@@ -1,0 +1,150 @@
+"""Settings without effect, and settings that are allowed but seldom meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from areal_sc.config.fields import value_at
+from areal_sc.config.model_folder import read_model_shape
+from areal_sc.config.schema import (
+    ClipCenter,
+    GRPOConfig,
+    LrSchedule,
+    NormScope,
+    RolloutEngine,
+)
+from areal_sc.config.store_room import describe_largest_group, max_group_bytes
+from areal_sc.errors import ModelError
+from areal_sc.hub import local_model
+
+SMALL_MODEL_PARAMETERS = 1_000_000_000
+"""The embedded engine is made for models below this size."""
+
+_IDLE = (
+    # with this setting at this value, these have no effect; why, where that is not plain
+    ("actor.optimizer.schedule", LrSchedule.constant, ["actor.optimizer.min_lr_ratio"], ""),
+    ("actor.ppo.use_behavior_weight", False, ["actor.ppo.behavior_weight_cap"], ""),
+    ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
+    ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
+    (
+        "rollout.max_rejection_rate",
+        1,
+        ["rollout.rejection_window"],
+        "no share of rejections ends the run",
+    ),
+    (
+        "checkpoint.every_steps",
+        0,
+        ["checkpoint.every_minutes", "checkpoint.keep"],
+        "only the final model is kept",
+    ),
+    (
+        "actor.ppo.num_minibatches",
+        1,
+        ["actor.ppo.clip_low", "actor.ppo.clip_high"],
+        "the only update starts at the clip's centre",
+    ),
+)
+
+
+def settings_warnings(config: GRPOConfig) -> Iterator[str]:
+    """A sentence for each, with the setting and its value."""
+    yield from _distribution_warnings(config)
+    yield from _effect_warnings(config)
+    yield from _step_warnings(config)
+    yield from _kept_row_warnings(config)
+    yield from _rank_warnings(config)
+    yield from _engine_warnings(config)
+
+
+def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings by which the trained distribution is not the one that was sampled from."""
+    generation = config.generation
+    for name, cuts in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
+        if cuts:
+            yield (
+                f"generation.{name}={value_at(generation, name)} cuts the sampled distribution, "
+                "the trainer's is over the whole vocabulary"
+            )
+
+
+def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings that the user changed and that change nothing."""
+    defaults = GRPOConfig()
+    for cause, idle_value, keys, why in _IDLE:
+        for key in keys:
+            value = value_at(config, key)
+            if value_at(config, cause) != idle_value or value == value_at(defaults, key):
+                continue
+            if key.startswith("actor.ppo.clip_") and (
+                config.actor.ppo.clip_center != ClipCenter.proximal
+            ):
+                continue
+            reason = f": {why}" if why else ""
+            yield f"{key}={value} has no effect with {cause}={str(idle_value).lower()}{reason}"
+
+
+def _step_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Settings that take no effect in so few training steps."""
+    optimizer, defaults = config.actor.optimizer, GRPOConfig()
+    if 0 < optimizer.total_steps <= optimizer.warmup_steps:
+        yield (
+            f"actor.optimizer.warmup_steps={optimizer.warmup_steps} is not below "
+            f"actor.optimizer.total_steps={optimizer.total_steps}: lr is never reached"
+        )
+    for section in ("evaluation", "checkpoint"):
+        every = value_at(config, f"{section}.every_steps")
+        is_default = every == value_at(defaults, f"{section}.every_steps")
+        if every > config.total_steps and not is_default:
+            yield (
+                f"{section}.every_steps={every} has no effect with total_steps={config.total_steps}"
+            )
+
+
+def _kept_row_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Steps whose rows stay until a snapshot is on the disk, against snapshots and stores."""
+    checkpoint, rollout = config.checkpoint, config.rollout
+    wanted = min(checkpoint.every_steps, checkpoint.keep_rows_steps)
+    if checkpoint.memory_every_steps == 0 and wanted < checkpoint.every_steps:
+        yield (
+            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: without snapshots in memory "
+            "the run ends when a train worker dies later than so many steps after a snapshot"
+        )
+    if not rollout.max_context_tokens:  # of a model that is not there yet
+        return
+    limits = [rollout.fewest_workers * rollout.store_bytes, rollout.node_store_bytes]
+    num_groups = min(limit for limit in limits if limit) // max_group_bytes(rollout)
+    # what is admitted, and the batch that is trained, come first
+    num_steps = num_groups // rollout.train_batch_groups - (rollout.max_staleness + 2)
+    if num_steps < wanted:
+        yield (
+            f"checkpoint.keep_rows_steps={checkpoint.keep_rows_steps}: the stores have room for "
+            f"the rows of {max(0, num_steps)} steps beside those in use "
+            f"({describe_largest_group(rollout)}), so snapshots are written more often; raise "
+            "rollout.store_bytes, or lower checkpoint.keep_rows_steps"
+        )
+
+
+def _engine_warnings(config: GRPOConfig) -> Iterator[str]:
+    """A model that the embedded engine takes, and is not made for."""
+    rollout, shape = config.rollout, None
+    if rollout.engine == RolloutEngine.local:
+        with suppress(ModelError):  # it is not there yet
+            shape = read_model_shape(local_model(rollout.path, rollout.revision))
+    num_parameters = (shape and shape.num_parameters) or 0
+    if num_parameters > SMALL_MODEL_PARAMETERS:
+        yield (
+            f"rollout.engine=local is made for small models, and {rollout.path} has "
+            f"{num_parameters / 1e9:.1f} billion parameters: sglang or vllm generate far faster"
+        )
+
+
+def _rank_warnings(config: GRPOConfig) -> Iterator[str]:
+    rollout, ranks = config.rollout, config.actor.parallel.data
+    rows = rollout.train_batch_groups * rollout.group_size // config.actor.ppo.num_minibatches
+    if rows < ranks:
+        yield (
+            f"actor.parallel.data={ranks}: a minibatch has {rows} rows, so some ranks are idle "
+            "in it"
+        )

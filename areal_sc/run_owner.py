@@ -1,0 +1,173 @@
+"""Which process runs in a run folder, and since when: one at a time, and each has its term.
+
+    .lock    locked by that process; the kernel ends the lock with it, however it ends
+    .term    counts the starts, and says which process the newest is
+
+The lock keeps a second process out. Where that does not help, since the lock file was deleted, say,
+or the folder is on a file system without locks between machines, the terms do: a process whose term
+is not the newest changes nothing any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from areal_sc.durable import write_atomic
+from areal_sc.errors import RunFolderError, StaleTerm
+from areal_sc.file_lock import HeldLock, take_lock
+from areal_sc.process import OtherProcess, is_stopped, start_ticks
+
+LOCK: Final = ".lock"
+TERM: Final = ".term"
+
+LOCK_WAIT_S: Final = 1.0
+"""The agent of a killed run holds the lock for a moment, while it cleans up."""
+
+_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that runs in a folder, or did so last.
+
+    Attributes:
+        term: number of its start, from 1.
+        host, pid, start_ticks: of the process; see `start_ticks`.
+        began_s: Unix time.
+    """
+
+    term: int
+    host: str
+    pid: int
+    start_ticks: int
+    began_s: float
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Owner | None:
+        """The newest one; None: there has been none.
+
+        Raises: RunFolderError: the file is damaged.
+        """
+        path = run_dir / TERM
+        try:
+            owner = cls(**json.loads(path.read_text()))
+            if isinstance(owner.term, int) and isinstance(owner.pid, int):
+                return owner
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError):
+            pass
+        raise RunFolderError(
+            f"{path} is damaged: it does not say which process runs in the folder. End what still "
+            "runs of it, then delete this file"
+        )
+
+    @property
+    def age(self) -> str:
+        """How long ago it began."""
+        seconds = max(0.0, time.time() - self.began_s)
+        for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+            if seconds >= length_s:
+                return f"{seconds / length_s:.1f} {unit}"
+        return f"{seconds:.0f} s"
+
+    def __str__(self) -> str:
+        words = f"process {self.pid} is running in it, on {self.host}, for {self.age}"
+        if self._is_here and is_stopped(self.pid):
+            words += f", and is stopped now (`kill -CONT {self.pid}` lets it go on)"
+        return words
+
+    def go_on(self) -> bool:
+        """Lets the process go on, if a signal has stopped it on this machine; returns whether."""
+        process = OtherProcess.find(self.pid, self.start_ticks) if self._is_here else None
+        if process is None:
+            return False
+        with closing(process):
+            was_stopped = is_stopped(self.pid)
+            if was_stopped:
+                process.send(signal.SIGCONT)
+        return was_stopped
+
+    @property
+    def may_live(self) -> bool:
+        """False: it has ended. That of another machine cannot be told."""
+        return self.host != socket.gethostname() or self._is_here
+
+    @property
+    def _is_here(self) -> bool:
+        is_host = self.host == socket.gethostname()
+        return is_host and start_ticks(self.pid) == self.start_ticks
+
+
+@dataclass(frozen=True)
+class RunTerm:
+    """The term of a process in a run folder.
+
+    Attributes:
+        number: every request of the process carries it.
+    """
+
+    number: int
+    run_dir: Path
+
+    @classmethod
+    def begin(cls, run_dir: Path) -> RunTerm:
+        """The next term, for this process. It is on the disk when this returns.
+
+        Raises: RunFolderError: the count is damaged. OSError: it cannot be written.
+        """
+        last, pid = Owner.read(run_dir), os.getpid()
+        number = 1 if last is None else last.term + 1
+        owner = Owner(number, socket.gethostname(), pid, start_ticks(pid), time.time())
+        write_atomic(run_dir / TERM, json.dumps(asdict(owner)).encode())
+        return cls(number, run_dir)
+
+    @property
+    def is_over(self) -> bool:
+        """Another process has begun a later one. A damaged file says of none."""
+        with suppress(RunFolderError):
+            newest = Owner.read(self.run_dir)
+            return newest is not None and newest.term > self.number
+        return False
+
+    def check(self) -> None:
+        """Raises: StaleTerm: it is over. Says who has taken the run over."""
+        if self.is_over:
+            raise self.stale()
+
+    def stale(self) -> StaleTerm:
+        """Why this process can do nothing any more."""
+        newest = Owner.read(self.run_dir)
+        who = "" if newest is None or newest.term <= self.number else f" (term {newest.term}: "
+        who += f"process {newest.pid} on {newest.host}, for {newest.age})" if who and newest else ""
+        return StaleTerm(
+            f"run folder {self.run_dir}: another start of the script has taken the run over{who}; "
+            f"this one, of term {self.number}, ends and leaves everything to it"
+        )
+
+
+def take_folder(run_dir: Path) -> HeldLock:
+    """The folder's lock, for this process.
+
+    Raises: RunFolderError: another process has it.
+    """
+    give_up_s = time.monotonic() + LOCK_WAIT_S
+    while (lock := take_lock(run_dir / LOCK, fcntl.LOCK_EX)) is None:
+        if time.monotonic() > give_up_s:
+            owner = Owner.read(run_dir)
+            who = str(owner) if owner and owner.may_live else "another process is running in it"
+            raise RunFolderError(
+                f"run folder {run_dir}: {who}; wait for it, stop it by `python -m areal_sc stop "
+                f"{run_dir}`, or choose another run_dir"
+            )
+        time.sleep(_POLL_S)
+    return lock

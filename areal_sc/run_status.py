@@ -1,0 +1,174 @@
+"""What a run says of itself in `status.json` of its folder, for people who look from outside.
+
+The script writes the file every few seconds (`StatusBoard`), and `python -m areal_sc status` reads
+it. Nothing else depends on it. All times are Unix times of the script's machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from areal_sc.errors import RunFolderError
+
+FORMAT: Final = 1
+LEAVING: Final = "leaving"
+SCRIPT: Final = "the script"
+"""Who waits, where that is the script's own call."""
+
+
+class Phase(msgspec.Struct):
+    """A part of the run that goes on.
+
+    Attributes:
+        total: units to do; None where it is not known.
+        doing: what it is doing now, if it says so.
+    """
+
+    name: str
+    since: float
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+    doing: str = ""
+
+
+class Wait(msgspec.Struct):
+    """Somebody waits.
+
+    Attributes:
+        what: in words that follow "waits for".
+    """
+
+    who: str
+    what: str
+    since: float
+
+
+class AgentStatus(msgspec.Struct):
+    """The agent of a node; `heard` is its last sign of life."""
+
+    host: str
+    incarnation: str
+    heard: float
+
+
+class WorkerStatus(msgspec.Struct):
+    """A worker.
+
+    Attributes:
+        state: as `UnitState` says, `starting`, or `leaving`.
+        heard: its last sign of life.
+        restarts: since the controllers were started.
+    """
+
+    name: str
+    state: str
+    pid: int
+    host: str
+    incarnation: str
+    heard: float
+    restarts: int
+
+
+class Restart(msgspec.Struct):
+    """Workers that were lost, and are started again.
+
+    Attributes:
+        cause: of the loss, in one line.
+        ended: when they did their work again; None: they do not yet.
+    """
+
+    unit: str
+    cause: str
+    began: float
+    ended: float | None = None
+
+
+class RoleStatus(msgspec.Struct):
+    """What a controller knows.
+
+    Attributes:
+        looked: when it said so.
+        total_steps: of the run; None: it does not say.
+        lineage: of the weights; None: it trains none.
+        num_open, num_finished: groups that are queued or run; that gave rows. None: it has none.
+    """
+
+    looked: float
+    version: int
+    total_steps: int | None = None
+    lineage: int | None = None
+    num_open: int | None = None
+    num_finished: int | None = None
+    waits: list[Wait] = []
+    agents: list[AgentStatus] = []
+    workers: list[WorkerStatus] = []
+    restart: Restart | None = None
+
+
+class End(msgspec.Struct):
+    """How the script ended.
+
+    Attributes:
+        cause: of an error, its first line.
+    """
+
+    at: float
+    exit_code: int
+    cause: str = ""
+
+
+class RunStatus(msgspec.Struct):
+    """The file.
+
+    Attributes:
+        machine: see `machine_id`; process ids mean something there only.
+        written: when the file was.
+        every_s: it is written at least so often.
+        progressed: when a step, a phase or a group last ended, or a phase began.
+        longest_quiet_s: the longest time that such progress has taken in the present phase.
+        orphan_timeout_s: so long workers outlive the script.
+        phases: the innermost last.
+        roles: by name of the controller.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    began: float
+    orphan_timeout_s: float
+    written: float
+    progressed: float
+    every_s: float = 2.0
+    longest_quiet_s: float = 0.0
+    term: int = 0
+    phases: list[Phase] = []
+    roles: dict[str, RoleStatus] = {}
+    end: End | None = None
+    format: int = FORMAT
+
+
+def read_status(path: Path) -> RunStatus | None:
+    """What the file says; None without one.
+
+    Raises: RunFolderError: it cannot be read, is damaged, or of another areal_sc.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        status = msgspec.json.decode(content, type=RunStatus)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path} is damaged: {error}") from error
+    if status.format != FORMAT:
+        raise RunFolderError(
+            f"{path}: expected format {FORMAT}, got {status.format}: another version of areal_sc "
+            "writes it; look with that one"
+        )
+    return status

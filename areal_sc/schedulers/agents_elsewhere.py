@@ -1,0 +1,357 @@
+"""Base of schedulers of your own, whose agents run on other machines and join the script.
+
+    start_agent ──► a command runs on a machine ──► its agent joins ──► Node
+       ▲                                                                 │
+       └── renew: the agent is killed, if its machine answers, and refused from then on
+
+    found_agent ──► an agent that a killed script has left, with its workers ──► Node
+
+A subclass says how an agent is started, and on which machine; `examples/ssh_scheduler.py` is one.
+All machines see the Python environment under the same path; files of the script are brought to
+those that do not see its run folder.
+
+The name of a start says on which machine it is, and agents note it in their files: so the next
+start of a killed script knows where they are. Those that live go on, unless their settings differ;
+of the others' machines it gets new ones.
+
+consumes     agents that join; `renew`, by controllers
+waits for    an agent, `startup_timeout_s` at most; and, without a limit, for a machine in place of
+             one that is lost
+unblocked by that agent, or the end of its command; looks at the machines; `close`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import shlex
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import getaddrinfo
+from typing import Final, Generic, Protocol, TypeVar
+
+from msgspec import json
+
+from areal_sc import interrupts
+from areal_sc.agent_files import delete_files_of_dead_agents, end_agents, living_agents
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import ArealError, ConfigError, WorkerStartError
+from areal_sc.ids import random_id
+from areal_sc.log import log_tail
+from areal_sc.process import allow_open_files
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.agent_process import AGENT, agent_environment
+from areal_sc.schedulers.base import Node
+from areal_sc.schedulers.found_agents import FoundAgent, end_found, find_agents
+from areal_sc.schedulers.joining import JoinServer
+from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
+from areal_sc.transport.sockets.interface import Interface
+from areal_sc.workers.joining import START_VARIABLE
+from areal_sc.workers.spec import Joining, LivingWorker, NodeFacts
+
+_CLOSED: Final = "no agent is started: the scheduler is closed"
+_LOOK_S: Final = 0.1
+_MARK: Final = "#"
+"""Between a machine and the number of a start, in the name of that."""
+MACHINE_LOOK_S: Final = 5.0
+"""Between two looks for a machine."""
+END_FACTOR: Final = 2
+"""An agent may take as long as its workers, and once more."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of an agent.
+
+    Attributes:
+        name: no other start of the run has it.
+        machine: where it is, in the subclass's words.
+        log_path: for its output.
+    """
+
+    name: str
+    machine: str
+    log_path: Path
+
+
+class AgentElsewhere(Protocol):
+    """An agent on another machine."""
+
+    start: Start
+
+    def how_it_ended(self) -> str | None:
+        """In words that follow "ended with"; None: nobody says that it has ended."""
+        ...
+
+    def end(self, grace_s: float, pid: int) -> bool:
+        """SIGTERM, and SIGKILL if it has not ended by then; returns when it has.
+
+        Args:
+            grace_s: 0: it is killed at once.
+            pid: of the agent on its machine; 0: it has not joined.
+        Returns: whether it has; False: its machine does not answer.
+        """
+        ...
+
+
+A = TypeVar("A", bound=AgentElsewhere)
+
+
+class AgentsElsewhere(OpenRun, ABC, Generic[A]):
+    """Lends the machines on which a subclass starts agents.
+
+    Args:
+        config, folder: as in `make_scheduler`; `config.settings` is the subclass's own.
+        num_nodes: that it lends.
+        host: one of the machines. Agents reach the script at the address from which the script
+            reaches that one, unless `transport.bind` names another.
+
+    Attributes:
+        config: as in `Scheduler`.
+        folder: of the run.
+        agents: those that were started, and neither replaced nor given up.
+    Raises: RunFolderError: another process runs in the folder, or agents of a script that was
+        killed do on their machines, or it cannot be used. ConfigError: there is no way to the host.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, folder: RunFolder | None, num_nodes: int, host: str
+    ) -> None:
+        self.config = config
+        self._num_nodes = num_nodes
+        self.agents: list[A] = []
+        self._nodes: dict[Node, A] = {}
+        self._workers: dict[str, list[LivingWorker]] = {}  # by the agent's start
+        self._numbers = itertools.count()
+        self._one_waits = threading.Lock()  # controllers may have event loops of their own
+        self._one_starts = threading.Lock()  # an agent, and none after the close
+        self._one_renews: dict[Node, threading.Lock] = {}
+        self._closed = threading.Event()
+        allow_open_files()
+        with interrupts.deferred(), ExitStack() as undo:
+            self.folder = self._take(config, folder, undo)
+            self._use_keys(keys_of(self.folder))
+            end_agents(self.folder.path, config.shutdown_timeout_s, but_of_jobs=True)
+            found = self._find(num_nodes)
+            delete_files_of_dead_agents(self.folder.path)
+            interface = _interface_towards(host, config.transport.bind)
+            self._joins = JoinServer(self.keys, interface, self.folder)
+            undo.callback(self._joins.close)
+            self.keys.write(self.folder.keys_path)
+            undo.callback(self.folder.remove_keys)
+            self.folder.write_atomic(self.folder.join_path, self._joins.address.encode())
+            undo.callback(self._end)
+            self._take_over(found)
+            while len(self.agents) < num_nodes and self._start(None) is not None:
+                pass
+            if len(self.agents) < num_nodes and not found:
+                raise WorkerStartError(f"there are fewer machines than the {num_nodes} wanted")
+            self._keep(undo)
+
+    @abstractmethod
+    def idle_machine(self) -> str | None:
+        """One that answers, and on which none of the `agents` is; None: there is none now."""
+
+    @abstractmethod
+    def start_agent(self, start: Start, command: str, invitation: bytes) -> A:
+        """Has a machine run a shell command, which runs as long as the agent does.
+
+        Args:
+            invitation: what the command reads first from its standard input, which stays open as
+                long as the script lives. Nobody else may see it.
+        """
+
+    @abstractmethod
+    def found_agent(self, start: Start) -> A | None:
+        """One that an earlier start of the script has started; None: its machine is not known."""
+
+    async def nodes(self) -> Sequence[Node]:
+        return await asyncio.to_thread(self._wait_for_nodes)
+
+    async def ended_nodes(self) -> dict[Node, str]:
+        ends = {node: agent.how_it_ended() for node, agent in self._nodes.items()}
+        return {node: how for node, how in ends.items() if how is not None}
+
+    async def renew(self, node: Node, incarnation: str) -> None:
+        await asyncio.to_thread(self._replace, node, incarnation)
+
+    def _wait_for_nodes(self) -> list[Node]:
+        with self._one_waits:
+            if not self._nodes:
+                while len(self.agents) < self._num_nodes:
+                    self._start_in_place_of(None)
+                facts = [(self._wait_for_facts(agent), agent) for agent in self.agents]
+                nodes = {
+                    Node(its, agent.start.log_path, self._workers.pop(agent.start.name, [])): agent
+                    for its, agent in facts
+                }
+                self._one_renews = {node: threading.Lock() for node in nodes}
+                self._nodes = nodes
+            return list(self._nodes)
+
+    def _replace(self, node: Node, incarnation: str) -> None:
+        with self._one_renews[node]:
+            if node.facts.incarnation != incarnation:
+                return
+            past = self._nodes[node]
+            self._joins.refuse(incarnation)  # where it lives on, cut off, it ends when it is back
+            agent = self._start_in_place_of(past)
+            try:
+                facts = self._wait_for_facts(agent)
+            except ArealError:
+                agent.end(0.0, self._pid_of(agent))
+                self.agents.remove(agent)
+                raise
+            self.agents.remove(past)
+            node.facts, node.found, node.log_path = facts, [], agent.start.log_path
+            self._nodes[node] = agent
+
+    def _start_in_place_of(self, past: A | None) -> A:
+        """Waits for a machine.
+
+        Args:
+            past: None: an agent of an earlier start, which does not live any more.
+        Raises: WorkerStartError: the scheduler is closed meanwhile.
+        """
+        is_told = False
+        while True:
+            has_ended = past is not None and past.end(0.0, self._pid_of(past))
+            with self._one_starts:
+                if self._closed.is_set():
+                    raise WorkerStartError(_CLOSED)
+                agent = self._start(past.start.machine if past and has_ended else None)
+            if agent is not None:
+                return agent
+            if not is_told:
+                name = past.start.name if past else f"agent {len(self.agents) + 1}"
+                logger.warning("%s: no other machine stands by; it is waited for one", name)
+                is_told = True
+            self._closed.wait(MACHINE_LOOK_S)
+
+    def _find(self, num_nodes: int) -> list[tuple[A, FoundAgent]]:
+        """Agents of an earlier start that go on; others that answer have ended.
+
+        Raises: RunFolderError: one of those has not. StaleTerm.
+        """
+        wanted = settings_of_agents(self._config_of_agents)
+        found: list[tuple[A, FoundAgent]] = []
+        others: list[FoundAgent] = []
+        for it in find_agents(living_agents(self.folder.path), self.keys, self.term):
+            agent = self._agent_of(it.joining.job)
+            is_alike = settings_of_agents(it.config) == wanted and it.shares_folder
+            if agent is not None and is_alike and len(found) < num_nodes:
+                found.append((agent, it))
+            else:
+                others.append(it)
+        limit_s = END_FACTOR * self.config.shutdown_timeout_s
+        end_found(others, self.keys, self.folder, limit_s)
+        return found
+
+    def _take_over(self, found: Sequence[tuple[A, FoundAgent]]) -> None:
+        """These agents are the run's; those that do not answer are killed, where that can be."""
+        for agent, it in found:
+            self._joins.adopt(it.joining)
+            self.agents.append(agent)
+            self._workers[agent.start.name] = it.workers
+            logger.info("%s goes on, with workers=%d", agent.start.name, len(it.workers))
+        names = [agent.start.name for agent in self.agents]
+        for file in living_agents(self.folder.path):
+            silent = None if file.job in names else self._agent_of(file.job)
+            if silent is not None:
+                logger.warning("%s does not answer; it is replaced", file.job)
+                silent.end(0.0, file.pid)
+
+    def _agent_of(self, name: str) -> A | None:
+        """That of an earlier start; None: another scheduler has started it."""
+        start = self._start_of(name)
+        return None if start is None else self.found_agent(start)
+
+    def _start_of(self, name: str) -> Start | None:
+        """None: it is the name of no start."""
+        machine, mark, number = name.rpartition(_MARK)
+        path = self.folder.log_path(f"agent/{machine}-{number}")
+        return Start(name, machine, path) if mark else None
+
+    @property
+    def _config_of_agents(self) -> SchedulerConfig:
+        return replace(self.config, run_dir=str(self.folder.path), settings={})
+
+    def _start(self, machine: str | None) -> A | None:
+        """Args: machine: None: any one."""
+        machine = machine or self.idle_machine()
+        if machine is None:
+            return None
+        term = 0 if self.term is None else self.term.number
+        start = self._start_of(f"{machine}{_MARK}{term}.{next(self._numbers)}")
+        assert start is not None
+        variables = {START_VARIABLE: start.name, **agent_environment(os.environ)}
+        words = [
+            *("env", *(f"{variable}={value}" for variable, value in variables.items()), *AGENT),
+            *(self.keys.run_id, json.encode(self._config_of_agents).decode(), self._joins.address),
+        ]
+        invitation = f"{self._joins.invite(random_id(), 1)}\n".encode()
+        agent = self.start_agent(start, f"exec {shlex.join(words)}", invitation)
+        self.agents.append(agent)
+        return agent
+
+    def _wait_for_facts(self, agent: A) -> NodeFacts:
+        """What the agent tells when it serves. Blocks, but not for ever.
+
+        Raises: WorkerStartError: it did not come up. ConfigError: its machine cannot be used.
+        """
+        limit_s = self.config.startup_timeout_s
+        give_up_s = time.monotonic() + limit_s
+        while (joining := self._joined(agent)) is None:
+            how = agent.how_it_ended()
+            if how is not None or time.monotonic() > give_up_s:
+                limit = f"did not join within scheduler.startup_timeout_s={limit_s:g}"
+                what = f"{agent.start.name} {f'ended with {how}' if how else limit}"
+                log = agent.start.log_path
+                raise WorkerStartError.with_log(what, log, log_tail(log))
+            if self._closed.wait(_LOOK_S):
+                raise WorkerStartError(_CLOSED)
+        if isinstance(joining.facts, str):
+            raise ConfigError(f"{agent.start.name}: {joining.facts}")
+        return joining.facts
+
+    def _joined(self, agent: A) -> Joining | None:
+        return next(iter(self._joins.joined(agent.start.name).values()), None)
+
+    def _pid_of(self, agent: A) -> int:
+        joining = self._joined(agent)
+        return joining.pid if joining else 0
+
+    def _end(self) -> None:
+        """All that can be reached; the others end when they hear nobody for long."""
+        limit_s = self.config.shutdown_timeout_s
+        self._closed.set()
+        if self.term is not None and self.term.is_over:
+            return
+        with self._one_starts:
+            ends = [  # no pool of threads: there is none any more when the interpreter ends
+                threading.Thread(target=agent.end, args=(limit_s, self._pid_of(agent)))
+                for agent in self.agents
+            ]
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
+        self.folder.join_path.unlink(missing_ok=True)
+
+
+def _interface_towards(host: str, bind: str) -> Interface:
+    """Where agents reach the script. Raises: ConfigError: there is no way to the host."""
+    try:
+        address = str(getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"the host {host} has no address: {error.strerror}") from error
+    return Interface.of(bind, address)

@@ -1,0 +1,133 @@
+"""The process that has the script's files for nodes that do not see its run folder.
+
+It is started when the first such node joins, so most runs have none, and ends with the script.
+
+consumes     nodes that join; the end of the process
+waits for    its address, `START_LIMIT_S` at most
+unblocked by the process, which is started again where it was if it dies
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from typing import Final
+
+from areal_sc.errors import WorkerStartError
+from areal_sc.log import log_tail
+from areal_sc.process import exit_text
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.agent_process import agent_environment
+from areal_sc.shipping.calls import FilesAddress
+from areal_sc.transport.sockets.interface import Interface
+
+START_LIMIT_S: Final = 60.0
+END_LIMIT_S: Final = 5.0
+MAX_DEATHS: Final = 5
+_LOG: Final = "files"
+
+logger = logging.getLogger(__name__)
+
+
+class FilesBeside:
+    """The process, as the script has it; used from several threads.
+
+    Args:
+        folder: of the run; the keys are in it when a node asks.
+        interface: where nodes reach it.
+    """
+
+    def __init__(self, folder: RunFolder, interface: Interface) -> None:
+        self._folder = folder
+        self._interface = interface
+        self._process: subprocess.Popen[bytes] | None = None
+        self._address = ""
+        self._one_starts = threading.Lock()
+        self._is_closed = False
+        self._num_deaths = 0
+
+    def address(self) -> FilesAddress:
+        """Where it serves; starts it, if it does not. Blocks.
+
+        Raises: WorkerStartError: it does not come up.
+        """
+        with self._one_starts:
+            if self._is_closed:
+                raise WorkerStartError("no files are served: the scheduler is closed")
+            if self._process is None:
+                self._start()
+            return FilesAddress(self._address, str(self._folder.path))
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """Nobody needs files any more."""
+        with self._one_starts:
+            self._is_closed = True
+            self._end()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Starts it again where it was, if it dies: nodes have its address."""
+        process.wait()
+        with self._one_starts:
+            if self._is_closed or self._process is not process:
+                return
+            logger.error(
+                "the process that serves files ended with %s", exit_text(process.returncode)
+            )
+            self._end()
+            self._num_deaths += 1
+            if self._num_deaths <= MAX_DEATHS:
+                try:
+                    self._start()
+                except WorkerStartError as error:
+                    logger.error("%s", error)
+
+    def _start(self) -> None:
+        path = self._folder.log_path(_LOG)
+        words = str(self._folder.path), f"{self._interface.bind}{self._port_before()}"
+        with path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words],
+                stdin=subprocess.PIPE,  # open as long as this process lives
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **agent_environment(os.environ)},
+                start_new_session=True,
+            )
+        self._process = process
+        watch = threading.Thread(target=self._watch, args=(process,), name="files", daemon=True)
+        assert process.stdout is not None
+        is_there, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
+        line = process.stdout.readline().decode().strip() if is_there else ""
+        if not line:
+            self._end()
+            what = f"the process that serves files did not come up within {START_LIMIT_S:g} s"
+            raise WorkerStartError.with_log(what, path, log_tail(path))
+        self._address = self._interface.reachable(line)
+        watch.start()
+
+    def _port_before(self) -> str:
+        """Nodes know the address of the process that has died."""
+        return f":{self._address.rpartition(':')[2]}" if self._address else ""
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._process = None

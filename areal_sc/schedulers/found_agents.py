@@ -1,0 +1,103 @@
+"""Agents on other machines that an earlier start of the script has left, and that answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from areal_sc.agent_files import AgentFile, living_agents
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import RunFolderError
+from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import RunTerm
+from areal_sc.schedulers import other_agents
+from areal_sc.schedulers.other_agents import AgentAddress
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.workers.spec import Joining, LivingWorker, NodeFacts
+
+_LOOK_S: Final = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundAgent:
+    """One that lives.
+
+    Attributes:
+        joining: as it would join.
+        workers: that run there.
+        config: the agent was started with it.
+    """
+
+    joining: Joining
+    workers: list[LivingWorker]
+    config: SchedulerConfig
+
+    @property
+    def shares_folder(self) -> bool:
+        """Whether it sees the run folder."""
+        facts = self.joining.facts
+        return isinstance(facts, NodeFacts) and facts.shares_folder
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.joining.job, self.joining.node
+
+
+def find_agents(
+    left: Iterable[AgentFile | Joining], keys: RunKeys, term: RunTerm | None
+) -> list[FoundAgent]:
+    """Those that answer, in their order. Blocks, but not for long.
+
+    Args:
+        left: as the run's folder tells; one that is there twice counts once.
+    Raises: StaleTerm: one knows a later term.
+    """
+    places: dict[AgentAddress, AgentFile | Joining] = {}
+    for it in left:
+        facts = it if isinstance(it, AgentFile) else it.facts
+        if not isinstance(facts, str):
+            address = AgentAddress(facts.address, facts.incarnation, facts.key)
+            places.setdefault(address, it)
+    answered = other_agents.describe(places, keys, term)
+    found = []
+    for address, place in places.items():
+        if (told := answered.get(address)) is not None:
+            what = place.job, place.node, place.pid, told.facts, told.facts.key
+            joining = Joining(*what, restart=place.restart, step=place.step)
+            found.append(FoundAgent(joining, told.workers, told.config))
+    return found
+
+
+def tell_to_end(agents: Iterable[FoundAgent], keys: RunKeys, term: RunTerm | None) -> None:
+    """They end soon, with their workers. Raises: StaleTerm: one knows a later term."""
+    facts = [it.joining.facts for it in agents]
+    addresses = [AgentAddress.of(it) for it in facts if isinstance(it, NodeFacts)]
+    other_agents.end(addresses, keys, term)
+
+
+def end_found(
+    agents: Sequence[FoundAgent], keys: RunKeys, folder: RunFolder, limit_s: float
+) -> None:
+    """Returns when they have ended, with their workers.
+
+    Raises: RunFolderError: that takes longer than the limit. StaleTerm: one knows a later term.
+    """
+    if not agents:
+        return
+    logger.warning("agents=%d of an earlier start end", len(agents))
+    tell_to_end(agents, keys, folder.term)
+    ended = {(agent.joining.node, agent.joining.pid) for agent in agents}
+    give_up_s = time.monotonic() + limit_s
+    while left := [it for it in living_agents(folder.path) if (it.node, it.pid) in ended]:
+        if time.monotonic() > give_up_s:
+            where = ", ".join(f"process {agent.pid} on {agent.host}" for agent in left)
+            raise RunFolderError(
+                f"run folder {folder.path}: agents of an earlier start do not end ({where}); end "
+                "them by `kill`, then start the run again"
+            )
+        time.sleep(_LOOK_S)

@@ -1,0 +1,237 @@
+"""Where agents on other nodes tell that they serve, and the command `stop` that the run is to end.
+
+consumes     `Joining` calls of agents that were invited; calls of the command `stop`
+waits for    their calls, until it is closed
+unblocked by agents
+
+An invitation is a secret that the scheduler hands to the agents of a job, or of a step in one. It
+is made of the run's keys and a name, so that the next start of the script knows it. It is good for
+so many nodes, and for one agent on each of them, also when it is shown again: an agent that has
+joined may call again, as long as its key is the same, and nobody else in its place. It is refused
+once it was replaced.
+
+The server has a thread and an event loop of its own: the scheduler is used from several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import logging
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from areal_sc import interrupts
+from areal_sc.errors import NotPermitted
+from areal_sc.ids import random_id
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.security.curve import CurveServer
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import KnownCallers
+from areal_sc.transport.sockets.interface import Interface
+from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.workers.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
+
+_CLOSE_LIMIT_S: Final = 10.0
+_NONCE: Final = b"areal_sc nonce 1\0"
+_PURPOSE: Final = b"areal_sc invitation 1\0"
+"""Before the name, in what a secret is made of: it is none of anything else."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Invited:
+    """Who may come with one secret.
+
+    Attributes:
+        job: of the agent that has joined first; all are of one.
+        num_nodes: in each of the job's starts.
+        num_restarts: of the job by SLURM.
+        agents: key of the agent that has joined, by node and restart.
+    """
+
+    num_nodes: int
+    num_restarts: int
+    job: str | None = None
+    agents: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def admit(self, joining: Joining) -> None:
+        """Raises: NotPermitted: its place is taken, or there is none."""
+        place = joining.node, joining.restart
+        key = self.agents.get(place)
+        num_there = sum(restart == joining.restart for _, restart in self.agents)
+        if key not in (None, joining.agent_key):
+            raise NotPermitted(f"another agent of node {joining.node} has joined with this secret")
+        has_place = num_there < self.num_nodes and 0 <= joining.restart <= self.num_restarts
+        if self.job not in (None, joining.job) or (key is None and not has_place):
+            raise NotPermitted(
+                f"node {joining.node} of job {joining.job}, restart {joining.restart}: the secret "
+                f"is one of {self.num_nodes} nodes and {self.num_restarts} restarts of one job, "
+                "and they have joined"
+            )
+        self.job = joining.job
+        self.agents[place] = joining.agent_key
+
+
+class JoinServer:
+    """Serves from its making on.
+
+    Args:
+        folder: of the run, in which a nonce is written that agents look for.
+
+    Attributes:
+        address: where agents join.
+    Raises: TransportError: the interface cannot be bound. RunFolderError: the folder cannot be
+        written.
+    """
+
+    def __init__(self, keys: RunKeys, interface: Interface, folder: RunFolder) -> None:
+        # as secret as the invitations, and the same for every start of the script
+        self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
+        folder.write_atomic(folder.nonce_path, self._nonce.encode())
+        self._files = FilesBeside(folder, interface)
+        self._joined: dict[tuple[str, str], Joining] = {}
+        self._replaced: set[str] = set()
+        self._one_changes = threading.Lock()
+        self._keys = keys
+        self._invited: dict[bytes, _Invited] = {}  # by the digest of the secret
+        self._refused = Refusals(logger, "joining_refused", "scheduler")
+        self._interface = interface
+        self._loop = asyncio.new_event_loop()
+        self._done = asyncio.Event()
+        started: Future[str] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="joining agents", daemon=True
+        )
+        self._thread.start()
+        self.address = interface.reachable(started.result())
+
+    @property
+    def num_refused(self) -> int:
+        """Agents that were not invited, or came a second time."""
+        return self._refused.num
+
+    def invite(self, name: str, num_nodes: int, num_restarts: int = 0) -> str:
+        """The first line of its agents' standard input, which nobody else may see.
+
+        Args:
+            name: of the job or step, the same for no other one of the run.
+            num_nodes: of the job or step.
+            num_restarts: how often SLURM may start the job again, with all its nodes.
+        """
+        made = hmac.digest(self._keys.controller.secret, _PURPOSE + name.encode(), "sha256")
+        secret = base64.urlsafe_b64encode(made).decode("ascii")
+        with self._one_changes:
+            self._invited.setdefault(_digest(secret), _Invited(num_nodes, num_restarts))
+        return f"{self._keys.controller.public.decode()} {secret} {self._nonce}"
+
+    def adopt(self, joining: Joining) -> None:
+        """As if an agent joined that had joined an earlier start of the script."""
+        with self._one_changes:
+            self._joined[joining.job, joining.node] = joining
+
+    def agents(self) -> list[Joining]:
+        """The newest one of each node."""
+        with self._one_changes:
+            return list(self._joined.values())
+
+    def joined(self, job: str) -> dict[str, Joining]:
+        """The newest agent of each node of a job, by SLURM's name of the node."""
+        with self._one_changes:
+            return {it.node: it for it in self._joined.values() if it.job == job}
+
+    def refuse(self, incarnation: str) -> None:
+        """This agent is replaced. It may live, cut off: it ends when it finds its way back."""
+        with self._one_changes:
+            self._replaced.add(incarnation)
+
+    def forget(self, agent: Joining) -> None:
+        """It ends, and is none of the agents any more; if it lives on, it is refused."""
+        with self._one_changes:
+            self._joined.pop((agent.job, agent.node), None)
+            if isinstance(agent.facts, NodeFacts):
+                self._replaced.add(agent.facts.incarnation)
+
+    def close(self) -> None:
+        """Nobody joins any more, or gets files. Closing again does nothing."""
+        self._files.close()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join(_CLOSE_LIMIT_S)
+
+    def _run(self, started: Future[str]) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(started))
+        finally:
+            self._loop.close()
+
+    async def _serve(self, started: Future[str]) -> None:
+        server = RpcServer(
+            [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
+            node_id="scheduler",
+            incarnation="scheduler",
+            bind=self._interface.bind,
+            security=CurveServer(
+                self._keys.controller,
+                KnownCallers(self._keys.controller.public, takes_newcomers=True),
+                "scheduler",
+            ),
+        )
+        try:
+            started.set_result(await server.start())
+        except Exception as error:
+            started.set_exception(error)
+            return
+        await self._done.wait()
+        await server.close()
+
+    async def _welcome(self, joining: Joining) -> Welcome:
+        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served."""
+        self._join(joining)
+        facts = joining.facts
+        if not isinstance(facts, NodeFacts) or facts.shares_folder:
+            return Welcome()
+        logger.info("node=%s does not see the run folder: it gets the script's files", joining.node)
+        return Welcome(await asyncio.to_thread(self._files.address))
+
+    def _join(self, joining: Joining) -> None:
+        """Raises: NotPermitted: the agent is not the one that was invited."""
+        with self._one_changes:
+            place, told = (joining.job, joining.node), replace(joining, secret="")
+            # who joined an earlier start of the script has a secret that this one may not know
+            facts, known = joining.facts, self._joined.get(place)
+            is_replaced = isinstance(facts, NodeFacts) and facts.incarnation in self._replaced
+            if is_replaced or known != told:
+                self._admit(joining, is_replaced=is_replaced)
+            self._joined[place] = told
+
+    def _admit(self, joining: Joining, *, is_replaced: bool) -> None:
+        """Raises: NotPermitted: as `_join`."""
+        invited = self._invited.get(_digest(joining.secret))
+        try:
+            if invited is None:
+                raise NotPermitted("the secret is that of no invitation")
+            if is_replaced:
+                raise NotPermitted("another agent has taken the place of this one")
+            invited.admit(joining)
+        except NotPermitted as error:
+            self._refused.add(error)
+            raise
+
+
+def _stop_run(_: None) -> bool:
+    """Of this process, also while no agent has joined it: it waits for its nodes, say."""
+    interrupts.ask_to_stop(random_id())
+    return True
+
+
+def _digest(secret: str) -> bytes:
+    """To look it up by, in a time that tells nothing of the secret."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,104 @@
+"""What schedulers do alike: they take the run folder, and end what they have begun."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+from msgspec import to_builtins
+
+from areal_sc import interrupts
+from areal_sc.agent_files import living_agents
+from areal_sc.config.differences import OF_SCRIPT
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import RunFolderError, TransportError
+from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import RunTerm
+from areal_sc.status_board import StatusBoard
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Passes
+
+logger = logging.getLogger(__name__)
+
+
+class OpenRun:
+    """Base of schedulers, from when they are made until they are closed.
+
+    Attributes:
+        keys, passes, status, term: as in `Scheduler`.
+    """
+
+    keys: RunKeys
+    passes: Passes
+    status: StatusBoard
+    term: RunTerm | None
+    _undo: ExitStack
+
+    def _take(
+        self, config: SchedulerConfig, folder: RunFolder | None, undo: ExitStack
+    ) -> RunFolder:
+        """The run folder, which this process has from now on; what the run does is told in it.
+
+        Args:
+            folder: as in `make_scheduler`.
+        Raises: RunFolderError: another process runs in the folder, or it cannot be used.
+        """
+        if folder is None:
+            folder = RunFolder(config.run_dir)
+            folder.lock(resume=config.resume.value, overwrite=config.overwrite)
+            undo.callback(folder.close)
+        self.term, self.status = folder.term, StatusBoard()
+        self.status.keep(folder.status_path, self.term, config.orphan_timeout_s)
+        undo.callback(self.status.close)
+        return folder
+
+    def _use_keys(self, found: RunKeys | None = None) -> None:
+        """After `_take`: the run has these keys, of an earlier start of the script, or new ones."""
+        self.keys = found or RunKeys.create()
+        number = 0 if self.term is None else self.term.number
+        self.passes = Passes(self.keys, number, is_first=found is None)
+
+    def _keep(self, undo: ExitStack) -> None:
+        """All is begun; `close`, or the end of the script without one, ends it."""
+        self._undo = undo.pop_all()
+        atexit.register(self._close_at_exit)
+
+    def close(self) -> None:
+        """Ends all agents, and with them every worker that is left."""
+        with interrupts.deferred():
+            self._undo.close()
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        with interrupts.deferred(are_dropped=True):
+            self.close()
+
+
+def keys_of(folder: RunFolder) -> RunKeys | None:
+    """Those of the run, as long as a process of it may live; None: it needs new ones.
+
+    Raises: RunFolderError: they cannot be used, and an agent lives that has them.
+    """
+    path = folder.keys_path
+    try:
+        return RunKeys.read(path)
+    except TransportError as error:
+        agents = living_agents(folder.path)
+        if agents:
+            where = ", ".join(f"process {agent.pid} on {agent.host}" for agent in agents)
+            raise RunFolderError(
+                f"run folder {folder.path}: its workers still run (agent: {where}), and cannot be "
+                f"reached without their keys: {error}; set the file right, or end the agent by "
+                "`kill`, then start the run again: it goes on from its last snapshot"
+            ) from error
+        if path.exists():
+            logger.warning("the run gets new keys: %s", error)
+    return None
+
+
+def settings_of_agents(config: SchedulerConfig) -> dict[str, Any]:
+    """The settings that agents and workers go by; the others are those of the script alone."""
+    settings: dict[str, Any] = to_builtins(config)
+    return {key: value for key, value in settings.items() if key not in OF_SCRIPT}

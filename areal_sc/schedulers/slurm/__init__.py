@@ -1,0 +1,1 @@
+"""Nodes from SLURM: its commands, the job, and the agents that join from there."""

@@ -1,0 +1,343 @@
+"""SLURM's own commands, as far as they are used here; no state is kept.
+
+A command that cannot reach slurmctld has said nothing: neither that a job failed, nor that a
+submission was not accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from areal_sc.errors import ConfigError, SchedulerSilent
+
+COMMAND_TIMEOUT_S: Final = 60.0
+"""A command gives a hung slurmctld up by itself, after 18 s at most."""
+
+ENDED_STATES: Final = frozenset(
+    (
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "SPECIAL_EXIT", "TIMEOUT"),
+    )
+)
+HOPELESS_REASONS: Final = re.compile(
+    r"Partition(Node|Time)Limit|BadConstraints|DependencyNeverSatisfied|Invalid(Account|QOS)"
+    r"|(Account|QOS)NotAllowed|(Assoc|QOS)\w*(PerJob|WallDurationPerJob)Limit"
+)
+"""Reasons for which a job waits for ever, unless someone changes it or the cluster."""
+
+_SILENT: Final = re.compile(
+    r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were"
+    r"|Unexpected message received|Slurm backup controller in standby"
+)
+_LOOKS_S: Final = 120.0
+_LOOK_AGAIN_S: Final = 1.0
+_REGISTER_S: Final = 30.0
+"""A slurmctld that was started again does not know its nodes until they have told of themselves."""
+MAX_ADDRESSES: Final = 8
+MAX_SHOWN: Final = 12
+"""Kinds of nodes, to someone who has asked for others."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Silence:
+    """Whether slurmctld gave this process no answer, and when it answered again.
+
+    Attributes:
+        back_s: `time.monotonic()` of the first answer after the last silence.
+    """
+
+    is_silent: bool = False
+    back_s: float = float("-inf")
+
+    def note(self, *, is_silent: bool) -> None:
+        if self.is_silent and not is_silent:
+            self.back_s = time.monotonic()
+        self.is_silent = is_silent
+
+    @property
+    def is_just_over(self) -> bool:
+        return time.monotonic() < self.back_s + _REGISTER_S
+
+
+_silence: Final = _Silence()
+_FORGOTTEN: Final = "SLURM has forgotten it"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One look at a job.
+
+    Attributes:
+        state: in SLURM's words, such as `PENDING`.
+        nodes: that it has now.
+        reason: why it waits, or how it ended.
+        start: when it is expected to start, or has started; `N/A`: not known.
+    """
+
+    state: str
+    nodes: frozenset[str] = frozenset()
+    reason: str = ""
+    start: str = "N/A"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED_STATES
+
+    @property
+    def is_forgotten(self) -> bool:
+        """SLURM knows no such job: it ended long ago, or slurmctld has lost it."""
+        return self.reason == _FORGOTTEN
+
+
+def environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, without what SLURM has told it of a job, which `sbatch` and `srun` obey."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
+    return own | dict(further or {})
+
+
+def run_command(
+    words: Sequence[str],
+    *,
+    text: str = "",
+    variables: Mapping[str, str] | None = None,
+    advice: Callable[[str], str] = lambda text: "",
+) -> str:
+    """Standard output of a command.
+
+    Args:
+        text: its standard input.
+        variables: its further environment.
+        advice: what follows SLURM's words, if it refuses this input.
+    Raises:
+        SchedulerSilent: slurmctld was not reached; the command may have been obeyed all the same.
+        ConfigError: SLURM refuses, in its own words; or there is no such command.
+    """
+    conf = os.environ.get("SLURM_CONF", "")
+    if conf and not os.access(conf, os.R_OK):  # a command would look for it for a minute
+        raise ConfigError(
+            f"scheduler.type=slurm: SLURM_CONF={conf} cannot be read; set it to the cluster's "
+            "slurm.conf, or unset it, or set scheduler.type=local"
+        )
+    try:
+        done = subprocess.run(
+            words,
+            input=text,
+            env=environment(variables),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+        )
+    except OSError as error:
+        what = f"{words[0]} cannot be started ({error.strerror})"
+        if isinstance(error, FileNotFoundError):
+            what = f"there is no command {words[0]} on PATH"
+        raise ConfigError(
+            f"scheduler.type=slurm: {what}; start the script on a login node of the cluster, or "
+            "set scheduler.type=local"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        _silence.note(is_silent=True)
+        raise SchedulerSilent(f"{words[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        if words[0] == "scancel" and "Invalid job id" in said:
+            return ""  # it has just ended
+        _silence.note(is_silent=bool(_SILENT.search(said)))
+        if _silence.is_silent:
+            raise SchedulerSilent(f"{words[0]}: {said}")
+        if _silence.is_just_over:
+            raise SchedulerSilent(f"{words[0]}, of a slurmctld that has just come back: {said}")
+        raise ConfigError(f"SLURM refuses `{' '.join(words)}`: {said}{advice(text)}")
+    _silence.note(is_silent=False)
+    return done.stdout
+
+
+def sbatch_words() -> dict[str, str]:
+    """What of the user's environment sbatch obeys before the script."""
+    return {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
+
+
+def run_patiently(words: Sequence[str], **arguments: Any) -> str:
+    """As `run_command`, for what may be asked twice; a silent slurmctld is asked again for a while.
+
+    Raises: SchedulerSilent: it was silent for `_LOOKS_S`. ConfigError.
+    """
+    give_up_s = time.monotonic() + _LOOKS_S
+    while True:
+        try:
+            return run_command(words, **arguments)
+        except SchedulerSilent as error:
+            if time.monotonic() > give_up_s:
+                raise
+            logger.warning("slurmctld is asked again: %s", error)
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def check_submission(script: str, variables: Mapping[str, str]) -> None:
+    """Asks SLURM whether it would take a job; arguments as in `submit`.
+
+    Raises: ConfigError: it refuses. SchedulerSilent: slurmctld cannot be reached.
+    """
+    if shown := sbatch_words():
+        logger.warning("sbatch obeys the environment before the script: %s", shown)
+    words = ["sbatch", "--test-only"]
+    run_patiently(words, text=script, variables=variables, advice=what_to_change)
+
+
+def submit(script: str, name: str, variables: Mapping[str, str]) -> str:
+    """The id of a new job, which is submitted once, whatever the connection to slurmctld does.
+
+    Args:
+        name: no other job has it.
+        variables: further environment of the job.
+    Raises: ConfigError: SLURM refuses it. SchedulerSilent: slurmctld cannot be reached.
+    """
+    words = ["sbatch", f"--job-name={name}", "--parsable"]
+    give_up_s = time.monotonic() + _LOOKS_S
+    while True:
+        try:
+            told = run_command(words, text=script, variables=variables, advice=what_to_change)
+            return told.strip().partition(";")[0]
+        except SchedulerSilent as error:
+            logger.warning("the submission of job %s may have failed: %s", name, error)
+            found = found_job(name, give_up_s)
+            if found:
+                return found
+
+
+def found_job(name: str, give_up_s: float | None = None) -> str:
+    """The id of the job of that name; "": there is none.
+
+    A slurmctld that answers again may still have the submission before it: so it is asked twice.
+
+    Args:
+        give_up_s: `time.monotonic()` until which a silent one is asked again.
+    Raises: SchedulerSilent.
+    """
+    give_up_s = time.monotonic() + _LOOKS_S if give_up_s is None else give_up_s
+    num_looks = 0
+    while True:
+        try:
+            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%A"])
+            num_looks += 1
+            if listed.strip() or num_looks > 1:
+                return next(iter(listed.split()), "")
+        except SchedulerSilent:
+            num_looks = 0
+            if time.monotonic() > give_up_s:
+                raise
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def named_jobs(names: Sequence[str]) -> dict[str, str]:
+    """State of each job of these names that has not ended, by its id. Raises: SchedulerSilent."""
+    if not names:
+        return {}
+    words = ["squeue", "-h", "--me", "-t", "all", "-n", ",".join(names), "-o", "%A|%T"]
+    listed = (line.split("|", 1) for line in run_command(words).splitlines())
+    return {job: state for job, state in listed if state not in ENDED_STATES}
+
+
+def look_at(jobs: Sequence[str]) -> dict[str, JobState]:
+    """The state of each job. Raises: SchedulerSilent: nothing is known now."""
+    states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
+    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%T|%r|%S|%N"]
+    try:
+        told = run_command(words) if jobs else ""
+    except ConfigError as error:
+        if "Invalid job id" not in str(error):  # the only one ended long ago
+            raise
+        told = ""
+    for line in told.splitlines():
+        job, state, reason, start, nodes = line.split("|", 4)
+        states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)
+    return states
+
+
+def num_restarts(job: str) -> int:
+    """How often SLURM has put a job back to those that wait. Raises: SchedulerSilent."""
+    told = run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]).split()
+    return int(told[0]) if told and told[0].isdecimal() else 0
+
+
+def host_names(hosts: str) -> list[str]:
+    """`node[1-3]` as node1, node2, node3."""
+    if not hosts or not re.search(r"[\[,]", hosts):
+        return [hosts] if hosts else []
+    return run_command(["scontrol", "show", "hostnames", hosts]).split()
+
+
+def steps_of(job: str, name: str) -> list[str]:
+    """Ids of the job's running steps of that name. Raises: SchedulerSilent."""
+    listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
+    lines = (line.strip().split("|", 1) for line in listed.splitlines() if "|" in line)
+    return [step for step, its_name in lines if its_name == name]
+
+
+def cancel(words: Sequence[str]) -> None:
+    """Ends jobs or steps. Those that have ended already are none of its business.
+
+    Raises: SchedulerSilent. ConfigError: SLURM refuses.
+    """
+    run_command(["scancel", *words])
+
+
+def what_to_change(script: str = "") -> str:
+    """For whoever has asked for what there is not, by a job's script if it was one."""
+    asked = re.findall(r"^#SBATCH (--(?!output|chdir|ntasks|no-|requeue).*)$", script, re.MULTILINE)
+    advice = "\nchange scheduler.slurm (--dry-run shows the script)"
+    advice += f"; asked for: {' '.join(asked)}" if asked else ""
+    try:
+        told = run_command(["sinfo", "-h", "-o", "  %R: %D nodes of %c CPUs, %m MB, %G; time %l"])
+    except (ConfigError, SchedulerSilent):
+        return advice
+    partitions = told.rstrip("\n").splitlines()
+    others = ["  …"] if len(partitions) > MAX_SHOWN else []
+    return "\n".join([f"{advice}; what there is:", *partitions[:MAX_SHOWN], *others])
+
+
+def most_memory_bytes(partition: str) -> int | None:
+    """Of the largest node of the partition, or, without one, of any; None: SLURM does not say.
+
+    Raises: SchedulerSilent.
+    """
+    words = [f"--partition={partition}"] if partition else []
+    told = run_command(["sinfo", "-h", "-o", "%m", *words]).split()
+    sizes = [int(size.rstrip("+")) << 20 for size in told if size.rstrip("+").isdecimal()]
+    return max(sizes, default=None)
+
+
+def is_silent(node: str) -> bool:
+    """Whether slurmctld does not hear the node, or takes it for down. Raises: SchedulerSilent."""
+    state = run_command(["sinfo", "-h", "-N", f"--nodes={node}", "-o", "%T"])
+    return "*" in state or state.startswith("down")
+
+
+def node_addresses(partitions: Collection[str], hosts: str = "") -> list[str]:
+    """Where nodes are reached: some of the partitions, or, where one has no name, of any.
+
+    Args:
+        hosts: of these nodes alone, as `node[1-3]`.
+    Raises: ConfigError: there are none.
+    """
+    named = "" if hosts or "" in partitions else ",".join(sorted(partitions))
+    flags = {"--partition": named, "--nodes": hosts}
+    words = [f"{flag}={value}" for flag, value in flags.items() if value]
+    addresses = run_patiently(["sinfo", "-h", "-N", "-o", "%o", *words]).split()[:MAX_ADDRESSES]
+    if not addresses:
+        what = f"scheduler.slurm.partition={named!r}: SLURM lists no node of it"
+        raise ConfigError(what + what_to_change())
+    return addresses

@@ -1,0 +1,107 @@
+"""A small process beside the script: when that was killed, it cancels the jobs that are left.
+
+consumes     the end of the script, which closes a pipe
+waits for    it; then for the next start of the script, for `orphan_timeout_s`, as agents do
+unblocked by the script, the next one, the end of the run by the command `stop`, or the clock
+
+A job that runs ends with its agents, unless the node was lost that its script ran on. One that
+waits would start at any time, for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from typing import Final
+
+from areal_sc.errors import SchedulerSilent
+from areal_sc.log import setup_logging
+from areal_sc.process import name_process
+from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import Owner
+from areal_sc.schedulers.agent_process import agent_environment
+from areal_sc.schedulers.slurm import commands
+from areal_sc.schedulers.slurm.jobs_file import JobsFile
+
+_LOOK_S: Final = 5.0
+_TRIES: Final = 20
+_PAUSE_S: Final = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """The process, as the script has it.
+
+    Args:
+        folder: of the run, which this process has opened.
+    """
+
+    def __init__(self, folder: RunFolder, orphan_timeout_s: float) -> None:
+        owner = Owner.read(folder.path)
+        assert owner is not None, "this process"
+        words = str(folder.path), str(owner.term), str(orphan_timeout_s)
+        with folder.log_path("guard").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "areal_sc.schedulers.slurm.guard", *words],
+                stdin=subprocess.PIPE,  # open as long as this process lives
+                stdout=log,
+                stderr=log,
+                env=commands.environment(agent_environment(os.environ)),
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Nothing is left to cancel."""
+        self._process.kill()
+        self._process.communicate()
+
+    def leave(self) -> None:
+        """It does as if this process had ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.returncode = 0  # else Popen complains of a child that is left
+
+
+def main() -> None:
+    """The guard as a process."""
+    run_dir, term, orphan_timeout_s = sys.argv[1:]
+    setup_logging("guard")
+    name_process("guard")
+    sys.stdin.read()
+    folder, give_up_s = RunFolder(run_dir), time.monotonic() + float(orphan_timeout_s)
+    while folder.jobs_path.exists() and _is_newest(folder, int(term)):
+        left_s = give_up_s - time.monotonic()
+        if left_s <= 0:
+            break
+        time.sleep(min(_LOOK_S, left_s))
+    for _ in range(_TRIES):
+        known = JobsFile.read(folder)
+        if known is None or not _is_newest(folder, int(term)):
+            return
+        try:
+            _cancel([job.name for job in known.jobs if job.is_own])
+            return
+        except SchedulerSilent as error:
+            logger.warning("jobs are not cancelled yet: %s", error)
+        time.sleep(_PAUSE_S)
+
+
+def _is_newest(folder: RunFolder, term: int) -> bool:
+    """Whether the script was not started again."""
+    owner = Owner.read(folder.path)
+    return owner is not None and owner.term == term
+
+
+def _cancel(names: list[str]) -> None:
+    """Raises: SchedulerSilent."""
+    if left := list(commands.named_jobs(names)):
+        logger.warning("jobs=%s are cancelled: their script is gone", left)
+        commands.cancel(left)
+
+
+if __name__ == "__main__":
+    main()

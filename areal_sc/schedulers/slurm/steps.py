@@ -1,0 +1,100 @@
+"""Steps in jobs, each with an agent on a node; an `srun` on this machine for each of them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_jobs import JobPlan
+from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
+from areal_sc.ids import random_id
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.joining import JoinServer
+from areal_sc.schedulers.slurm import commands
+from areal_sc.workers.spec import Joining
+
+STEPS_LOG: Final = "slurm-steps"
+STEP_END_S: Final = 5.0
+"""An `srun` whose step has ended follows it by then."""
+
+Step = subprocess.Popen[bytes]
+
+
+class Steps:
+    """Those that this process has started.
+
+    Args:
+        variables: further environment of agents.
+        joins: invites them.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        folder: RunFolder,
+        variables: Mapping[str, str],
+        joins: JoinServer,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._variables = variables
+        self._joins = joins
+        self._steps: list[Step] = []
+
+    def start(
+        self,
+        job_id: str,
+        name: str,
+        plan: JobPlan,
+        nodes: Sequence[str],
+        *,
+        restart: int,
+        before: str = "",
+    ) -> Step:
+        """An agent on each of these nodes of a job: the run's own, or the one around the script.
+
+        Args:
+            name: of the steps.
+            restart: how often SLURM has started the job again.
+            before: a shell command that each node runs first.
+        """
+        flags = [f"--jobid={job_id}", "--overlap", f"--job-name={name}"]
+        lines = step_lines(self._config, self._folder.path, plan, nodes, flags, before)
+        restarts = {RESTART_COUNT: str(restart)} if restart else {}
+        with self._folder.log_path(STEPS_LOG).open("ab") as log:
+            step = subprocess.Popen(
+                ["bash", "-c", "\n".join(lines)],
+                env=commands.environment({**self._variables, **restarts}),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._steps.append(step)
+        assert step.stdin is not None
+        with suppress(BrokenPipeError), step.stdin as pipe:  # who waits for the step learns its end
+            pipe.write(f"{self._joins.invite(random_id(), len(nodes), restart)}\n".encode())
+        return step
+
+    def close(self, *, have_ended: bool) -> None:
+        """Nothing of them is left on this machine.
+
+        Args:
+            have_ended: SLURM says so; each `srun` follows.
+        """
+        for step in self._steps:
+            try:
+                step.wait(STEP_END_S if have_ended else 0)
+            except subprocess.TimeoutExpired:
+                step.kill()
+                step.wait()
+
+
+def log_of(agent: Joining, folder: RunFolder) -> Path:
+    """Where its `srun` writes what it says: each agent of a run has a log of its own."""
+    again = f"-{agent.restart}" if agent.restart else ""
+    return folder.log_path(f"agent/{agent.node}-{agent.job}.{agent.step}{again}")

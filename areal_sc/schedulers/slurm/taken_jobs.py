@@ -1,0 +1,115 @@
+"""What an earlier start of the script, which was killed, has left in SLURM.
+
+    .jobs, agents' files ─► who answers, and which jobs have not ended ─► EarlierStart
+
+Jobs that wait go on waiting, and agents that live are taken over with their workers: from another
+login node, too. All of that ends, and nothing is taken over, where it was started with other
+settings or keys, or where neither an agent lives nor a job of the run's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from areal_sc.agent_files import living_agents
+from areal_sc.errors import RunFolderError, SchedulerSilent
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.found_agents import FoundAgent, find_agents, tell_to_end
+from areal_sc.schedulers.slurm import commands
+from areal_sc.schedulers.slurm.commands import found_job
+from areal_sc.schedulers.slurm.ending import end_jobs
+from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
+from areal_sc.transport.security.keys import RunKeys
+
+GRACE_S: Final = 10.0
+"""An agent ends its workers in a few seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EarlierStart:
+    """What goes on of it; nothing of all that: the run begins anew.
+
+    Attributes:
+        known: as its file tells, without jobs that have ended.
+        agents: that live, of its nodes.
+    """
+
+    known: RunJobs
+    agents: list[FoundAgent] = field(default_factory=list)
+
+
+def find_earlier(folder: RunFolder, keys: RunKeys, settings: str) -> EarlierStart:
+    """Looks for it; what cannot go on has ended when this returns.
+
+    Args:
+        settings: as in `RunJobs`.
+    Raises: RunFolderError: what it has left cannot be read, or does not end. StaleTerm.
+        SchedulerSilent: slurmctld does not say what became of its jobs, and no agent lives.
+    """
+    new = RunJobs(keys.run_id, settings)
+    known = JobsFile.read(folder) or new
+    files = [file for file in living_agents(folder.path) if file.job]
+    # a lock may be unknown to other machines than its own: so those of the nodes are asked, too
+    lent = [it.agent for it in known.lent if it.agent]
+    agents = find_agents([*files, *lent], keys, folder.term)
+    is_like = (known.run_id, known.settings) == (new.run_id, new.settings)
+    # the others know only the process that served files to them, which has ended with the script
+    is_like = is_like and all(it.shares_folder for it in agents)
+    jobs = _not_ended(_with_ids(known), has_agents=bool(agents))
+    if is_like:
+        strangers = [agent for agent in agents if not _is_expected(agent, known, jobs)]
+        tell_to_end(strangers, keys, folder.term)
+        agents = [agent for agent in agents if agent not in strangers]
+    if not is_like or not (agents or any(job.is_own for job in jobs)):
+        if agents or jobs:
+            logger.warning("agents=%d jobs=%d of an earlier start end", len(agents), len(jobs))
+        tell_to_end(agents, keys, folder.term)
+        steps = [(job.job_id, job.name) for job in known.jobs if not job.is_own]
+        names = [job.name for job in known.jobs if job.is_own]
+        if (agents or jobs) and not end_jobs(names, steps, GRACE_S, are_told=bool(agents)):
+            raise RunFolderError(
+                f"run folder {folder.path}: jobs of an earlier start do not end: {', '.join(names)}"
+                "; end them by `scancel --name`, then start the run again"
+            )
+        return EarlierStart(new)
+    logger.info("agents=%d jobs=%d of an earlier start go on", len(agents), len(jobs))
+    lent_by = {agent.job for agent in lent}
+    ended = [job for job in known.jobs if job.job_id in lent_by and job not in jobs]
+    return EarlierStart(RunJobs(new.run_id, settings, [*jobs, *ended], known.lent), agents)
+
+
+def _with_ids(known: RunJobs) -> list[JobRecord]:
+    """The jobs with the ids that SLURM gave those which were being submitted.
+
+    Raises: SchedulerSilent.
+    """
+    if known.lent:  # all first ones have theirs; a successor that is submitted again is found then
+        return known.jobs
+    return [job if job.job_id else replace(job, job_id=found_job(job.name)) for job in known.jobs]
+
+
+def _is_expected(agent: FoundAgent, known: RunJobs, jobs: Sequence[JobRecord]) -> bool:
+    lent = [it.agent for it in known.lent if it.agent]
+    # others are of jobs whose nodes were on their way
+    is_new = agent.joining.job in {job.job_id for job in jobs} - {it.job for it in lent}
+    return is_new or agent.place in {(it.job, it.node) for it in lent}
+
+
+def _not_ended(jobs: Sequence[JobRecord], *, has_agents: bool) -> list[JobRecord]:
+    """Those that wait or run, and those of which that is not known.
+
+    Raises: SchedulerSilent: as in `find`.
+    """
+    try:
+        states = commands.look_at([job.job_id for job in jobs if job.job_id])
+    except SchedulerSilent as error:
+        if not has_agents:
+            raise
+        logger.warning("what became of the run's jobs is not known: %s", error)
+        states = {}
+    return [job for job in jobs if job.job_id not in states or not states[job.job_id].has_ended]

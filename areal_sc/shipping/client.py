@@ -1,0 +1,171 @@
+"""A node's side: files of the script's machine are read, and others brought back, piece by piece.
+
+waits for    each piece, `PIECE_LIMIT_S` at most
+unblocked by the process beside the script; when that is gone, the next piece fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from areal_sc.errors import TransportError
+from areal_sc.ids import random_id
+from areal_sc.shipping.calls import (
+    END_FILE,
+    END_LOG,
+    LIST_PATH,
+    LIST_RUN,
+    LISTING_LIMIT_S,
+    PIECE_BYTES,
+    PIECE_LIMIT_S,
+    READ_PIECE,
+    WRITE_LOG_PIECE,
+    WRITE_PIECE,
+    FileFact,
+    FilesAddress,
+    Listing,
+    Piece,
+    WrittenFile,
+    WrittenPiece,
+)
+from areal_sc.shipping.names import checked_name
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.transport import Connection, Transport
+
+NUM_AT_ONCE: Final = 8
+"""Pieces on their way: enough for a network with some delay."""
+
+T = TypeVar("T")
+
+
+class ScriptFiles:
+    """The files, over one connection.
+
+    Args:
+        connection: to the process beside the script.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, transport: Transport, where: FilesAddress) -> AsyncIterator[ScriptFiles]:
+        connection = transport.connect(where.address, "files", ANY_INCARNATION)
+        try:
+            yield cls(connection)
+        finally:
+            await connection.close()
+
+    async def list_path(self, path: str) -> Listing:
+        """Raises: NotPermitted, ConfigError: nodes do not get it. TransportError."""
+        return _checked(await self._connection.call(LIST_PATH, path, timeout_s=LISTING_LIMIT_S))
+
+    async def list_run(self, name: str) -> Listing:
+        """Raises: TransportError."""
+        return _checked(await self._connection.call(LIST_RUN, name, timeout_s=PIECE_LIMIT_S))
+
+    async def read_all(self, path: str, name: str, offset: int = 0) -> bytes:
+        """A small file, or what has been written to it since. Raises: TransportError."""
+        parts = []
+        while True:
+            piece = Piece(path, name, offset, PIECE_BYTES)
+            parts.append(await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S))
+            offset += len(parts[-1])
+            if len(parts[-1]) < PIECE_BYTES:
+                return b"".join(parts)
+
+    async def read_file(self, path: str, fact: FileFact, target: Path) -> None:
+        """Makes a file that holds what was listed.
+
+        Raises: TransportError: it cannot be had, or is another one by now. OSError.
+        """
+        fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+
+            async def read(offset: int) -> None:
+                size = min(PIECE_BYTES, fact.num_bytes - offset)
+                piece = Piece(path, fact.name, offset, size)
+                got = await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+                if len(got) != size:
+                    raise _changed(path, fact)
+                await asyncio.to_thread(os.pwrite, fd, got, offset)
+
+            await _some_at_once(read, fact.num_bytes)
+            if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
+                raise _changed(path, fact)
+        finally:
+            os.close(fd)
+
+    async def write_file(self, source: Path, name: str, *, is_log: bool = False) -> None:
+        """Brings a file back to the run folder.
+
+        Args:
+            is_log: any worker may bring one; what else comes back is a trainer's.
+        Raises: TransportError, CheckpointError: it cannot be written there. OSError.
+        """
+        write_piece, end_file = (WRITE_LOG_PIECE, END_LOG) if is_log else (WRITE_PIECE, END_FILE)
+        fd, token = os.open(source, os.O_RDONLY | os.O_CLOEXEC), random_id()
+        try:
+            num_bytes, digest = os.fstat(fd).st_size, await asyncio.to_thread(_digest, fd)
+
+            async def write(offset: int) -> None:
+                content = await asyncio.to_thread(os.pread, fd, PIECE_BYTES, offset)
+                piece = WrittenPiece(name, token, offset, content)
+                await self._connection.call(write_piece, piece, timeout_s=PIECE_LIMIT_S)
+
+            # a caller that is not known yet may say little
+            await self._connection.call(
+                write_piece, WrittenPiece(name, token, 0, b""), timeout_s=PIECE_LIMIT_S
+            )
+            await _some_at_once(write, num_bytes)
+            end = WrittenFile(name, token, num_bytes, digest)
+            await self._connection.call(end_file, end, timeout_s=LISTING_LIMIT_S)
+        finally:
+            os.close(fd)
+
+
+def _checked(listing: Listing) -> Listing:
+    """Raises: NotPermitted: a name of it is none."""
+    for fact in listing.files:
+        checked_name(fact.name)
+    return listing
+
+
+def _changed(path: str, fact: FileFact) -> TransportError:
+    where = f"{fact.name} of {path}" if path else fact.name
+    return TransportError(f"{where} was changed while it was brought to this node; try again")
+
+
+def _digest(fd: int) -> str:
+    with open(os.dup(fd), "rb") as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def _some_at_once(work: Callable[[int], Awaitable[None]], num_bytes: int) -> None:
+    """Calls with the offset of each piece; the first error ends it."""
+    offsets = iter(range(0, num_bytes, PIECE_BYTES))
+
+    async def next_ones() -> None:
+        for offset in offsets:
+            await work(offset)
+
+    await together([next_ones() for _ in range(min(NUM_AT_ONCE, -(-num_bytes // PIECE_BYTES)))])
+
+
+async def together(work: Sequence[Awaitable[None]]) -> None:
+    """Ends with the first error, by its own name."""
+    tasks = [asyncio.ensure_future(it) for it in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

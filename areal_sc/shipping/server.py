@@ -1,0 +1,199 @@
+"""The process beside the script that has the script's files: nodes read them, and bring some back.
+
+consumes     calls of workers, and of agents in the name of the workers that they start
+waits for    its standard input, which the script holds open
+unblocked by the end of the script
+
+A file that comes back is written beside its place, and gets its name when its hash is right. What
+folder it belongs to, and whether that is whole, is the script's to say: see `names`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import sys
+from pathlib import Path
+
+from areal_sc.errors import CheckpointError, StaleCall, TransportError
+from areal_sc.log import setup_logging
+from areal_sc.process import allow_open_files, name_process
+from areal_sc.run_folder import RunFolder
+from areal_sc.shipping import names
+from areal_sc.shipping.calls import (
+    END_FILE,
+    END_LOG,
+    LIST_PATH,
+    LIST_RUN,
+    PIECE_BYTES,
+    READ_PIECE,
+    WRITE_LOG_PIECE,
+    WRITE_PIECE,
+    FileFact,
+    Listing,
+    Piece,
+    WrittenFile,
+    WrittenPiece,
+)
+from areal_sc.shipping.named_paths import find_named_path
+from areal_sc.shipping.trees import Trees
+from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.security.curve import CurveServer
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import KnownCallers
+
+_OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class FileServer:
+    """What the process serves. Everything that touches the disk runs in threads."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._trees = Trees()
+        self._listed: dict[str, Listing] = {}
+        self._one_lists: dict[str, asyncio.Lock] = {}
+
+    def methods(self) -> list[Served]:
+        return [
+            LIST_PATH.served_by(self.list_path),
+            LIST_RUN.served_by(self.list_run),
+            READ_PIECE.served_by(lambda piece: asyncio.to_thread(self._read, piece)),
+            WRITE_PIECE.served_by(lambda piece: asyncio.to_thread(self._write, piece)),
+            END_FILE.served_by(lambda file: asyncio.to_thread(self._end, file)),
+            WRITE_LOG_PIECE.served_by(lambda it: asyncio.to_thread(self._write, it, is_log=True)),
+            END_LOG.served_by(lambda file: asyncio.to_thread(self._end, file, is_log=True)),
+        ]
+
+    async def list_path(self, path: str) -> Listing:
+        """Raises: ConfigError: as `Trees.list`."""
+        named = await asyncio.to_thread(find_named_path, self._folder.sources, path)
+        if named is None:
+            return Listing([], is_missing=True)
+        async with self._one_lists.setdefault(path, asyncio.Lock()):  # nodes come all at once
+            listing = await asyncio.to_thread(self._trees.list, named)
+            self._listed[path] = listing
+            return listing
+
+    async def list_run(self, name: str) -> Listing:
+        """Raises: NotPermitted."""
+        return await asyncio.to_thread(self._list_run, names.listable(self._folder.path, name))
+
+    def _list_run(self, folder: Path) -> Listing:
+        if not folder.is_dir():
+            return Listing([], is_missing=True)
+        files = [it for it in folder.iterdir() if it.is_file() and not it.is_symlink()]
+        return Listing([FileFact(it.name, it.stat().st_size) for it in files])
+
+    def _read(self, piece: Piece) -> bytes:
+        """Raises: NotPermitted. TransportError: it cannot be read."""
+        if not 0 <= piece.num_bytes <= PIECE_BYTES or piece.offset < 0:
+            raise TransportError(f"a piece has 0 to {PIECE_BYTES} bytes, not {piece.num_bytes}")
+        path, flags = self._place_of(piece)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+            try:
+                return os.pread(fd, piece.num_bytes, piece.offset)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise TransportError(f"{path} cannot be read: {error.strerror}") from error
+
+    def _place_of(self, piece: Piece) -> tuple[Path, int]:
+        if not piece.path:
+            return names.readable(self._folder.path, piece.name), os.O_NOFOLLOW
+        listing = self._listed.get(piece.path)
+        known = () if listing is None else (it.name for it in listing.files)
+        if listing is None or piece.name not in known:
+            raise StaleCall(f"{piece.name!r} of {piece.path!r} was not listed")
+        # links are followed: a model hub's files are links
+        return Path(piece.path) if listing.is_file else Path(piece.path, piece.name), 0
+
+    def _write(self, piece: WrittenPiece, *, is_log: bool = False) -> None:
+        """Raises: NotPermitted. CheckpointError: it cannot be written."""
+        partial = self._partial_of(piece.name, piece.token, is_log=is_log)
+        if piece.offset < 0:
+            raise TransportError(f"a piece begins at 0 or later, not at {piece.offset}")
+        try:
+            self._make_folder(partial.parent)
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | _OPEN, 0o666)
+            try:
+                written = os.pwrite(fd, piece.content, piece.offset)
+                if written < len(piece.content):
+                    raise OSError(0, "the disk took a part of it")
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {partial}: {error.strerror}") from error
+
+    def _end(self, file: WrittenFile, *, is_log: bool = False) -> None:
+        """Raises: NotPermitted. CheckpointError: it is not what was sent."""
+        partial = self._partial_of(file.name, file.token, is_log=is_log)
+        target = self._folder.path / file.name
+        try:
+            if not file.num_bytes:
+                self._make_folder(partial.parent)
+                os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | _OPEN, 0o666))
+            with partial.open("rb") as opened:
+                num_bytes = os.fstat(opened.fileno()).st_size
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                os.fsync(opened.fileno())
+            if num_bytes != file.num_bytes or not hmac.compare_digest(digest, file.sha256):
+                partial.unlink()
+                raise CheckpointError(
+                    f"{target}: expected {file.num_bytes} bytes with hash {file.sha256[:12]}, got "
+                    f"{num_bytes} with {digest[:12]}: it was damaged on its way"
+                )
+            partial.replace(target)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
+
+    def _make_folder(self, folder: Path) -> None:
+        """That of a file; of a snapshot that the script has given up none is made again.
+
+        Raises: OSError.
+        """
+        folder.mkdir(exist_ok=True, parents=self._folder.checkpoints not in folder.parents)
+
+    def _partial_of(self, name: str, token: str, *, is_log: bool) -> Path:
+        target = names.writable(self._folder.path, name, is_log=is_log)
+        if not names.TOKEN.fullmatch(token):
+            raise TransportError("the token of a file that is written has 8 to 64 digits")
+        return target.with_name(f".{target.name}.{token}.partial")
+
+
+async def _serve(folder: RunFolder, bind: str) -> None:
+    keys = RunKeys.read(folder.keys_path)
+    server = RpcServer(
+        FileServer(folder).methods(),
+        node_id="files",
+        incarnation="files",
+        bind=bind,
+        security=CurveServer(
+            keys.workers, KnownCallers(keys.controller.public, keys.authority), "files"
+        ),
+    )
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, ended.set)  # it gets no word, but an end
+    sys.stdout.write(f"{await server.start()}\n")
+    sys.stdout.flush()
+    try:
+        await ended.wait()
+    finally:
+        await server.close()
+
+
+def main() -> None:
+    """The process: `server.py RUN_DIR INTERFACE`; its address is its only line of output."""
+    run_dir, bind = sys.argv[1:]
+    setup_logging("files")
+    name_process("files")
+    allow_open_files()
+    asyncio.run(_serve(RunFolder(run_dir), bind))
+
+
+if __name__ == "__main__":
+    main()

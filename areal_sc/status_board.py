@@ -1,0 +1,195 @@
+"""Keeps `status.json` of a run: who lives, what it does, and what it waits for.
+
+consumes     what the script tells of its phases and its end; what controllers know, when asked
+waits for    a change, or the next time that is due
+unblocked by `note_phases`, `close`, and the clock
+
+A thread of its own asks each controller on that controller's event loop, and writes. So the file
+stays fresh while the script computes, and `RoleStatus.looked` says if an event loop stands still.
+The pause after a write is so long that all of this takes a thousandth of a core at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from areal_sc.errors import RunFolderError, exit_code_of
+from areal_sc.process import machine_id
+from areal_sc.run_owner import RunTerm
+from areal_sc.run_status import End, Phase, RoleStatus, RunStatus
+
+logger = logging.getLogger(__name__)
+
+EVERY_S: Final = 2.0
+MIN_PAUSE_S: Final = 0.25
+MAX_SHARE: Final = 0.001
+"""Of a core, for all that the file costs."""
+LOOK_LIMIT_S: Final = 0.5
+"""A write waits so long for an event loop; then it says what the loop said before."""
+_JOIN_LIMIT_S: Final = 10.0
+
+
+class StatusBoard:
+    """What a run says of itself. Without `keep` nothing is written. Every thread may use it."""
+
+    def __init__(self) -> None:
+        now = time.time()
+        self._status = RunStatus(
+            host=socket.gethostname(),
+            machine=machine_id(),
+            pid=os.getpid(),
+            began=now,
+            orphan_timeout_s=0.0,
+            written=now,
+            progressed=now,
+            every_s=EVERY_S,
+        )
+        self._followed: dict[str, _Followed] = {}
+        self._progress: object = None
+        self._names: list[str] = []  # of the phases at the last progress
+        self._is_writable = True
+        self._changed = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, path: Path, term: RunTerm | None, orphan_timeout_s: float) -> None:
+        """Writes the file now, and keeps it fresh until `close`, or a later term has begun."""
+        self._path = path
+        self._term = term
+        self._status.term = term.number if term else 0
+        self._status.orphan_timeout_s = orphan_timeout_s
+        self._write()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Says how the script ended, without an error if nobody has told of one."""
+        if self._thread is None:
+            return
+        self._closed.set()
+        self._changed.set()
+        self._thread.join(_JOIN_LIMIT_S)
+        self._thread = None
+        self._status.end = self._status.end or End(time.time(), 0)
+        self._write()
+
+    def follow(self, role: str, look: Callable[[], RoleStatus]) -> None:
+        """Asks a controller from now on; called on its event loop, on which `look` is called."""
+        self._followed[role] = _Followed(asyncio.get_running_loop(), look)
+        self._status.end = None  # that of an earlier block, whose error the script has borne
+        self._changed.set()
+
+    def leave(self, role: str) -> None:
+        """The controller ends; what it says now stays, without its workers. On its event loop."""
+        followed = self._followed.pop(role, None)
+        if followed is not None:
+            said = self._status.roles[role] = followed.look()
+            said.workers, said.agents, said.waits = [], [], []
+
+    def note_phases(self, phases: Sequence[Phase]) -> None:
+        """What goes on now, the innermost last."""
+        self._status.phases = list(phases)
+        self._changed.set()
+
+    def note_end(self, error: BaseException | None) -> None:
+        """The script ends, as far as it looks now; what `close` writes says why."""
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
+        self._status.end = End(time.time(), exit_code_of(error), cause)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._changed.clear()
+            began_s = time.thread_time()
+            looks_s = self._look()
+            self._write()
+            cost_s = looks_s + time.thread_time() - began_s
+            self._closed.wait(max(MIN_PAUSE_S, cost_s / MAX_SHARE))
+            self._changed.wait(EVERY_S)
+
+    def _look(self) -> float:
+        """Asks all controllers; returns for how many seconds that kept them busy."""
+        followed = list(self._followed.items())
+        looks = [one.begin_look() for _, one in followed]
+        wait(looks, LOOK_LIMIT_S)
+        took_s = 0.0
+        for (role, one), look in zip(followed, looks, strict=True):
+            if look.done():
+                one.pending = None
+                said, seconds = look.result()
+                took_s += seconds
+                if said is not None and role in self._followed:
+                    self._status.roles[role] = said
+        return took_s
+
+    def _note_progress(self) -> None:
+        status, now = self._status, time.time()
+        progress = (
+            [(phase.name, phase.done, phase.since) for phase in status.phases],
+            {name: (said.version, said.num_finished) for name, said in status.roles.items()},
+        )
+        if progress == self._progress:
+            return
+        names = [phase.name for phase in status.phases]
+        if names == self._names:
+            status.longest_quiet_s = max(status.longest_quiet_s, now - status.progressed)
+        else:
+            status.longest_quiet_s = 0.0
+        self._names, self._progress, status.progressed = names, progress, now
+
+    def _write(self) -> None:
+        """Replaces the file. It is for people who look now, so nothing waits for the disk."""
+        self._note_progress()
+        self._status.written = time.time()
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            if self._term is not None and self._term.is_over:
+                return  # the file is another process's
+            partial.write_bytes(msgspec.json.encode(self._status))
+            partial.replace(self._path)
+        except (OSError, RunFolderError) as error:
+            if self._is_writable:
+                logger.warning("%s is not written any more: %s", self._path, error)
+        else:
+            self._is_writable = True
+            return
+        self._is_writable = False
+
+
+class _Followed:
+    """A controller that is asked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], RoleStatus]) -> None:
+        self._loop = loop
+        self.look = look
+        self.pending: Future[tuple[RoleStatus | None, float]] | None = None
+
+    def begin_look(self) -> Future[tuple[RoleStatus | None, float]]:
+        """What it says, and the seconds that took; None: its event loop has ended."""
+        if self.pending is None:
+            answer = Future[tuple[RoleStatus | None, float]]()
+            self.pending = answer
+            try:
+                self._loop.call_soon_threadsafe(self._answer, answer)
+            except RuntimeError:
+                answer.set_result((None, 0.0))
+        return self.pending
+
+    def _answer(self, answer: Future[tuple[RoleStatus | None, float]]) -> None:
+        began_s = time.perf_counter()
+        said = None
+        try:
+            said = self.look()
+        except Exception:  # a callback's end: the run does not depend on it
+            logger.exception("a controller cannot say how it is")
+        answer.set_result((said, time.perf_counter() - began_s))

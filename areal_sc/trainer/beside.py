@@ -1,0 +1,18 @@
+"""What goes on beside training, and has to know when a run leaves its present."""
+
+from __future__ import annotations
+
+from areal_sc.trainer.metrics_log import History
+
+
+class BesideTraining:
+    """Base of what a `Run` tells so; by itself it does nothing about it."""
+
+    def take_over(self, history: History) -> None:
+        """An earlier start was killed, and its workers go on; `history` is what it has recorded."""
+
+    def before_going_back(self) -> None:
+        """The run is about to go back to a snapshot: what reads or writes later steps ends."""
+
+    def gone_back(self, step: int) -> None:
+        """The run has gone back to a step."""

@@ -1,0 +1,207 @@
+"""The operating point that a run should have: the split of devices, the bound that suffices."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from areal_sc.config.machine import resolved_device, this_machine
+from areal_sc.config.schema import Device, GRPOConfig
+from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.errors import ConfigError
+from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.planning.figures import (
+    Figures,
+    OperatingPoint,
+    all_figures,
+    newest_figures,
+)
+from areal_sc.trainer.planning.forecast import Forecast, Forecaster
+
+SUFFICES: Final = 1.02
+"""A step may be longer by this factor than the shortest, if data are fresher for it."""
+MAX_BOUND: Final = 32
+"""A larger one than the present is not advised beyond this."""
+NUM_LOOKS: Final = 6
+"""Splits are narrowed down by so many a time."""
+
+
+@dataclass(frozen=True)
+class EarlierForecast:
+    """What the steps at another point forecast for the present one, and what was measured then."""
+
+    source: Figures
+    forecast: Forecast
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """As a share of what was measured."""
+        return self.forecast.step_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is advised, and why.
+
+    Attributes:
+        ranks_per_data: ranks of one `actor.parallel.data`.
+        num_devices: that training and generation have together.
+        present, advised: forecasts; `present` is as measured.
+        tried: all that were compared, the shortest step first.
+        earlier: forecasts that can be judged by now.
+        error: of the simulation at the present point, before it was corrected by that.
+    """
+
+    figures: Figures
+    ranks_per_data: int
+    num_devices: int
+    present: Forecast
+    advised: Forecast
+    tried: Sequence[Forecast]
+    earlier: Sequence[EarlierForecast]
+    error: float
+
+    @property
+    def settings(self) -> str:
+        """What to set, as on a command line; "" where the present point is advised."""
+        new, old = self.advised.point, self.present.point
+        found = []
+        if new.num_train_workers != old.num_train_workers:
+            found.append(f"actor.parallel.data={new.num_train_workers // self.ranks_per_data}")
+        if new.num_rollout_workers != old.num_rollout_workers:
+            found.append(f"rollout.num_workers={new.num_rollout_workers}")
+        if new.max_staleness != old.max_staleness:
+            found.append(f"rollout.max_staleness={new.max_staleness}")
+        return " ".join(found)
+
+    @property
+    def saved_share(self) -> float:
+        """Of a step's time, at the advised point."""
+        return 1 - self.advised.step_s / self.present.step_s
+
+
+def make_plan(
+    steps: Sequence[StepMetrics],
+    config: GRPOConfig,
+    num_devices: int | None = None,
+    *,
+    num_cores: int | None,
+) -> Plan | None:
+    """The point that gives the shortest step, and of those that do the freshest data.
+
+    Args:
+        num_devices: that may be used; None: as many as are used now.
+        num_cores: as of `shared_cores`.
+    Returns: None: there are too few steps at the present point, or they tell too little.
+    Raises: ConfigError: there have to be more devices.
+    """
+    figures = newest_figures(steps, config)
+    if figures is None:
+        return None
+    forecaster = Forecaster(figures, config, num_cores)
+    present = forecaster.at(figures.point)
+    of_worker = make_generator(config.rollout).devices[1]
+    ranks_per_data = config.actor.parallel.num_ranks // config.actor.parallel.data
+    of_now = figures.point.num_train_workers + of_worker * figures.point.num_rollout_workers
+    total = num_devices or of_now
+    if total < ranks_per_data + of_worker:
+        raise ConfigError(
+            f"{total} devices are too few: {ranks_per_data} for training and {of_worker} for "
+            "generation are the least"
+        )
+    # nobody waits for a group that takes so many steps, even if they were half as long
+    bound = 2 * math.ceil(figures.group_s / figures.step_s) + 1
+    bound = max(min(bound, MAX_BOUND), figures.point.max_staleness)
+
+    def of_split(num_ranks: int) -> Forecast:
+        num_workers = (total - num_ranks) // of_worker
+        return forecaster.at(OperatingPoint(num_ranks, num_workers, bound))
+
+    tried = [present] if total >= of_now else []
+    if num_cores is not None:  # more ranks on the same cores gain nothing that can be foreseen
+        num_ranks = figures.point.num_train_workers
+        most_workers = min(total - num_ranks, num_cores)
+        tried += [
+            forecaster.at(OperatingPoint(num_ranks, number, bound))
+            for number in range(1, most_workers + 1)
+        ]
+    elif num_devices is not None or not shares_devices(config):
+        tried += _searched(of_split, range(ranks_per_data, total - of_worker + 1, ranks_per_data))
+    best = min(tried or [present], key=lambda forecast: forecast.step_s)
+    most = min(math.ceil(best.group_s / best.step_s) + 1, MAX_BOUND)
+    most = max(most, figures.point.max_staleness)
+    tried += [forecaster.at(replace(best.point, max_staleness=bound)) for bound in range(most + 1)]
+    tried = sorted(set(tried), key=lambda forecast: forecast.step_s)
+    limit_s = SUFFICES * tried[0].step_s
+    advised = min(
+        (forecast for forecast in tried if forecast.step_s <= limit_s),
+        key=lambda forecast: (forecast.point.max_staleness, forecast.step_s),
+    )
+    suffices = present in tried and present.step_s <= limit_s
+    if suffices and present.staleness <= advised.staleness + 0.1:
+        advised = present  # no change without a gain
+    return Plan(
+        figures,
+        ranks_per_data,
+        total,
+        present,
+        advised,
+        tried,
+        _earlier(steps, config, figures, num_cores),
+        forecaster.error,
+    )
+
+
+def shared_cores(config: GRPOConfig) -> int | None:
+    """Cores that training and generation share; None: they have devices of their own."""
+    num_devices = this_machine().num_cuda_devices
+    devices = (config.actor.device, config.rollout.device)
+    is_on_cpu = all(resolved_device(device, num_devices) == Device.cpu for device in devices)
+    is_here = config.scheduler.type == SchedulerType.local.value
+    return os.cpu_count() if is_on_cpu and is_here else None
+
+
+def shares_devices(config: GRPOConfig) -> bool:
+    """Whether training and generation use the same GPU, so that there is nothing to split."""
+    machine = this_machine()
+    if config.scheduler.type != SchedulerType.local.value or not machine.num_cuda_devices:
+        return False
+    actor, generator = make_actor(config.actor), make_generator(config.rollout)
+    wanted = actor.num_workers + generator.num_workers * generator.devices[1]
+    return wanted > machine.num_cuda_devices
+
+
+def _searched(of_split: Callable[[int], Forecast], numbers: Sequence[int]) -> list[Forecast]:
+    """Forecasts of some of the numbers, ever closer to the one with the shortest step.
+
+    A step gets shorter with more ranks as long as training is the bound, and longer from there on.
+    """
+    found: dict[int, Forecast] = {}
+    first, last = 0, len(numbers) - 1
+    while first <= last:
+        stride = max(1, (last - first) // NUM_LOOKS)
+        for index in {*range(first, last + 1, stride), last}:
+            if index not in found:
+                found[index] = of_split(numbers[index])
+        if stride == 1:
+            break
+        best = min(found, key=lambda index: found[index].step_s)
+        first, last = max(0, best - stride + 1), min(len(numbers) - 1, best + stride - 1)
+    return list(found.values())
+
+
+def _earlier(
+    steps: Sequence[StepMetrics], config: GRPOConfig, figures: Figures, num_cores: int | None
+) -> list[EarlierForecast]:
+    found = [f for f in all_figures(steps, config) if f.point != figures.point]
+    return [
+        EarlierForecast(
+            source, Forecaster(source, config, num_cores).at(figures.point), figures.step_s
+        )
+        for source in found
+    ]

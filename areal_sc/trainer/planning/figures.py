@@ -1,0 +1,184 @@
+"""What the steps of a run tell of its costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Final
+
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.engines.busy_time import TurnSums
+from areal_sc.engines.handles import make_generator
+from areal_sc.trainer.metrics import StepMetrics
+
+MIN_STEPS: Final = 8
+"""Fewer say little: batches differ, and so do their answers."""
+MAX_STEPS: Final = 60
+"""The newest ones; answers get longer, or shorter, while a model learns."""
+_TURN_SUMS: Final = tuple(item.name for item in fields(TurnSums))
+PRIOR_SPREAD: Final = 0.03
+"""How far numbers of running answers have to differ, as a share of them, before the times of turns
+with many and with few say more than what is assumed of them."""
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """What a user chooses.
+
+    Attributes:
+        num_train_workers: ranks (`actor.parallel`).
+        num_rollout_workers: `rollout.num_workers`.
+        max_staleness: `rollout.max_staleness`.
+    """
+
+    num_train_workers: int
+    num_rollout_workers: int
+    max_staleness: int
+
+    @classmethod
+    def of(cls, metrics: StepMetrics) -> OperatingPoint:
+        return cls(metrics.num_train_workers, metrics.num_rollout_workers, metrics.max_staleness)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn takes, in which each running answer of a server gets one token.
+
+    Attributes:
+        fixed_s: whatever their number: reading the weights, say.
+        per_answer_s: for each of them.
+    """
+
+    fixed_s: float
+    per_answer_s: float
+
+    def seconds(self, num_running: int) -> float:
+        return self.fixed_s + self.per_answer_s * num_running
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over steps at one operating point.
+
+    Attributes:
+        first_step, last_step: those that were looked at.
+        step_s, wait_s, train_s: of a step; `train_s` is that of all ranks together.
+        rest_s: publication, and what the script does.
+        group_s: from the start of a group on its worker until its rows are there.
+        longest_tokens, longest_std, longest_max: of the longest answer of a group.
+        other_share: what the other answers have, as a share of the longest.
+        busy_share: of the time of the servers.
+        num_running: answers of a server at one time, as a token has it.
+    """
+
+    point: OperatingPoint
+    first_step: int
+    last_step: int
+    step_s: float
+    wait_s: float
+    train_s: float
+    rest_s: float
+    group_s: float
+    longest_tokens: float
+    longest_std: float
+    longest_max: float
+    other_share: float
+    busy_share: float
+    num_running: float
+    turn: Turn
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
+
+def newest_figures(steps: Sequence[StepMetrics], config: GRPOConfig) -> Figures | None:
+    """Those of the present operating point; None: its steps are too few, or tell too little."""
+    found = all_figures(steps, config)
+    if not found or not steps or found[-1].point != OperatingPoint.of(steps[-1]):
+        return None
+    return found[-1]
+
+
+def all_figures(steps: Sequence[StepMetrics], config: GRPOConfig) -> list[Figures]:
+    """Of each operating point that the run has had for long enough, in their order."""
+    parts: list[list[StepMetrics]] = []
+    for metrics in steps:
+        if not parts or OperatingPoint.of(parts[-1][-1]) != OperatingPoint.of(metrics):
+            parts.append([])
+        parts[-1].append(metrics)
+    found = (_figures_of(part, config) for part in parts)
+    return [figures for figures in found if figures is not None]
+
+
+def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | None:
+    point = OperatingPoint.of(part[-1])
+    part = part[-MAX_STEPS:]
+    # admission settles first
+    steps = part[min(len(part) // 2, 2 + 2 * point.max_staleness) :]
+    if len(steps) < MIN_STEPS or not point.num_train_workers or not point.num_rollout_workers:
+        return None
+    turns, counted = TurnSums(**_new(part, _TURN_SUMS)), _new(steps, ("busy_s",))
+    times = [step.group_time_s for step in steps if step.group_time_s is not None]
+    if not times or turns.turn_tokens <= 0 or counted["busy_s"] <= 0:
+        return None
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(step, name) for step in steps)
+
+    step_s, wait_s, train_s = mean("step_time_s"), mean("wait_s"), mean("train_s")
+    longest = mean("longest_tokens_mean")
+    mean_tokens = statistics.fmean(
+        (step.num_trained_tokens + step.num_masked_tokens) / step.num_rows for step in steps
+    )
+    num_others = config.rollout.group_size - 1
+    others = (mean_tokens * (num_others + 1) - longest) / max(1, num_others)
+    num_servers = point.num_rollout_workers * make_generator(config.rollout).num_servers
+    return Figures(
+        point,
+        first_step=steps[0].step,
+        last_step=steps[-1].step,
+        step_s=step_s,
+        wait_s=wait_s,
+        train_s=train_s * point.num_train_workers,
+        rest_s=max(0.0, step_s - wait_s - train_s),
+        group_s=statistics.fmean(times),
+        longest_tokens=max(1.0, longest),
+        longest_std=mean("longest_tokens_std"),
+        longest_max=max(1, *(step.longest_tokens_max for step in steps)),
+        other_share=min(1.0, max(0.0, others / max(1.0, longest))),
+        busy_share=counted["busy_s"] / ((len(steps) - 1) * step_s * num_servers),
+        num_running=turns.turn_answers / turns.turn_tokens,
+        turn=_fit(turns),
+    )
+
+
+def _new(steps: Sequence[StepMetrics], names: Sequence[str]) -> dict[str, float]:
+    """What was counted between the first step's end and the last one's.
+
+    Nothing where workers have told nothing, or counted anew; counters of a step are as old as the
+    workers' last beats.
+    """
+    sums = dict.fromkeys(names, 0.0)
+    for before, now in pairwise(steps):
+        new = {n: now.counters.get(n, 0.0) - before.counters.get(n, 0.0) for n in names}
+        if all(name in before.counters and new[name] >= 0 for name in names):
+            sums = {name: sums[name] + new[name] for name in names}
+    return sums
+
+
+def _fit(sums: TurnSums) -> Turn:
+    """A line through the times of turns, by the number of answers that ran; least squares.
+
+    Where these numbers hardly differ it is assumed that half of a turn does not depend on them.
+    """
+    total = sums.turn_tokens
+    number, seconds = sums.turn_answers / total, sums.turn_s / total
+    spread = max(0.0, sums.turn_answers2 / total - number**2)
+    together = sums.turn_answers_s / total - number * seconds
+    strength = (PRIOR_SPREAD * number) ** 2
+    slope = (together + strength * seconds / (2 * number)) / (spread + strength)
+    slope = min(max(0.0, slope), seconds / number)
+    return Turn(seconds - slope * number, slope)

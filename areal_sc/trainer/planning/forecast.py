@@ -1,0 +1,345 @@
+"""What a step would take at another operating point, by simulating admission, servers and trainer.
+
+Admission and batches are the controllers' own code on simulated time. A worker's servers give each
+of their running answers one token a turn, and turns take as long as was measured. Training is
+divided among the ranks. Each group has one longest answer, whose length is drawn, and others that
+have the measured share of it. What a group takes beyond its answers (rewards, tools) is what its
+measured time leaves. Where the processes of a machine have fewer cores than they want, all of them
+are slower by the same factor.
+
+A step that is forecast for the present point differs from what was measured; every other forecast
+is corrected by the same factor.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, pstdev
+from typing import Final
+
+from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
+from areal_sc.controller.admission import Admission
+from areal_sc.controller.group import Group, GroupState
+from areal_sc.controller.staleness import StalenessPolicy
+from areal_sc.engines.handles import make_generator
+from areal_sc.metadata import PromptReference
+from areal_sc.trainer.planning.figures import Figures, OperatingPoint, Turn
+
+NUM_STEPS: Final = 48
+NUM_SETTLING: Final = 16
+"""Steps of a simulation, and the first ones, which are not counted."""
+MAX_SERVERS: Final = 16
+"""Of more, a part is simulated, with the same part of the groups."""
+NUM_QUANTILES: Final = 128
+NUM_HALVINGS: Final = 24
+MAX_SIGMA: Final = 3.0
+_PROMPT: Final = PromptReference(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Means over steps.
+
+    Attributes:
+        step_s, wait_s: of a step.
+        group_s: from the start of a group to its end.
+        staleness: of groups when they are trained, in policy versions.
+    """
+
+    point: OperatingPoint
+    step_s: float
+    wait_s: float
+    group_s: float
+    staleness: float
+
+
+class Forecaster:
+    """Forecasts of one run.
+
+    Args:
+        num_cores: of the machine that all processes share; None: they do not share one.
+    """
+
+    def __init__(self, figures: Figures, config: GRPOConfig, num_cores: int | None = None) -> None:
+        self.figures = figures
+        self._config = config
+        self._num_cores = num_cores
+        self._beside_s = 0.0
+        self._factor = 1.0
+        self._known: dict[OperatingPoint, Forecast] = {}
+        present = self._simulate(figures.point)
+        self._beside_s = max(0.0, figures.group_s - present.group_s)
+        if self._beside_s > 0:
+            present = self._simulate(figures.point)
+        self._factor = figures.step_s / present.step_s
+
+    @property
+    def error(self) -> float:
+        """How much longer a step was than simulated at the present point, as a share."""
+        return self._factor - 1
+
+    def at(self, point: OperatingPoint) -> Forecast:
+        """The forecast for a point."""
+        if point not in self._known:
+            found = self._simulate(point)
+            self._known[point] = replace(
+                found, step_s=found.step_s * self._factor, wait_s=found.wait_s * self._factor
+            )
+        return self._known[point]
+
+    def _simulate(self, point: OperatingPoint) -> Forecast:
+        return _Simulation(
+            self.figures, self._config, point, self._beside_s, self._num_cores
+        ).forecast()
+
+
+class _Server:
+    """All running answers get their tokens at the same pace, so progress is counted in turns."""
+
+    def __init__(self, turn: Turn, slots: int) -> None:
+        self._turn = turn
+        self._slots = slots
+        self._turns = 0.0
+        self._running: list[tuple[float, int]] = []  # turn at which it ends, group
+        self._waiting: list[tuple[float, int]] = []  # tokens, group
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def add(self, num_tokens: float, group: int) -> None:
+        """An answer begins, or waits for its place."""
+        self._waiting.append((num_tokens, group))
+        self._fill()
+
+    @property
+    def next_end_s(self) -> float:
+        """Until an answer ends, at full speed."""
+        if not self._running:
+            return math.inf
+        return max(0.0, self._running[0][0] - self._turns) * self._turn_s
+
+    def advance(self, seconds: float) -> Iterator[int]:
+        """Time passes; gives the groups of the answers that have ended."""
+        if not self._running:
+            return
+        self._turns += seconds / self._turn_s
+        while self._running and self._running[0][0] <= self._turns + 1e-9:
+            yield heapq.heappop(self._running)[1]
+        self._fill()
+
+    @property
+    def _turn_s(self) -> float:
+        return self._turn.seconds(len(self._running))
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._slots:
+            num_tokens, group = self._waiting.pop(0)
+            heapq.heappush(self._running, (self._turns + num_tokens, group))
+
+
+class _Simulation:
+    """One run on simulated time."""
+
+    def __init__(
+        self,
+        figures: Figures,
+        config: GRPOConfig,
+        point: OperatingPoint,
+        beside_s: float,
+        num_cores: int | None,
+    ) -> None:
+        self._figures = figures
+        self._point = point
+        self._beside_s = beside_s
+        self._num_cores = num_cores
+        self._threads = (config.actor.num_threads, config.rollout.num_threads)
+        per_worker = make_generator(config.rollout).num_servers
+        num_servers = point.num_rollout_workers * per_worker
+        part = min(1.0, MAX_SERVERS / num_servers)
+        self._settings = _scaled(config.rollout, point, part)
+        slots = -(-config.rollout.max_running_sequences // per_worker)
+        self._servers = [
+            _Server(figures.turn, slots) for _ in range(max(1, round(num_servers * part)))
+        ]
+        policy = StalenessPolicy(
+            point.max_staleness, self._settings.train_batch_groups, self._settings.over_bound
+        )
+        self._policy = policy
+        self._admission = Admission(self._settings, policy, lambda: self._now_s)
+        self._now_s = 0.0
+        self._version = 0
+        self._num_admitted = 0  # and not rejected
+        self._num_ever = 0
+        self._open: dict[int, tuple[Group, float]] = {}
+        self._left: dict[int, int] = {}
+        self._may_form = True  # something has happened since a batch was last tried
+        self._late: list[tuple[float, int]] = []  # when a group's rewards are there
+        self._finished: dict[int, Group] = {}
+        self._training_s: float | None = None
+        self._asked_s = 0.0
+        self._lengths = _lengths(figures)
+        self._ends: list[float] = []
+        self._waits: list[float] = []
+        self._group_times: list[float] = []
+        self._ages: list[float] = []
+
+    def forecast(self) -> Forecast:
+        self._ask()
+        while self._version < NUM_STEPS:
+            self._advance()
+        first, last = self._ends[NUM_SETTLING - 1], self._ends[-1]
+        num = NUM_STEPS - NUM_SETTLING
+        return Forecast(
+            self._point,
+            step_s=(last - first) / num,
+            wait_s=sum(self._waits[NUM_SETTLING:]) / num,
+            group_s=sum(self._group_times) / max(1, len(self._group_times)),
+            staleness=sum(self._ages[NUM_SETTLING:]) / num,
+        )
+
+    def _advance(self) -> None:
+        """To the next end of an answer, a group, or a step."""
+        speed = self._speed()
+        wait_s = min(server.next_end_s for server in self._servers) / speed
+        if self._training_s is not None:
+            wait_s = min(wait_s, self._training_s / speed)
+        if self._late:
+            wait_s = min(wait_s, self._late[0][0] - self._now_s)
+        if not math.isfinite(wait_s):
+            raise RuntimeError(f"the simulation of {self._point} stands still")
+        self._now_s += wait_s
+        for server in self._servers:
+            for group in server.advance(wait_s * speed):
+                self._left[group] -= 1
+                if not self._left[group]:
+                    heapq.heappush(self._late, (self._now_s + self._beside_s, group))
+        while self._late and self._late[0][0] <= self._now_s + 1e-12:
+            self._finish(heapq.heappop(self._late)[1])
+        if self._training_s is not None:
+            self._training_s -= wait_s * speed
+            if self._training_s <= 1e-12:
+                self._end_step()
+        if self._training_s is None and self._may_form:
+            self._form_batch()
+        self._admit()
+
+    def _speed(self) -> float:
+        """Of everything that computes, where it shares cores."""
+        if self._num_cores is None:
+            return 1.0
+        of_rank, of_worker = self._threads
+        wanted = sum(of_worker for server in self._servers if server.num_answers)
+        if self._training_s is not None:
+            wanted += of_rank * self._point.num_train_workers
+        return min(1.0, self._num_cores / max(1, wanted))
+
+    def _admit(self) -> None:
+        settings = self._settings
+        for _ in range(self._admission.num_admissible(self._version, self._num_admitted)):
+            if len(self._open) >= settings.max_concurrent_groups:
+                return
+            number = self._num_ever
+            self._num_ever += 1
+            self._num_admitted += 1
+            group = Group(number, _PROMPT, self._version, state=GroupState.running)
+            self._open[number] = group, self._now_s
+            self._left[number] = settings.group_size
+            server = min(self._servers, key=lambda server: server.num_answers)
+            longest = next(self._lengths)
+            for answer in range(settings.group_size):
+                share = self._figures.other_share if answer else 1.0
+                server.add(max(1.0, longest * share), number)
+
+    def _finish(self, number: int) -> None:
+        group, began_s = self._open.pop(number)
+        group.state = GroupState.finished
+        self._may_form = True
+        self._finished[number] = group
+        if self._version >= NUM_SETTLING:
+            self._group_times.append(self._now_s - began_s)
+        self._admission.note_finished(len(self._finished))
+
+    def _ask(self) -> None:
+        self._asked_s = self._now_s
+        self._may_form = True
+        self._admission.note_asked(self._version)
+        self._admit()
+
+    def _form_batch(self) -> None:
+        self._may_form = False
+        unconsumed = [group for group, _ in self._open.values()] + list(self._finished.values())
+        decision = self._policy.form_batch(unconsumed, self._version)
+        for group in decision.stale:
+            self._finished.pop(group.group_id, None)
+            if group.group_id in self._open:  # it goes on in its place, for nobody
+                group.admitted_version = self._version
+            else:
+                self._num_admitted -= 1
+        if decision.groups is None:
+            return
+        for group in decision.groups:
+            del self._finished[group.group_id]
+        ages = [self._version - group.admitted_version for group in decision.groups]
+        self._ages.append(sum(ages) / len(ages))
+        self._waits.append(self._now_s - self._asked_s)
+        self._admission.note_batch(len(self._finished))
+        figures = self._figures
+        self._training_s = figures.train_s / self._point.num_train_workers + figures.rest_s
+
+    def _end_step(self) -> None:
+        self._training_s = None
+        self._version += 1
+        self._ends.append(self._now_s)
+        self._ask()
+
+
+def _scaled(config: RolloutConfig, point: OperatingPoint, part: float) -> RolloutConfig:
+    """The settings that admission goes by, for a part of the servers."""
+    return replace(
+        config,
+        max_staleness=point.max_staleness,
+        total_steps=0,
+        train_batch_groups=max(1, round(config.train_batch_groups * part)),
+        max_concurrent_groups=max(1, round(config.max_concurrent_groups * part)),
+        admission=AdmissionMode(config.admission),
+    )
+
+
+def _lengths(figures: Figures) -> Iterator[float]:
+    """Of the longest answers of groups: lognormal, and cut off at the longest that was seen."""
+    rng, most = random.Random(0), figures.longest_max
+    location, sigma = fit_cut_lognormal(figures.longest_tokens, figures.longest_std, most)
+    while True:
+        yield min(rng.lognormvariate(location, sigma), most)
+
+
+def fit_cut_lognormal(mean: float, deviation: float, most: float) -> tuple[float, float]:
+    """(location, sigma) of a lognormal number X, such that min(X, most) has mean and deviation.
+
+    As near as there is one: the mean is at most `most`, and the deviation is limited, too.
+    """
+    normal = NormalDist()
+    quantiles = [normal.inv_cdf((number + 0.5) / NUM_QUANTILES) for number in range(NUM_QUANTILES)]
+
+    def numbers(location: float, sigma: float) -> list[float]:
+        return [min(math.exp(min(location + sigma * z, 700.0)), most) for z in quantiles]
+
+    def location_of(sigma: float) -> float:
+        highest = math.log(most) + 3 * sigma
+        return _bisected(lambda x: fmean(numbers(x, sigma)) - mean, 0.0, highest)
+
+    sigma = _bisected(lambda s: pstdev(numbers(location_of(s), s)) - deviation, 0.0, MAX_SIGMA)
+    return location_of(sigma), sigma
+
+
+def _bisected(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where it is 0, or the end that is nearer to that."""
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return (low + high) / 2

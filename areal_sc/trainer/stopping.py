@@ -1,0 +1,129 @@
+"""Ctrl-C and SIGTERM while a run trains: the first one is a wish, the second one an order.
+
+consumes     signals, in the main thread; and what a cluster tells the agents of its nodes
+waits for    the first of them; then for the end of the step and its snapshot
+unblocked by the signal, the end of the block, and the time limit, which is the second signal
+
+SIGUSR1 wishes for a snapshot alone: after the step the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, Final
+
+from areal_sc.interrupts import SNAPSHOT_SIGNAL
+from areal_sc.workers.spec import Wish
+
+_WISHES: Final = (signal.SIGINT, signal.SIGTERM)
+
+_JOIN_LIMIT_S: Final = 5.0
+
+
+class StopWish:
+    """Whether somebody wants the run to stop, or to be saved.
+
+    Args:
+        is_noted: whether wishes are noted at all.
+
+    Attributes:
+        asked_by: the first signal that arrived; None: the run does not have to stop.
+        may_repeat: SIGTERM may arrive once more and mean the same: a cluster sends it to the agents
+            and, if it is in a job itself, to the script.
+    """
+
+    def __init__(self, *, is_noted: bool) -> None:
+        self.asked_by: signal.Signals | None = None
+        self.may_repeat = False
+        self.noted: SimpleQueue[signal.Signals | None] = SimpleQueue()  # may interrupt itself
+        self._is_noted = is_noted
+        self._wants_snapshot = False
+
+    def note(self, asked_by: signal.Signals) -> None:
+        """The first one that asks for the end."""
+        self.asked_by = asked_by
+        self.noted.put(asked_by)
+
+    def on_wish(self, wish: Wish) -> None:
+        """A cluster tells its agents; from any thread. All of them tell the same, one by one."""
+        if wish is Wish.snapshot:
+            self._wants_snapshot = self._is_noted
+        elif not self._is_noted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.asked_by is None:
+            self.may_repeat = True
+            self.note(signal.SIGTERM)
+
+    def takes_snapshot(self) -> bool:
+        """Whether one is due now, that nobody has taken yet."""
+        is_due = self._wants_snapshot or self.asked_by is not None
+        self._wants_snapshot = False
+        return is_due
+
+
+@contextmanager
+def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Iterator[StopWish]:
+    """The first SIGINT or SIGTERM is noted; a further one does what it did before the block.
+
+    A noted one that the block ends without an error for takes effect at its end.
+
+    Args:
+        limit_s: after which a noted signal arrives again; 0, or outside of the main thread: none
+            is noted.
+        tell: is called at once with the signal that was noted, on a thread of its own.
+    """
+    if limit_s <= 0 or threading.current_thread() is not threading.main_thread():
+        yield StopWish(is_noted=False)
+        return
+    wish = StopWish(is_noted=True)
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    is_over = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if wish.asked_by is None:
+            wish.note(signal.Signals(number))
+        elif wish.may_repeat and number == signal.SIGTERM:
+            wish.may_repeat = False
+        else:
+            before[number](number, frame)
+
+    def watch() -> None:
+        asked_by = wish.noted.get()
+        if asked_by is not None:
+            tell(asked_by)
+            if not is_over.wait(limit_s):
+                wish.may_repeat = False
+                signal.pthread_kill(main_thread, asked_by)
+
+    main_thread = threading.get_ident()
+    watcher = threading.Thread(target=watch, name="stop", daemon=True)
+    watcher.start()
+    notes = dict.fromkeys(_WISHES, note) | {SNAPSHOT_SIGNAL: lambda *_: wish.on_wish(Wish.snapshot)}
+    for number, its in notes.items():
+        handler = signal.getsignal(number)
+        if callable(handler):  # what is ignored, or ends the process, stays as it is
+            before[number] = handler
+            signal.signal(number, its)
+    try:
+        yield wish
+    except GeneratorExit as left:
+        if left.__context__ is not None:  # the loop was left by an error, not by its own will
+            wish.asked_by = None
+        raise
+    except BaseException:
+        wish.asked_by = None
+        raise
+    finally:
+        is_over.set()
+        wish.noted.put(None)
+        for held, its in before.items():
+            signal.signal(held, its)
+        watcher.join(_JOIN_LIMIT_S)
+        if wish.asked_by is not None:
+            signal.raise_signal(wish.asked_by)

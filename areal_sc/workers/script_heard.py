@@ -1,0 +1,138 @@
+"""Whether an agent's script is there, and needs it, as far as the agent hears."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import NotPermitted, TransportError
+from areal_sc.workers.joining import JOIN_LIMIT_S
+from areal_sc.workers.wishes import Wishes
+
+MAX_SILENT_INTERVALS: Final = 5
+"""A script that lives asks for news at every interval."""
+
+logger = logging.getLogger(__name__)
+
+
+class ScriptHeard:
+    """Judged by the calls of its controllers; without workers, by other signs.
+
+    Args:
+        has_workers: whether any run.
+        is_far: the script is on another machine, where `is_done` asks it: an open standard input
+            tells nothing of a script to which there is no way any more.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        wishes: Wishes,
+        has_workers: Callable[[], bool],
+        *,
+        is_far: bool,
+    ) -> None:
+        self._is_far = is_far
+        self._config = config
+        self._wishes = wishes
+        self._has_workers = has_workers
+        self._heard_s = self._asked_s = time.monotonic()
+        self._is_known = not is_far  # a script on this machine has started the agent just now
+
+    def note(self) -> None:
+        """It calls, or answers."""
+        self._heard_s = time.monotonic()
+        self._is_known = True
+
+    @property
+    def is_lately(self) -> bool:
+        """Whether it lives, by all that is known."""
+        return self._is_known and self._is_within(self._beats_s)
+
+    @property
+    def uses_node(self) -> bool:
+        """Whether it loses something if the agent ends."""
+        return self._has_workers() and self.is_lately
+
+    @property
+    def needs_node(self) -> bool:
+        """Someone may still need workers; until any run, the script may be silent."""
+        limit_s = self._beats_s if self._wishes.are_of_end else self._config.orphan_timeout_s
+        must_call = self._is_far or self._has_workers() or self._wishes.are_of_end
+        if self._is_within(limit_s) or not (must_call or _is_input_closed()):
+            return True
+        logger.error("no controller was heard for %g s; ending", limit_s)
+        return False
+
+    async def meet(self, join: Callable[[float], Awaitable[None]], ended: asyncio.Event) -> None:
+        """Returns at the first answer of a script on another machine, or when the agent ends.
+
+        Args:
+            join: as for `is_done`.
+        Raises: TransportError: none comes, or the run is to end before. NotPermitted: as `join`.
+        """
+        meeting = asyncio.create_task(self._meet(join))
+        ending = asyncio.create_task(ended.wait())
+        try:
+            await asyncio.wait([meeting, ending], return_when=asyncio.FIRST_COMPLETED)
+            if meeting.done():
+                meeting.result()
+        finally:
+            for task in (meeting, ending):
+                task.cancel()
+            await asyncio.gather(meeting, ending, return_exceptions=True)
+
+    async def _meet(self, join: Callable[[float], Awaitable[None]]) -> None:
+        give_up_s = time.monotonic() + min(JOIN_LIMIT_S, self._config.orphan_timeout_s)
+        while True:
+            try:
+                await join(self._beats_s)
+                return self.note()
+            except NotPermitted:
+                raise
+            except TransportError:
+                if self._wishes.are_of_end or time.monotonic() >= give_up_s:
+                    raise
+
+    async def is_done(self, join: Callable[[float], Awaitable[None]]) -> bool:
+        """Whether a script that was silent says, when it is asked, that it has another agent.
+
+        Without workers no controller calls: then its answer tells that it lives.
+
+        Args:
+            join: joins the script on another machine, within a limit in seconds.
+        """
+        limit_s = min(self._beats_s, self._config.orphan_timeout_s / 4)
+        if time.monotonic() < limit_s + max(self._heard_s, self._asked_s):
+            return False
+        try:
+            await join(limit_s / 2)
+        except NotPermitted as error:
+            logger.error("the agent ends with its workers: %s", error)
+            return True
+        except TransportError as error:
+            logger.warning("the script does not answer: %s", error)
+        else:
+            if not self._has_workers():
+                self.note()
+        self._asked_s = time.monotonic()
+        return False
+
+    @property
+    def _beats_s(self) -> float:
+        beats_s = MAX_SILENT_INTERVALS * self._config.heartbeat_interval_s
+        return min(self._config.orphan_timeout_s, beats_s)
+
+    def _is_within(self, limit_s: float) -> bool:
+        return time.monotonic() <= self._heard_s + limit_s
+
+
+def _is_input_closed() -> bool:
+    """The script is gone: it holds the standard input open, and writes none."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])

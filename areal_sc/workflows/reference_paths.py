@@ -1,0 +1,65 @@
+"""The paths of the script's machine that a reference names, and the same reference elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+from areal_sc.workflows.reference import references_in
+
+
+def code_folders(wire: dict[str, Any]) -> set[str]:
+    """Folders that are on `sys.path` when the targets are imported.
+
+    Args:
+        wire: a reference in its wire form.
+    """
+    return {it["search_path"] for it in references_in(wire) if it["search_path"] is not None}
+
+
+def script_files(wire: dict[str, Any]) -> set[str]:
+    """Targets that are files."""
+    return {file for it in references_in(wire) if (file := _file_of(it))}
+
+
+def data_paths(wire: dict[str, Any]) -> set[str]:
+    """Arguments that are paths."""
+    return {it["path"] for it in _paths_in(wire)}
+
+
+def moved(wire: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """The reference with other paths.
+
+    Args:
+        place: from a path of the script's machine to one of this machine.
+    """
+    wire = deepcopy(wire)
+    for reference in references_in(wire):
+        if reference["search_path"] is not None:
+            reference["search_path"] = place(reference["search_path"])
+        if file := _file_of(reference):
+            reference["target"] = place(file) + reference["target"].removeprefix(file)
+    for path in _paths_in(wire):
+        path["path"] = place(path["path"])
+    return wire
+
+
+def _file_of(reference: dict[str, Any]) -> str:
+    location: str = reference["target"].rpartition(":")[0]
+    return location if location.endswith(".py") else ""
+
+
+def _paths_in(wire: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    values: list[Any] = [wire["args"], wire["kwargs"]]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            if value.get("$") == "path":
+                yield value
+            elif value.get("$") == "reference":
+                values += [value["reference"]["args"], value["reference"]["kwargs"]]
+            else:
+                values += value.values()
+        elif isinstance(value, list):
+            values += value

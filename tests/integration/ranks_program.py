@@ -1,0 +1,247 @@
+"""Runs a training engine in several ranks and leaves what it did as files.
+
+A program of its own, because ranks are forked, which is safe only from a process that has
+imported torch and computed nothing with it. Called as `ranks_program.py FOLDER`; for each scenario
+named in `FOLDER/scenarios.json` it writes `FOLDER/NAME-RANK.pt`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import re
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
+from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.handles import make_actor
+from areal_sc.engines.training.micro_batches import MicroBatch
+from areal_sc.engines.training.rank_engine import RankEngine
+from areal_sc.errors import ArealError
+from areal_sc.transport.packed_rows import PackedRows
+
+RANK_TIMEOUT_S = 120.0
+
+
+def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
+    """Rows whose first third is the prompt; values as a slightly stale policy leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    loss_mask = torch.cat(
+        [torch.arange(length) >= max(1, length // 3) for length in lengths]
+        or [torch.zeros(0, dtype=torch.bool)]
+    )
+    return PackedRows(
+        {
+            "input_ids": torch.randint(vocabulary, (num_tokens,), generator=generator),
+            "loss_mask": loss_mask,
+            "behavior_logprobs": -3.4 + 0.4 * torch.rand(num_tokens, generator=generator),
+            "proximal_logprobs": -3.4 + 0.4 * torch.rand(num_tokens, generator=generator),
+            "versions": torch.randint(3, (num_tokens,), generator=generator, dtype=torch.int32),
+            "temperatures": torch.full((num_tokens,), 0.9),
+        },
+        tuple(lengths),
+        tuple(torch.randn(len(lengths), generator=generator).tolist()),
+    )
+
+
+def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRows:
+    """All rows of a minibatch; `unrewarded` names those whose advantage is 0."""
+    rows = make_rows(100 * step + index, minibatch["lengths"], 30)
+    unrewarded = minibatch.get("unrewarded", [])
+    advantages = (0.0 if row in unrewarded else a for row, a in enumerate(rows.advantages or ()))
+    return replace(rows, advantages=tuple(advantages))
+
+
+class WeighedEngine(FSDPEngine):
+    """Notes the bytes of all tensors at the start of each micro-batch."""
+
+    def __init__(self, config: ActorConfig) -> None:
+        super().__init__(config)
+        self.tensor_bytes: list[int] = []
+
+    def _micro_batch(self, *args: Any) -> MicroBatch:
+        self.tensor_bytes.append(count_tensor_bytes())
+        return super()._micro_batch(*args)
+
+
+def whole_weights(engine: RankEngine) -> dict[str, torch.Tensor]:
+    """Copies, as every rank gathers them; in small buckets."""
+    return {name: v.clone() for bucket in engine.gather_weights(5000) for name, v in bucket}
+
+
+def count_tensor_bytes() -> int:
+    """Memory of all tensors of this process that Python, or a parameter's gradient, refers to."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class WithoutMemory(TorchDispatchMode):
+    """No tensor gets memory of its own in this thread."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            known = {v.untyped_storage().data_ptr() for v in args if isinstance(v, torch.Tensor)}
+            if found.untyped_storage().data_ptr() not in known:
+                raise MemoryError(f"no memory for {func}")
+        return found
+
+
+def swap_gate_and_up() -> None:
+    """Makes Megatron-core's ranks put these weights where the others belong."""
+    state: Any = importlib.import_module("areal_sc.engines.megatron.state").MegatronState
+    names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    write = state.write
+
+    def write_swapped(self: Any, kind: str, name: str, values: torch.Tensor) -> None:
+        write(self, kind, re.sub("|".join(names), lambda found: names[found[0]], name), values)
+
+    state.write = write_swapped
+
+
+def actor_config(scenario: dict[str, Any]) -> ActorConfig:
+    return ActorConfig(
+        engine=TrainEngineKind(scenario.get("engine", "fsdp")),
+        path=scenario["model"],
+        device="cpu",
+        dtype=scenario.get("dtype", "float32"),
+        max_tokens_per_micro_batch=scenario.get("max_tokens", 64),
+        activation_checkpointing=scenario.get("activation_checkpointing", False),
+        logprob_chunk_tokens=7,
+        seed=0,
+        parallel=ParallelConfig(**scenario.get("parallel", {})),
+        optimizer=OptimizerConfig(
+            lr=1e-3,
+            eps=1e-6,
+            weight_decay=0.01,
+            max_grad_norm=0.5,
+            schedule="linear",
+            warmup_steps=2,
+            total_steps=10,
+        ),
+        ppo=PPOConfig(behavior_weight_cap=1.2),
+    )
+
+
+def run_rank(
+    name: str, scenario: dict[str, Any], folder: Path, rank: int, world_size: int, address: str
+) -> None:
+    torch.set_num_threads(1)
+    is_weighed = scenario.get("weighed", False)
+    config = actor_config(scenario)
+    if scenario.get("swaps_gate_and_up"):
+        swap_gate_and_up()
+    engine = WeighedEngine(config) if is_weighed else make_actor(config).build()
+    if address == "" and rank == 0:
+        address = engine.create_rendezvous()
+        (folder / f"{name}.address.part").write_text(address)
+        (folder / f"{name}.address.part").rename(folder / f"{name}.address")
+    result: dict[str, Any] = {"stats": []}
+    try:
+        share = engine.initialize(rank, world_size, address).data_rank
+        if "load_snapshot" in scenario:
+            engine.load_snapshot(Path(scenario["load_snapshot"]))
+        rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
+        result["logprobs"] = engine.forward(rows, "logprobs")
+
+        if "save_first" in scenario:
+            engine.begin_save_hf(Path(scenario["save_first"])).result(60)
+
+        def train_step(step: int) -> dict[str, float]:
+            minibatches = [
+                make_minibatch(step, index, minibatch).take(minibatch["rows"][share])
+                for index, minibatch in enumerate(scenario["minibatches"])
+            ]
+            return engine.update(
+                minibatches,
+                loss_of(engine.config.ppo),
+                step=step,
+                min_token_version=scenario.get("min_token_version"),
+            )
+
+        for step in scenario["steps"]:
+            before = count_tensor_bytes() if is_weighed else 0
+            result["stats"].append(train_step(step))
+            if isinstance(engine, WeighedEngine):
+                result["held_bytes"] = [count - before for count in engine.tensor_bytes]
+                engine.tensor_bytes.clear()
+            if step == scenario.get("snapshot_after"):
+                engine.begin_snapshot(Path(scenario["snapshot"])).result()
+        if "without_memory" in scenario:
+            with WithoutMemory() if rank == scenario["without_memory"] else nullcontext():
+                begun = engine.begin_snapshot(folder / name)
+            result["failure"] = str(begun.exception())
+        if "save_hf" in scenario:
+            engine.begin_save_hf(Path(scenario["save_hf"])).result(60)
+        result["weights"] = whole_weights(engine)
+        if isinstance(engine, FSDPEngine):
+            result["parts"] = {
+                name: local_part(parameter.detach()).clone()
+                for name, parameter in engine._model.causal_lm.named_parameters()
+            }
+        for path in scenario.get("resumes", []):
+            engine.load_snapshot(Path(path))
+            train_step(scenario["resumes_step"])
+            result[path] = whole_weights(engine)
+    except (ArealError, ValueError) as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    torch.save(result, folder / f"{name}-{rank}.pt")
+    engine.close()
+
+
+def run_scenario(name: str, scenario: dict[str, Any], folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    world_size = scenario["world_size"]
+    ranks = []
+    address = ""
+    for rank in range(world_size):
+        process = context.Process(
+            target=run_rank, args=(name, scenario, folder, rank, world_size, address)
+        )
+        process.start()
+        ranks.append(process)
+        if rank == 0 and world_size > 1:
+            address = wait_for_address(folder / f"{name}.address", process)
+    for process in ranks:
+        process.join(RANK_TIMEOUT_S)
+        if process.exitcode != 0:
+            for other in ranks:
+                other.kill()
+            raise SystemExit(f"{name}: a rank ended with exit code {process.exitcode}")
+
+
+def wait_for_address(path: Path, process: multiprocessing.process.BaseProcess) -> str:
+    while not path.exists():
+        process.join(0.01)  # also the pause between two looks
+        if process.exitcode is not None:
+            raise SystemExit(f"rank 0 ended with exit code {process.exitcode}")
+    return path.read_text()
+
+
+def main(folder: Path) -> None:
+    scenarios = json.loads((folder / "scenarios.json").read_text())
+    if any(scenario.get("engine") == "megatron" for scenario in scenarios.values()):
+        importlib.import_module("areal_sc.engines.megatron.engine")  # seconds, in each rank
+    for name, scenario in scenarios.items():
+        run_scenario(name, scenario, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

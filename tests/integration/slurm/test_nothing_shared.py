@@ -1,0 +1,104 @@
+"""A whole run on three hosts that share nothing but the network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.slurm.conftest import NODES, Cluster
+from integration.slurm.test_slurm_scheduler import until
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[3]
+NUM_STEPS = 6
+
+
+@pytest.fixture
+def place(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A folder that each host has for itself."""
+    for node in NODES:
+        cluster.on(node, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
+    yield tmp_path
+    for node in NODES:
+        cluster.on(node, "umount", str(tmp_path))
+
+
+class Example:
+    """Letter sort, with all of its files in a folder that nodes do not see."""
+
+    def __init__(self, place: Path, *words: str) -> None:
+        self.run_dir = place / "run"
+        shutil.copytree(ROOT / "examples", place / "scripts")
+        shutil.copy(ROOT / "configs" / "letter_sort.yaml", place)
+        self._words = [
+            *(str(place / "scripts" / "letter_sort.py"), "--config", "letter_sort.yaml"),
+            *("scheduler.type=slurm", "run_dir=run", "actor.path=warm", f"total_steps={NUM_STEPS}"),
+            *("scheduler.slurm.train.nodes=2", "scheduler.slurm.rollout.nodes=1"),
+            *("rollout.num_workers=2", "task.warm_start.steps=120", "evaluation.num_prompts=16"),
+            *("task.max_letters=4", "task.median_letters=2", "actor.optimizer.lr=1e-3"),
+            *("checkpoint.every_steps=2", "checkpoint.export_every_steps=4"),
+            *(f"scheduler.node_folder={place / 'node'}", *words),
+        ]
+        self._place = place
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with (self._place / "output.txt").open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, *self._words], cwd=self._place, stdout=output, stderr=output
+            )
+
+    @property
+    def output(self) -> str:
+        return (self._place / "output.txt").read_text()
+
+    def lines(self, kind: str, name: str = "") -> list[dict[str, Any]]:
+        """What the metrics file has of a kind."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        told = [json.loads(line) for line in lines if line.endswith("}")]
+        return [it for it in told if it["kind"] == kind and it.get("name", "") == name]
+
+    def told(self, kind: str, name: str = "") -> list[int]:
+        """Steps of it."""
+        return [it["step"] for it in self.lines(kind, name)]
+
+
+@pytest.mark.slow
+async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, place: Path) -> None:
+    """It is killed, and goes on from what came back; its trainers are two on each of two hosts."""
+    example = Example(place, "actor.parallel.data=4", f"transport.bind={cluster.network6}:/64")
+    with example.start() as script:
+        try:
+            await until(lambda: example.told("event", "snapshot") or script.poll() is not None, 240)
+        finally:
+            script.kill()
+        await until(lambda: script.poll() is not None)
+    assert script.returncode == -signal.SIGKILL, example.output
+    assert cluster.jobs(), "its agents live: the next start ends them"
+    [*_, newest] = sorted((example.run_dir / "checkpoints").glob("step-*"))
+    snapshot = {it.name for it in (newest / "engine").iterdir()}
+    assert snapshot == {*(f"rank-{rank}.safetensors" for rank in range(4)), "snapshot.json"}
+    with example.start() as script:
+        await until(lambda: script.poll() is not None, 240)
+    assert script.returncode == 0, example.output
+    assert example.told("event", "resumed") == [int(newest.name.rpartition("-")[2])]
+    assert example.told("step") == list(range(1, NUM_STEPS + 1))
+    steps = example.lines("step")
+    assert all(it["reward"] > 0 and it["train"]["grad_norm"] > 0 for it in steps), steps
+    for model in (example.run_dir / "model", example.run_dir / "models" / "step-4"):
+        assert AutoModelForCausalLM.from_pretrained(model).config.vocab_size > 0
+        assert AutoTokenizer.from_pretrained(model)("cab=")["input_ids"]
+    logs = {it.name for it in (example.run_dir / "logs").glob("node*/*")}
+    workers = *(f"train-{rank}.log" for rank in range(4)), "rollout-0.log", "rollout-1.log"
+    assert logs >= {"agent.log", *workers}
+    assert cluster.left_overs() == []
+    for node in NODES:
+        assert cluster.on(node, "ls", str(place)) == "node"
+        assert cluster.on(node, "sh", "-c", f"ls {place}/node/*/runs") == ""

@@ -1,0 +1,132 @@
+"""A whole run on three hosts: the example, with one more word on its command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from integration.run_process import open_gate, tiny_run
+from integration.slurm.conftest import NODES, Cluster
+from integration.slurm.test_slurm_scheduler import until
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_letter_sort_trains_on_three_hosts_over_ipv6(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [
+        *("--config", str(ROOT / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
+        *("scheduler.slurm.train.nodes=2", "scheduler.slurm.rollout.nodes=1"),
+        *("actor.parallel.data=2", "scheduler.slurm.cpus_per_worker=8", f"run_dir={run_dir}"),
+        *(f"actor.path={tmp_path / 'warm'}", "task.warm_start.steps=5", "total_steps=3"),
+        *("evaluation.num_prompts=32", f"transport.bind={cluster.network6}:/64"),
+    ]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "letter_sort.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((run_dir / "summary.json").read_text())["num_steps"] == 3
+    log = (run_dir / "logs" / "controller.log").read_text()
+    found = re.findall(r"worker=(\S+) pid=\d+ address=tcp://\[(\S+)\]", log)
+    hosts = {name: host for name, host in found}
+    assert hosts.keys() == {"train/0", "train/1", "rollout/0"}
+    assert set(hosts.values()) == {f"{cluster.network6}:{10 + i}" for i in (1, 2, 3)}
+    assert cluster.jobs() == []
+    assert cluster.left_overs() == []
+    assert not (run_dir / "keys.json").exists()
+    assert len(list((run_dir / "logs").glob("agent-node*.log"))) == len(NODES)
+
+
+@pytest.mark.slow
+def test_a_run_whose_job_is_requeued_goes_on_from_where_it_was(
+    cluster: Cluster, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    words = (
+        *("scheduler.type=slurm", "scheduler.slurm.nodes=2", "scheduler.slurm.requeue=true"),
+        *("scheduler.orphan_timeout_s=30", "checkpoint.every_steps=9999", "total_steps=8"),
+        "task.num_free_episodes=16",  # two steps a byte
+    )
+    with tiny_run(tmp_path / "run", tiny_model_folder, *words) as run:
+        run.wait_for_step(2)
+        [job] = cluster.jobs()
+        cluster.run("scontrol", "requeue", job)
+        open_gate(run.run_dir)
+        run.wait_until(lambda: run.events("snapshot"), "a snapshot")
+        run.wait_until(lambda: len(run.events("workers_restarted")) == 2, "the job's next start")
+        for _ in range(8):
+            open_gate(run.run_dir)
+        run.finish()
+        assert run.steps() == list(range(1, 9)), "no step is lost after the snapshot"
+        assert run.summary()["num_rows_trained_twice"] == 0
+        logs = [path.name for path in (run.run_dir / "logs").glob("agent-*")]
+        assert sum(name.endswith("-1.log") for name in logs) == 2, logs
+    cluster.wait_until_idle()
+    assert cluster.left_overs() == []
+
+
+class Run:
+    """The example on a partition whose jobs make way for others, as often as it is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self._words = [
+            *("--config", str(ROOT / "configs" / "letter_sort.yaml"), "scheduler.type=slurm"),
+            *("scheduler.slurm.nodes=2", "scheduler.slurm.partition=low", "total_steps=9999"),
+            *(f"run_dir={self.run_dir}", f"actor.path={folder / 'warm'}"),
+            *("task.warm_start.steps=1", "evaluation.num_prompts=4", "checkpoint.every_steps=9999"),
+        ]
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        program = [sys.executable, str(ROOT / "examples" / "letter_sort.py"), *self._words]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(program, **quiet) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def told(self, kind: str, name: str = "") -> list[int]:
+        """Steps of what the metrics file has of a kind."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        told = [json.loads(line) for line in lines if line.endswith("}")]
+        return [it["step"] for it in told if it["kind"] == kind and it.get("name", "") == name]
+
+
+@pytest.mark.slow
+async def test_a_run_is_saved_killed_taken_over_and_preempted(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    with run.started() as script:
+        await until(lambda: len(run.told("step")) > 1)
+        [job] = cluster.jobs()
+        cluster.run("scancel", "--signal=USR1", job)
+        await until(lambda: run.told("event", "snapshot"))
+        num_steps = len(run.told("step"))
+        await until(lambda: len(run.told("step")) > num_steps)
+        assert script.poll() is None
+    with run.started() as script:
+        await until(lambda: run.told("event", "reattached"))
+        num_steps = len(run.told("step"))
+        await until(lambda: len(run.told("step")) > num_steps)
+        assert cluster.jobs() == [job]
+        cluster.run("sbatch", "-phigh", "-N3", "--exclusive", "-o/dev/null", "--wrap=true")
+        await until(lambda: script.poll() is not None)
+        assert script.returncode == 128 + signal.SIGTERM
+    assert not run.told("event", "resumed")
+    assert run.told("event", "snapshot")[-1] == run.told("step")[-1], "no step is lost"
+    await until(lambda: cluster.jobs() == [])
+    assert cluster.left_overs() == []

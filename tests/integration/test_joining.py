@@ -1,0 +1,166 @@
+"""Who was invited joins, once in each place; nobody else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+
+import pytest
+
+from areal_sc.errors import NotPermitted, ProtocolError, TransportError
+from areal_sc.ids import random_id
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.joining import JoinServer
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.sockets.interface import LOOPBACK
+from areal_sc.workers.joining import Invitation
+from areal_sc.workers.spec import JOIN, Joining
+
+LIMIT_S = 30.0
+NO_SERVICE_S = 1.0
+
+
+@pytest.fixture
+def keys() -> RunKeys:
+    return RunKeys.create()
+
+
+@pytest.fixture
+def joins(keys: RunKeys, tmp_path: Path) -> Iterator[JoinServer]:
+    server = JoinServer(keys, LOOPBACK, RunFolder(tmp_path))
+    yield server
+    server.close()
+
+
+def secret_of(joins: JoinServer, num_nodes: int, num_restarts: int = 0) -> str:
+    """That of a new invitation, without the key of the script."""
+    return joins.invite(random_id(), num_nodes, num_restarts).split()[1]
+
+
+async def come(
+    joins: JoinServer,
+    keys: RunKeys,
+    own: KeyPair,
+    secret: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    node: str = "node1",
+    job: str = "7",
+    restart: str | None = None,
+) -> None:
+    """An agent joins."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    if restart is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    invitation = Invitation(joins.address, Path("none"), keys.controller.public, secret)
+    await invitation.accept(own, f"{node} says", LIMIT_S)
+
+
+async def test_an_invitation_is_good_for_one_agent_in_each_place(
+    joins: JoinServer,
+    keys: RunKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    secret, first, second, third = secret_of(joins, 2), *(KeyPair.create() for _ in range(3))
+    await come(joins, keys, first, secret, monkeypatch)
+    await come(joins, keys, first, secret, monkeypatch)  # it tells again that it is there
+    with pytest.raises(NotPermitted, match="another agent of node node1 has joined"):
+        await come(joins, keys, second, secret, monkeypatch)
+    await come(joins, keys, second, secret, monkeypatch, node="node2")
+    for node, restart in (("node3", "0"), ("node1", "1"), ("node9", "7")):
+        with pytest.raises(NotPermitted, match="2 nodes and 0 restarts of one job, and they have"):
+            await come(joins, keys, third, secret, monkeypatch, node=node, restart=restart)
+    with pytest.raises(NotPermitted, match="node node1 of job 8, restart 0"):
+        await come(joins, keys, first, secret, monkeypatch, job="8", restart="0")
+    for guess in ("", secret[:-1], secret + "x", secret_of(joins, 1).swapcase(), "\udcff" * 40):
+        with pytest.raises((NotPermitted, TransportError)):
+            await come(joins, keys, third, guess, monkeypatch, node="node3", restart="0")
+    told = joins.joined("7")
+    assert {name: it.agent_key for name, it in told.items()} == {
+        "node1": first.public.decode(),
+        "node2": second.public.decode(),
+    }
+    assert joins.num_refused >= 8
+    refusals = [r.getMessage() for r in caplog.records if "joining_refused" in r.getMessage()]
+    assert len(refusals) == 1, "a flood is one line"
+    assert secret not in caplog.text + repr(told)
+    # a later step on the same node has an invitation of its own
+    await come(joins, keys, third, secret_of(joins, 1), monkeypatch, restart="0")
+    assert joins.joined("7")["node1"].agent_key == third.public.decode()
+
+
+async def test_a_job_that_slurm_starts_again_is_invited_again(
+    joins: JoinServer, keys: RunKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, lives = secret_of(joins, 1, 1), [KeyPair.create() for _ in range(3)]
+    for own, restart in zip(lives, "012", strict=True):
+        if restart == "2":
+            with pytest.raises(NotPermitted):
+                await come(joins, keys, own, secret, monkeypatch, restart=restart)
+        else:
+            await come(joins, keys, own, secret, monkeypatch, restart=restart)
+    assert joins.joined("7")["node1"].agent_key == lives[1].public.decode()
+
+
+async def test_nobody_else_gets_anything_from_where_agents_join(
+    joins: JoinServer, keys: RunKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, secret = KeyPair.create(), secret_of(joins, 1)
+    joining = Joining("7", "node1", 1, "says", own.public.decode(), secret)
+    worker = Passes(keys).issue("rollout/0", Caller.rollout)
+    with_a_pass = CurveClient(worker.own, keys.controller.public, worker.shown_pass)
+    wrong_script = CurveClient(own, KeyPair.create().public)
+    for client in (None, wrong_script, with_a_pass):
+        transport = ZmqTransport(client=client)
+        try:
+            script = transport.connect(joins.address, "scheduler", ANY_INCARNATION)
+            with pytest.raises(TransportError):
+                await script.call(JOIN, joining, timeout_s=NO_SERVICE_S)
+        finally:
+            await transport.close()
+    assert joins.joined("7") == {}
+    transport = ZmqTransport(client=CurveClient(own, keys.controller.public))
+    try:
+        script = transport.connect(joins.address, "scheduler", ANY_INCARNATION)
+        nonsense = Method("join", dict, NoneType)
+        for arguments in ({}, {"node": 1}, {"node": "n", "pid": "x", "secret": secret}):
+            with pytest.raises(ProtocolError, match="not of the declared type"):
+                await script.call(nonsense, arguments, timeout_s=LIMIT_S)
+        with pytest.raises(NotPermitted, match="a newcomer may not call shutdown"):
+            await script.call(Method("shutdown", NoneType, NoneType), None, timeout_s=LIMIT_S)
+        huge = replace(joining, node="n" * (1 << 20))
+        with pytest.raises(TransportError):
+            await script.call(JOIN, huge, timeout_s=NO_SERVICE_S)
+        assert joins.joined("7") == {}
+        await script.call(JOIN, joining, timeout_s=LIMIT_S)
+    finally:
+        await transport.close()
+    assert joins.joined("7").keys() == {"node1"}
+    assert secret not in caplog.text
+
+
+@pytest.mark.parametrize("given", [b"", b"no end", b"x" * 10_000, b"\n", b"\xff \xff\n"])
+def test_whatever_is_said_to_an_agent_first_it_gets_on_or_says_so(given: bytes) -> None:
+    program = (
+        "from areal_sc.workers.joining import read_introduction\n"
+        "key, secret, nonce = read_introduction()\n"
+        "print(len(key) + len(secret) + len(nonce))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=given, capture_output=True, timeout=LIMIT_S
+    )
+    if given in (b"", b"no end"):
+        assert b"WorkerStartError: the standard input does not say whose" in done.stderr
+    else:
+        assert int(done.stdout) <= 256

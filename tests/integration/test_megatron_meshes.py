@@ -1,0 +1,275 @@
+"""Megatron-core's meshes train as one process of the FSDP engine does, and share its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+PROGRAM = Path(__file__).with_name("ranks_program.py")
+EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
+ALL = list(range(8))
+ONE_SHARE = [{"lengths": EIGHT, "rows": [ALL]}, {"lengths": EIGHT[::-1], "rows": [ALL]}]
+TWO_SHARES = [  # of the second minibatch, the first share has nothing
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 6, 7], [5]]},
+    {"lengths": EIGHT[::-1], "rows": [[], ALL]},
+]
+SIZES = {  # the vocabulary does not come out even
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+MODELS = {
+    "qwen2": hf.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": hf.Qwen3Config(**{**SIZES, "num_hidden_layers": 4}, tie_word_embeddings=False),
+    "llama": hf.LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA_ROPE),
+    "moe": hf.Qwen3MoeConfig(**{**SIZES, **EXPERTS}, tie_word_embeddings=False),
+    "moe_plain": hf.Qwen3MoeConfig(**{**SIZES, **EXPERTS, "norm_topk_prob": False}),
+}
+MESHES = {
+    "tp2": {"tensor": 2},
+    "dp2": {"data": 2},
+    "pp2": {"pipeline": 2},
+    "vpp": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "ep2": {"data": 2, "expert": 2},
+    "tp2_ep2": {"tensor": 2, "expert": 2},
+}
+MESHES_OF = {
+    "qwen2": ("tp2_pp2", "dp2"),
+    "qwen3": ("vpp",),
+    "llama": ("tp2",),
+    "moe": ("tp2_ep2",),
+    "moe_plain": ("ep2",),
+}
+RESUMED = {  # what others have saved before
+    "qwen2_tp2_pp2": ("fsdp",),
+    "qwen2_dp2": ("fsdp", "dp2", "tp2_pp2"),
+    "qwen2_resumed_by_fsdp": MESHES_OF["qwen2"],
+    "qwen3_vpp": ("fsdp",),
+    "moe_resumed_by_fsdp": ("tp2_ep2",),
+    "moe_plain_ep2": ("fsdp",),
+}
+TRAINED = [(model, mesh) for model, meshes in MESHES_OF.items() for mesh in meshes]
+TOLERANCE = 2e-5
+Ranks = list[dict[str, Any]]
+Results = dict[str, Ranks]
+
+
+def save_model(folder: Path, config: Any) -> str:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # biases are 0, norms all alike
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return str(folder)
+
+
+def model_of(name: str) -> str:
+    """Of the scenario of this name."""
+    return max((model for model in MODELS if name.startswith(f"{model}_")), key=len)
+
+
+def scenario(model: str, parallel: dict[str, int], **settings: Any) -> dict[str, Any]:
+    num_ranks = 1
+    for name in ("data", "tensor", "pipeline"):
+        num_ranks *= parallel.get(name, 1)
+    return {
+        "engine": "megatron",
+        "model": model,
+        "world_size": num_ranks,
+        "parallel": parallel,
+        "steps": [0, 1],
+        "logprob_lengths": [[5, 9, 1], [5, 9, 1]],
+        "minibatches": TWO_SHARES if "data" in parallel else ONE_SHARE,
+        "max_tokens": 32,
+        **settings,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    """Scenario name -> what each rank left."""
+    paths = {name: save_model(folder / name, config) for name, config in MODELS.items()}
+
+    def resumes(name: str) -> dict[str, Any]:
+        saved = [str(folder / f"{model_of(name)}_at_{other}") for other in RESUMED.get(name, ())]
+        return {"resumes": saved, "resumes_step": 1}
+
+    scenarios = {}
+    for model, path in paths.items():
+        scenarios[f"{model}_fsdp"] = scenario(
+            path, {}, engine="fsdp", snapshot_after=0, snapshot=str(folder / f"{model}_at_fsdp")
+        )
+    for model, mesh in TRAINED:
+        name = f"{model}_{mesh}"
+        scenarios[name] = scenario(
+            paths[model],
+            MESHES[mesh],
+            save_first=str(folder / f"{name}_untrained"),
+            save_hf=str(folder / f"{model}_by_{mesh}"),
+            snapshot_after=0,
+            snapshot=str(folder / f"{model}_at_{mesh}"),
+            **resumes(name),
+        )
+    for name in ("qwen2_resumed_by_fsdp", "moe_resumed_by_fsdp"):
+        path = paths[model_of(name)]
+        scenarios[name] = scenario(path, {}, engine="fsdp", steps=[], **resumes(name))
+    qwen2 = paths["qwen2"]
+    scenarios |= {
+        "recomputed": scenario(qwen2, MESHES["pp2"], activation_checkpointing=True),
+        "bfloat16": scenario(qwen2, MESHES["dp2"], dtype="bfloat16", without_memory=0),
+        "swapped": scenario(qwen2, MESHES["pp2"], swaps_gate_and_up=True),
+        "too_many_stages": scenario(qwen2, {"pipeline": 2, "virtual_pipeline": 2}),
+    }
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env={**os.environ, "MEGATRON_ON_CPU": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
+        for name, it in scenarios.items()
+    }
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n].double() - expected[n].double()).abs().max()) for n in found)
+
+
+def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def heads_of(mesh: str, ranks: Ranks) -> Ranks:
+    """Ranks that know log-probabilities: of the last stage."""
+    return ranks[-len(ranks) // MESHES[mesh].get("pipeline", 1) :]
+
+
+def assert_same_training(ranks: Ranks, alone: dict[str, Any]) -> None:
+    """Weights, and what is reported, are those of one process, on every rank."""
+    for rank in ranks:
+        assert "error" not in rank, rank["error"]
+        assert difference(rank["weights"], alone["weights"]) <= TOLERANCE
+        for found, expected in zip(rank["stats"], alone["stats"], strict=True):
+            assert found.keys() == expected.keys()
+            for name in found.keys() - {"num_micro_batches"}:
+                assert found[name] == pytest.approx(expected[name], abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize(("model", "mesh"), TRAINED)
+def test_training_is_that_of_one_fsdp_process(
+    model: str, mesh: str, results: Results, folder: Path
+) -> None:
+    (alone,) = results[f"{model}_fsdp"]
+    ranks = results[f"{model}_{mesh}"]
+    assert_same_training(ranks, alone)
+    for rank in heads_of(mesh, ranks):
+        assert (rank["logprobs"] - alone["logprobs"]).abs().max() <= TOLERANCE
+    assert difference(alone["weights"], loaded_weights(folder / model)) > 1e-3
+
+
+@pytest.mark.parametrize(("model", "mesh"), TRAINED)
+def test_an_export_holds_the_weights_of_the_mesh(
+    model: str, mesh: str, results: Results, folder: Path
+) -> None:
+    weights = results[f"{model}_{mesh}"][0]["weights"]
+    assert difference(loaded_weights(folder / f"{model}_by_{mesh}"), weights) == 0
+
+
+@pytest.mark.parametrize(("model", "mesh"), TRAINED)
+def test_weights_come_back_to_the_bit(
+    model: str, mesh: str, results: Results, folder: Path
+) -> None:
+    """And their files have the names that the family's files have."""
+    exported, source = folder / f"{model}_{mesh}_untrained", folder / model
+    assert results[f"{model}_{mesh}"]
+    assert difference(loaded_weights(exported), loaded_weights(source)) == 0
+    names = [
+        set(hf.modeling_utils.load_state_dict(path / "model.safetensors"))
+        for path in (exported, source)
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("resumed", list(RESUMED))
+def test_a_snapshot_goes_on_with_any_mesh_of_either_engine(
+    resumed: str, results: Results, folder: Path
+) -> None:
+    model = model_of(resumed)
+    (alone,) = results[f"{model}_fsdp"]
+    for rank in results[resumed]:
+        assert "error" not in rank, rank["error"]
+        for saved in RESUMED[resumed]:
+            path = str(folder / f"{model}_at_{saved}")
+            assert difference(rank[path], alone["weights"]) <= TOLERANCE, saved
+
+
+def test_activations_are_recomputed(results: Results) -> None:
+    assert_same_training(results["recomputed"], results["qwen2_fsdp"][0])
+
+
+def test_bfloat16_stays_near_float32(results: Results) -> None:
+    for rank in results["bfloat16"]:
+        assert "error" not in rank, rank["error"]
+        assert {values.dtype for values in rank["weights"].values()} == {torch.bfloat16}
+        assert difference(rank["weights"], results["qwen2_fsdp"][0]["weights"]) < 0.02
+
+
+def test_a_rank_that_lacks_memory_for_a_snapshot_keeps_no_other_waiting(results: Results) -> None:
+    for rank in results["bfloat16"]:
+        assert re.search(r"\(train rank 0\): MemoryError: no memory for", rank["failure"])
+
+
+def test_layers_that_compute_something_else_are_noticed_by_every_rank(results: Results) -> None:
+    message = "ModelError: Megatron-core's layers do not compute .* pipeline=2.*differ"
+    for rank in results["swapped"]:
+        assert re.match(message, rank["error"]), rank["error"]
+
+
+def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(results: Results) -> None:
+    message = (
+        r"ConfigError: actor.parallel.pipeline times .*: expected a divisor of .* 2 layers, got 4"
+    )
+    for rank in results["too_many_stages"]:
+        assert re.match(message, rank["error"]), rank["error"]

@@ -1,0 +1,236 @@
+"""Every mesh of ranks trains as one process does, and goes on from what any other has saved."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+PROGRAM = Path(__file__).with_name("ranks_program.py")
+EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
+ALL = list(range(8))
+ONE_SHARE = [{"lengths": EIGHT, "rows": [ALL]}, {"lengths": EIGHT[::-1], "rows": [ALL]}]
+TWO_SHARES = [  # of the second minibatch, the first share has nothing
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 6, 7], [5]]},
+    {"lengths": EIGHT[::-1], "rows": [[], ALL]},
+]
+MESHES = {
+    "one": {},
+    "dp2": {"data": 2},
+    "tp2": {"tensor": 2},
+    "sp2": {"sequence": 2},
+    "dp2_tp2": {"data": 2, "tensor": 2},
+    "dp2_sp2": {"data": 2, "sequence": 2},
+    "tp2_sp2": {"sequence": 2, "tensor": 2},
+}
+SIZES = {  # neither the vocabulary nor the layers' width comes out even
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 51,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+PHI3_SIZES = {name: size for name, size in SIZES.items() if name != "head_dim"}
+MESHES_OF = {
+    "untied": ("one", "tp2", "sp2", "dp2_tp2"),
+    "capped": ("one", "tp2", "sp2"),
+    "fused": ("one", "tp2"),
+}
+RESUMED = {  # what others have saved before, in the order in which they run
+    "one": (),
+    "dp2_sp2": ("one",),
+    "dp2_tp2": ("one", "dp2_sp2"),
+    "tp2_sp2": ("dp2_sp2", "dp2_tp2"),
+    "tp2": ("one", "dp2_tp2"),
+    "dp2": ("tp2", "tp2_sp2"),
+    "sp2": ("dp2", "dp2_sp2"),
+}
+Ranks = list[dict[str, Any]]
+Results = dict[str, Ranks]
+
+
+def save_model(folder: Path, config: Any) -> str:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # biases are 0, norms all alike
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return str(folder)
+
+
+def scenario(model: str, mesh: str, **settings: Any) -> dict[str, Any]:
+    parallel = MESHES[mesh]
+    num_ranks = 1
+    for size in parallel.values():
+        num_ranks *= size
+    return {
+        "model": model,
+        "world_size": num_ranks,
+        "parallel": parallel,
+        "steps": [0, 1],
+        "logprob_lengths": [[5, 9, 1], [5, 9, 1]],
+        "minibatches": TWO_SHARES if "data" in parallel else ONE_SHARE,
+        **settings,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("meshes")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    """Scenario name -> what each rank left."""
+    tied = save_model(folder / "tied", hf.Qwen2Config(**SIZES, tie_word_embeddings=True))
+    one_kv_head = {**SIZES, "num_key_value_heads": 1}
+    models = {
+        "untied": hf.Qwen3Config(**one_kv_head, tie_word_embeddings=False),
+        "capped": hf.Gemma2Config(**SIZES, sliding_window=4, pad_token_id=0),
+        "fused": hf.Phi3Config(**PHI3_SIZES, pad_token_id=0),
+    }
+
+    def resumes(saved: Iterable[str]) -> dict[str, Any]:
+        return {"resumes": [str(folder / f"by_{other}") for other in saved], "resumes_step": 1}
+
+    recomputed = {"activation_checkpointing": True, "max_tokens": 21}
+    scenarios = {
+        f"tied_{mesh}": scenario(
+            tied,
+            mesh,
+            snapshot_after=0,
+            snapshot=str(folder / f"by_{mesh}"),
+            save_hf=str(folder / f"exported_by_{mesh}"),
+            **resumes(saved),
+            **(recomputed if mesh == "tp2_sp2" else {}),
+        )
+        for mesh, saved in RESUMED.items()
+    }
+    for name, config in models.items():
+        model = save_model(folder / name, config)
+        scenarios |= {f"{name}_{mesh}": scenario(model, mesh) for mesh in MESHES_OF[name]}
+    scenarios |= {
+        "resumed_by_one": scenario(tied, "one", steps=[], **resumes(MESHES)),
+        "bfloat16": scenario(tied, "dp2_tp2", dtype="bfloat16"),
+        "too_few_heads": scenario(tied, "tp2", world_size=3, parallel={"tensor": 3}),
+        "no_mesh": scenario(tied, "dp2", world_size=2, parallel={"sequence": 3}),
+    }
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
+        for name, it in scenarios.items()
+    }
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n].double() - expected[n].double()).abs().max()) for n in found)
+
+
+def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_same_training(ranks: Ranks, alone: dict[str, Any]) -> None:
+    """Weights, and what is reported, are those of one process, on every rank."""
+    for rank in ranks:
+        assert "error" not in rank, rank["error"]
+        assert difference(rank["weights"], alone["weights"]) <= 1e-5
+        assert (rank["logprobs"] - alone["logprobs"]).abs().max() <= 1e-5
+        for found, expected in zip(rank["stats"], alone["stats"], strict=True):
+            assert found.keys() == expected.keys()
+            for name in found.keys() - {"num_micro_batches"}:
+                assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one"])
+def test_training_is_that_of_one_process(mesh: str, results: Results, folder: Path) -> None:
+    """Also where activations are recomputed, on tp2_sp2."""
+    (alone,) = results["tied_one"]
+    assert_same_training(results[f"tied_{mesh}"], alone)
+    before = loaded_weights(folder / "tied")
+    assert difference(alone["weights"], before) > 1e-3  # there was something to get wrong
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "sp2", "dp2_tp2"])
+def test_key_value_heads_may_be_fewer_than_ranks(mesh: str, results: Results) -> None:
+    """And norms of queries and keys are shared by heads of different ranks."""
+    assert_same_training(results[f"untied_{mesh}"], results["untied_one"][0])
+
+
+def test_copies_of_a_parameter_stay_the_same_to_the_bit(results: Results) -> None:
+    """Norms, and key and value heads that are fewer than ranks."""
+    first, second = (rank["parts"] for rank in results["untied_tp2"])
+    whole = results["untied_tp2"][0]["weights"]
+    copies = [name for name in whole if first[name].shape == whole[name].shape]
+    assert {"model.norm.weight", "model.layers.1.self_attn.k_proj.weight"} <= set(copies)
+    assert [name for name in copies if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "sp2"])
+def test_a_model_that_computes_its_own_logits(mesh: str, results: Results) -> None:
+    assert_same_training(results[f"capped_{mesh}"], results["capped_one"][0])
+
+
+def test_layers_whose_features_all_ranks_gather(results: Results) -> None:
+    assert_same_training(results["fused_tp2"], results["fused_one"][0])
+
+
+def test_bfloat16_on_a_mesh_stays_near_float32(results: Results) -> None:
+    for rank in results["bfloat16"]:
+        assert {values.dtype for values in rank["weights"].values()} == {torch.bfloat16}
+        assert difference(rank["weights"], results["tied_one"][0]["weights"]) < 0.02
+
+
+@pytest.mark.parametrize("loaded", [*RESUMED, "alone"])
+def test_a_mesh_goes_on_from_the_snapshot_of_another(
+    loaded: str, results: Results, folder: Path
+) -> None:
+    (trained,), (resumed,) = results["tied_one"], results["resumed_by_one"]
+    ranks = results["resumed_by_one" if loaded == "alone" else f"tied_{loaded}"]
+    for rank in ranks:
+        for saved in MESHES if loaded == "alone" else RESUMED[loaded]:
+            path = str(folder / f"by_{saved}")
+            assert difference(rank[path], resumed[path]) <= 1e-6, saved
+            assert difference(rank[path], trained["weights"]) <= 1e-5, saved
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_an_export_holds_the_weights_of_the_mesh(mesh: str, results: Results, folder: Path) -> None:
+    weights = results[f"tied_{mesh}"][0]["weights"]
+    assert difference(loaded_weights(folder / f"exported_by_{mesh}"), weights) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_few_heads", r"ConfigError: actor.parallel.tensor: expected a divisor .* 4 .*, got 3"),
+        ("no_mesh", r"WorkerStartError: 2 ranks cannot be .*sequence=3 x .* a multiple of 3"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(
+    name: str, message: str, results: Results
+) -> None:
+    for rank in results[name]:
+        assert re.match(message, rank["error"]), rank["error"]

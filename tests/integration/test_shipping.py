@@ -1,0 +1,319 @@
+"""The process beside the script, and nodes that share no folder with it, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import CheckpointError, NotPermitted, TransportError
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.shipping.calls import (
+    END_FILE,
+    PIECE_BYTES,
+    READ_PIECE,
+    WRITE_PIECE,
+    FilesAddress,
+    Piece,
+    Shipped,
+    WrittenFile,
+    WrittenPiece,
+)
+from areal_sc.shipping.client import ScriptFiles
+from areal_sc.shipping.named_paths import Contents, name_path
+from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.sockets.interface import LOOPBACK
+from areal_sc.workers.node_files import ShippedFiles
+from areal_sc.workflows.prompts import JsonlPrompts
+from areal_sc.workflows.sources import SourceReader, SourceRegistry
+
+LIMIT_S = 60.0
+NO_SERVICE_S = 1.0
+TOKEN = "0123456789ab"
+
+
+@dataclass
+class Script:
+    """A run folder, and what serves its files.
+
+    Attributes:
+        files: a worker's connection.
+    """
+
+    folder: RunFolder
+    keys: RunKeys
+    where: FilesAddress
+    transport: ZmqTransport
+    files: ScriptFiles
+
+    def snapshot(self, step: int, text: str) -> None:
+        folder = self.folder.snapshot_path(step) / "engine"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("rank-0.safetensors", "snapshot.json"):
+            (folder / name).write_text(text)
+
+
+@pytest.fixture
+def keys() -> RunKeys:
+    return RunKeys.create()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, keys: RunKeys) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    for path in (folder.sources, folder.checkpoints, folder.logs):
+        path.mkdir(parents=True)
+    keys.write(folder.keys_path)
+    return folder
+
+
+@pytest.fixture
+def beside(folder: RunFolder) -> Iterator[FilesBeside]:
+    beside = FilesBeside(folder, LOOPBACK)
+    yield beside
+    beside.close()
+
+
+@pytest.fixture
+async def script(beside: FilesBeside, folder: RunFolder, keys: RunKeys) -> AsyncIterator[Script]:
+    where = await asyncio.to_thread(beside.address)
+    of_worker = Passes(keys).issue("train/0", Caller.train)
+    transport = ZmqTransport(client=CurveClient.of_worker(of_worker))
+    async with ScriptFiles.opened(transport, where) as files:
+        yield Script(folder, keys, where, transport, files)
+    await transport.close()
+
+
+def cache_in(path: Path) -> NodeCache:
+    cache = NodeCache(str(path))
+    cache.make()
+    return cache
+
+
+async def test_a_named_path_comes_once_a_node_and_again_when_it_has_changed(
+    script: Script, tmp_path: Path
+) -> None:
+    model, content = tmp_path / "model", os.urandom(3 * PIECE_BYTES + 7)
+    (model / "sub").mkdir(parents=True)
+    (model / "weights").write_bytes(content)
+    (model / "sub" / "empty").touch()
+    name_path(script.folder.sources, model, Contents.all)
+    cache = cache_in(tmp_path / "node")
+    brought = await asyncio.gather(*(cache.bring(script.files, str(model), LIMIT_S) for _ in "abc"))
+    [here] = set(brought)
+    assert here is not None
+    assert (here / "weights").read_bytes() == content
+    assert (here / "sub" / "empty").read_bytes() == b""
+    first_written_ns = (here / "weights").stat().st_mtime_ns
+    assert await cache.bring(script.files, str(model), LIMIT_S) == here
+    assert (here / "weights").stat().st_mtime_ns == first_written_ns, "it did not come again"
+    (model / "weights").write_bytes(b"other")
+    other = await cache.bring(script.files, str(model), LIMIT_S)
+    assert other not in (None, here)
+    assert [it.name for it in (tmp_path / "node").rglob(".*.partial")] == []
+
+
+async def test_a_file_that_changes_on_its_way_does_not_come(script: Script, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("1")
+    name_path(script.folder.sources, data, Contents.all)
+    listing = await script.files.list_path(str(data))
+    data.write_text("2")
+    with pytest.raises(TransportError, match="was changed while it was brought"):
+        await script.files.read_file(str(data), listing.files[0], tmp_path / "here")
+
+
+async def test_nothing_else_of_the_machine_comes(script: Script, tmp_path: Path) -> None:
+    secret, cache = tmp_path / "secret", cache_in(tmp_path / "node")
+    secret.write_text("x")
+    assert await cache.bring(script.files, str(secret), LIMIT_S) is None
+    os.symlink(secret, script.folder.sources / "linked")
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "a.py").touch()
+    (code / "notes").touch()
+    name_path(script.folder.sources, code, Contents.code)
+    await script.files.list_path(str(code))
+    for path, name in (
+        *(("", "sources/linked"), ("", "keys.json"), ("", "../secret"), ("", str(secret))),
+        *((str(secret), "secret"), (str(code), "notes"), (str(code), "../secret"), (str(code), "")),
+    ):
+        with pytest.raises(TransportError):
+            await script.files.read_all(path, name)
+    connection = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    for num_bytes, offset in ((PIECE_BYTES + 1, 0), (-1, 0), (1, -1)):
+        piece = Piece(str(code), "a.py", offset, num_bytes)
+        with pytest.raises(TransportError):
+            await connection.call(READ_PIECE, piece, timeout_s=LIMIT_S)
+
+
+async def test_only_workers_of_the_run_are_served(script: Script) -> None:
+    (script.folder.sources / "1.json").write_text("secret")
+    piece = Piece("", "sources/1.json", 0, 6)
+    strangers = Passes(RunKeys.create()).issue("rollout/0", Caller.rollout)
+    for client in (
+        CurveClient(KeyPair.create(), script.keys.workers.public),
+        CurveClient(strangers.own, script.keys.workers.public, strangers.shown_pass),
+    ):
+        transport = ZmqTransport(client=client)
+        stranger = transport.connect(script.where.address, "files", ANY_INCARNATION)
+        with pytest.raises(TransportError):
+            await stranger.call(READ_PIECE, piece, timeout_s=NO_SERVICE_S)
+        await transport.close()
+    member = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    assert await member.call(READ_PIECE, piece, timeout_s=LIMIT_S) == b"secret"
+
+
+async def test_what_comes_back_is_whole_or_not_there(script: Script, tmp_path: Path) -> None:
+    own, content = tmp_path / "own", os.urandom(2 * PIECE_BYTES + 1)
+    own.write_bytes(content)
+    name = "exports/train/0123abcd/model.safetensors"
+    await script.files.write_file(own, name)
+    assert (script.folder.path / name).read_bytes() == content
+    own.write_bytes(b"")
+    await script.files.write_file(own, name)
+    assert (script.folder.path / name).read_bytes() == b""
+    connection = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    piece = WrittenPiece(name, TOKEN, 0, b"damaged")
+    await connection.call(WRITE_PIECE, piece, timeout_s=LIMIT_S)
+    end = WrittenFile(name, TOKEN, 7, hashlib.sha256(b"correct").hexdigest())
+    with pytest.raises(CheckpointError, match="it was damaged on its way"):
+        await connection.call(END_FILE, end, timeout_s=LIMIT_S)
+    assert (script.folder.path / name).read_bytes() == b""
+    for token in ("../x", "", "xyz"):
+        with pytest.raises(TransportError):
+            await connection.call(WRITE_PIECE, replace(piece, token=token), timeout_s=LIMIT_S)
+    with pytest.raises(NotPermitted):
+        await script.files.write_file(own, "sources/1.json")
+    snapshot = "checkpoints/.step-000002.partial/engine/snapshot.json"
+    with pytest.raises(CheckpointError, match="No such file"):
+        await script.files.write_file(own, snapshot)  # the script has given it up
+    assert os.listdir(script.folder.checkpoints) == []
+    assert [it.name for it in script.folder.path.rglob(".*.partial")] == []
+
+
+async def test_a_generator_brings_logs_back_and_nothing_else(
+    script: Script, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.write_bytes(b"a line")
+    of_worker = Passes(script.keys).issue("rollout/0", Caller.rollout)
+    transport = ZmqTransport(client=CurveClient.of_worker(of_worker))
+    async with ScriptFiles.opened(transport, script.where) as files:
+        log = "logs/node1/rollout-0.log"
+        await files.write_file(own, log, is_log=True)
+        assert (script.folder.path / log).read_bytes() == b"a line"
+        for is_log in (False, True):
+            with pytest.raises(NotPermitted):
+                await files.write_file(own, "exports/train/0123abcd/config.json", is_log=is_log)
+    await transport.close()
+    assert not script.folder.exports.exists()
+
+
+async def test_a_process_that_dies_is_there_again_at_its_address(
+    script: Script, beside: FilesBeside
+) -> None:
+    (script.folder.sources / "1.json").write_text("x")
+    assert await script.files.read_all("", "sources/1.json") == b"x"
+    assert beside.pid is not None
+    os.kill(beside.pid, signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                async with ScriptFiles.opened(script.transport, script.where) as files:
+                    assert await files.read_all("", "sources/1.json") == b"x"
+                break
+            except TransportError:
+                await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(beside.address) == script.where
+
+
+class Rows:
+    """A dataset that only the script can read."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return {"prompt": str(index)}
+
+
+@pytest.fixture
+def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
+    config = SchedulerConfig(run_dir=str(tmp_path / "here"), node_folder=str(tmp_path / "node"))
+    cache_in(tmp_path / "node")
+    (tmp_path / "here" / "sources").mkdir(parents=True)
+    (tmp_path / "here" / "checkpoints").mkdir()
+    return ShippedFiles(Shipped(script.where), config, script.transport)
+
+
+async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
+    script: Script, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    data = tmp_path / "elsewhere" / "data.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"prompt": "a"}\n')
+    registry = SourceRegistry(script.folder.path, "rollout")
+    listed = registry.register_prompts([{"prompt": "b"}])
+    named = registry.register_prompts(JsonlPrompts(data))
+    written = registry.register_prompts(Rows())
+    reader = SourceReader(tmp_path / "here", shipped.place)
+    for number, prompt in ((listed, "b"), (named, "a"), (written, "0")):
+        await shipped.bring_source(number)
+        assert reader.prompts(number)[0] == {"prompt": prompt}
+    data.unlink()
+    assert SourceReader(tmp_path / "here", shipped.place).prompts(named)[0] == {"prompt": "a"}
+    for index in (7, 3):
+        await registry.make_readable(written, index)
+        await asyncio.gather(*(shipped.bring_source(written) for _ in "abc"))
+        assert reader.prompts(written)[index] == {"prompt": str(index)}
+
+
+async def test_a_snapshot_comes_and_another_one_of_the_same_step_in_its_place(
+    script: Script, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    here = RunFolder(tmp_path / "here").snapshot_path(2) / "engine"
+    await shipped.bring_snapshot(here)  # there is none: whoever loads it says so
+    assert not here.exists()
+    for step, text in ((1, "old"), (2, "one"), (2, "two"), (2, "two")):
+        script.snapshot(step, text)
+        at = RunFolder(tmp_path / "here").snapshot_path(step) / "engine"
+        await asyncio.gather(*(shipped.bring_snapshot(at) for _ in "ab"))
+        assert {it.name: it.read_text() for it in at.iterdir()} == {
+            "rank-0.safetensors": text,
+            "snapshot.json": text,
+        }
+    assert len(RunFolder(tmp_path / "here").snapshots()) == 1, "a node keeps one"
+
+
+async def test_what_a_worker_wrote_is_in_the_run_folder_and_no_longer_on_the_node(
+    script: Script, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    partial = ".step-000004.partial"
+    here = tmp_path / "here" / "checkpoints" / partial / "engine"
+    here.mkdir(parents=True)
+    for name in ("rank-0.safetensors", "rank-1.safetensors", "snapshot.json"):
+        (here / name).write_text(name)
+    (script.folder.checkpoints / partial).mkdir()
+    await shipped.bring_back(here, ["rank-1.safetensors"])
+    await shipped.bring_back(here, ["rank-0.safetensors", "snapshot.json"])
+    there = script.folder.checkpoints / partial / "engine"
+    assert {it.name: it.read_text() for it in there.iterdir()} == {
+        name: name for name in ("rank-0.safetensors", "rank-1.safetensors", "snapshot.json")
+    }
+    assert shipped.script_path(here) == str(there)
+    assert os.listdir(tmp_path / "here" / "checkpoints") == []
+    await shipped.bring_back(here, ())  # another rank, which has nothing of its own

@@ -1,0 +1,395 @@
+"""One start of a training script whose workers fail, and which dies, or is superseded, itself.
+
+It does what a `Run` does: it takes over what lives, goes back where it must, and writes snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+from simulation.faults import FaultInjector
+from simulation.faulty_cluster import FaultyCluster
+from simulation.journal_watch import JournalWatch
+from simulation.process import PROCESS, Process
+from simulation.scenario import Scenario
+from simulation.training_run import TrainingRun
+from simulation.workers import SimulatedWorker
+
+from areal_sc.controller.journal import ledger_on_disk
+from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.takeover import take_over
+from areal_sc.errors import BatchLost, CheckpointError, RunFolderError, StepsLost
+from areal_sc.metadata import BatchMetadata
+from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import RunTerm
+from areal_sc.transport.shards.ids import parse_shard_id
+
+MAX_REST_S = 400.0
+"""All steps are made by then, if nothing goes wrong any more."""
+MAX_RECOVERY_S = 300.0
+NOTICE_S = 30.0
+"""After this time a death or a hang has been noticed, also over a slow network."""
+
+
+class Superseded(Exception):
+    """A script would go on, but a later start has taken the run over."""
+
+
+async def _nothing() -> None: ...
+
+
+class _ThisLoop:
+    """Stands for that of a `start` block."""
+
+    takes_over = True
+
+    def is_running_here(self) -> bool:
+        return True
+
+
+class FaultyScript(TrainingRun):
+    """The script of a scenario; `FaultRun` starts it, once or several times.
+
+    Attributes:
+        process: of the newest start.
+        phase: what the loop is at.
+        stale: scripts that a later start has taken the run over from.
+        ends: how earlier starts of the script have ended.
+        saved: of snapshots that are whole, the controllers' part.
+        num_lost_batches: that were formed anew, since rows went with a node's memory.
+        num_retreats: to an earlier snapshot, as rows of trained steps did.
+    """
+
+    cluster: FaultyCluster
+    process: Process
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario.settings, FaultyCluster)
+        self.stale: list[asyncio.Task[None]] = []
+        self.all_rollouts: list[RolloutController] = []
+        self.left_beside: list[asyncio.Task[Any]] = []
+        self.phase = "start"
+        self.broken_callbacks: list[str] = []
+        self.num_lost_batches = 0
+        self.num_retreats = 0
+        self.has_scaled = False
+        self.num_wanted = scenario.settings.num_rollout_workers
+        self._has_let_go = self._has_taken_over = self._leaves_all_behind = False
+        self.snapshot_every = scenario.snapshot_every
+        self.segment_bytes = scenario.segment_bytes
+        self._snapshot: asyncio.Task[None] | None = None
+        network = self.cluster.network
+        network.duplication, network.jitter_s = scenario.duplication, scenario.jitter_s
+        self.ledger_folder = RunFolder(self.cluster.config.run_dir).ledger
+        self.journal = JournalWatch(self.disk, self.ledger_folder)
+        self.cluster.on_left = self.before_left
+        network.on_call = lambda args: self._is_newest() and self.journal.before_call(args)
+        self.faults = FaultInjector(
+            *(self.cluster, network, self.disk, scenario.faults),
+            state=lambda: self.state,
+            end_controllers=self.end_controllers,
+            scale=self._begin_scaling,
+        )
+        self.scalings: list[asyncio.Task[None]] = []
+        self.restart_s = scenario.restart_s
+        self.ends: Counter[str] = Counter()
+        self.saved: dict[int, RolloutState] = {}
+
+    @property
+    def state(self) -> str:
+        """What the controllers are at."""
+        recovering = [w for w in self.cluster.workers.values() if self._is_missing(w)]
+        if recovering and self.phase not in ("start", "close"):
+            return "in recovery"
+        if self._evaluation is not None and not self._evaluation.done():
+            return "evaluation"
+        return self.phase
+
+    def _number_to_begin_with(self) -> int:
+        """Of rollout workers: as many as an earlier start wanted, if it has left any."""
+        path = RunFolder(self.cluster.config.run_dir).rollout_workers_path
+        lives = any(worker.exit_status is None for worker in self.cluster.rollout_workers)
+        is_known = lives and path in self.disk.durable
+        return int(self.disk.durable[path]) if is_known else self.settings.num_rollout_workers
+
+    def _is_missing(self, worker: SimulatedWorker) -> bool:
+        members = (*self.actor.fleet.members, *self.rollout.fleet.members)
+        is_wanted = any(member.name == worker.name for member in members)
+        return is_wanted and worker.exit_status is not None
+
+    @property
+    def _has_lost_rows_of_a_step(self) -> bool:
+        """Rows of a batch went with a node's memory, or a snapshot that covers them.
+
+        They also go when the stores have no room for them and snapshots cannot be written.
+        """
+        cluster = self.cluster
+        has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys()) or self.num_lost_batches
+        is_let_go = cluster.num_failed_snapshots > 0 or self.has_scaled
+        has_let_go = self._has_let_go and is_let_go
+        is_history_unknown = self._has_taken_over or bool(cluster.unreadable)
+        return bool(has_lost_rows or cluster.num_lost_snapshots or has_let_go or is_history_unknown)
+
+    async def _begin(self) -> None:
+        """The next term, and controllers of their own."""
+        self._check_newest()  # the folder's lock has kept it out
+        self._noted_step = 0
+        self._leaves_all_behind = False
+        self.scalings.clear()
+        if self.ends:
+            found = ledger_on_disk(self.ledger_folder, self.disk)
+            self.forget_lost(found if found is not None else Ledger())
+        self.cluster.terms[self.process] = RunTerm.begin(self.cluster.run_dir)
+        self.make_controllers()
+        self.all_rollouts.append(self.rollout)
+        for controller in (self.actor, self.rollout):
+            controller._control_loop = _ThisLoop()  # type: ignore[assignment]
+        await self._play()
+
+    async def _play(self) -> None:
+        self.phase = "taking over" if self.ends else "start"
+        self.num_wanted = self._number_to_begin_with()
+        async with self.started():
+            assert len(self.rollout._workers.set.staying) == self.num_wanted
+            self._has_taken_over = False
+            if self.ends:
+                self._check_newest()
+                taken = await take_over([self.actor, self.rollout])
+                self._check_newest()
+                self._has_taken_over = taken is not None
+                for controller in (self.actor, self.rollout):
+                    if controller.worker_lost is not None:
+                        raise controller.worker_lost
+                if taken is None:
+                    self._leaves_all_behind = True
+                    await self._go_back()
+                    self._leaves_all_behind = False
+                else:
+                    self._noted_step = taken.version  # it counts like a snapshot of then
+            self.faults.begin()
+            while self.actor.version < self.settings.num_steps:
+                try:
+                    await self._unless_given_up(self.step())
+                except BatchLost:
+                    self._check_newest()
+                    is_expected = self._has_taken_over or self._has_lost_owners(self.batches[-1])
+                    assert is_expected or self.cluster.lost_groups & self.trained_at.keys()
+                    self.num_lost_batches += 1
+                    self.forget_batch()
+                except StepsLost:  # rows of a trained step went with their node
+                    self._check_newest()
+                    if not self._has_lost_rows_of_a_step:
+                        raise
+                    self.num_retreats += 1
+                    await self._go_back()
+            self.duration_s = self.cluster.now_s
+            assert self.duration_s < self.faults.last_s + MAX_REST_S, "it has made no progress"
+            self.phase = "end"
+            await self.collect_evaluation()
+            if self._snapshot is not None:
+                await self._snapshot
+            self.faults.is_over = True
+            await asyncio.gather(*self.scalings)
+            self._check_newest()
+            self.cluster.network.jitter_s = 0.0  # else somebody may still miss its heartbeats
+            await self._until_recovered()
+            self._check_newest()
+            self.check_restarts()
+            await self.check_end()
+            self._check_newest()
+            self.phase = "close"
+
+    async def _go_back(self) -> None:
+        """In place, to the newest snapshot that can be read, or the initial model; as a `Run`."""
+        self.phase = "going back"
+        await self._end_beside()
+        while True:
+            try:
+                await self._load_newest()
+                break
+            except StepsLost:
+                continue
+        self._check_newest()
+        await self.actor.share_weights_async(self.rollout)
+
+    async def _load_newest(self) -> None:
+        for step in sorted(self.saved, reverse=True):
+            self._check_newest()
+            try:
+                await self.actor.load_snapshot_async(step)
+            except CheckpointError:
+                self._check_newest()
+                del self.saved[step]  # it is set aside
+                continue
+            self._check_newest()
+            await self.rollout.go_back_async(self.saved[step])
+            self._noted_step = step
+            return
+        self._check_newest()
+        self._noted_step = 0
+        await self.actor.load_snapshot_async(0)
+        self._check_newest()
+        await self.rollout.go_back_async(INITIAL_STATE)
+
+    async def _end_beside(self) -> None:
+        """What goes on beside training is of no use any more."""
+        beside = [task for task in (self._evaluation, self._snapshot) if task is not None]
+        self._evaluation = self._snapshot = None
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+
+    def _begin_scaling(self, num_workers: int) -> bool:
+        """As the script's own loop would; tells whether it is at a place where it can."""
+        if self.phase in ("start", "taking over", "going back", "end", "close"):
+            return False
+        if num_workers * self.settings.store_groups < self.settings.batch_groups:
+            return False
+        self.has_scaled = True
+        rollout = self.rollout
+
+        async def scale() -> None:
+            with contextlib.suppress(RunFolderError):  # the run ends with it
+                await rollout.scale_async(num_workers)
+                self.num_wanted = num_workers
+
+        self.scalings.append(self.process.create_task(scale(), f"scale to {num_workers}"))
+        return True
+
+    def _set_phase(self, phase: str) -> None:
+        if self._is_newest():
+            self.phase = phase
+
+    def _is_newest(self) -> bool:
+        """Whether the code that asks is of the newest start."""
+        return PROCESS.get() is self.process
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, Any]) -> None:
+        """As `ControlLoop.run`: a worker that is given up ends every call."""
+        task, controllers = asyncio.create_task(work, name="the step"), (self.actor, self.rollout)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=5.0)
+                for controller in controllers:
+                    if controller.worker_lost is not None and not task.done():
+                        raise controller.worker_lost
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        task.result()
+        self._check_newest()
+
+    def _check_newest(self) -> None:
+        if not self._is_newest():
+            raise Superseded
+
+    async def _until_recovered(self) -> None:
+        """Workers that died at the end come back, too.
+
+        Raises: StepsLost: the last steps went with them.
+        """
+        workers = self.cluster.workers.values()
+        async with asyncio.timeout(MAX_RECOVERY_S):
+            rest_s = self.faults.last_s - self.cluster.now_s  # of a partition, say
+            if rest_s > 0.0 or any(self._is_missing(w) or w.is_hung for w in workers):
+                await asyncio.sleep(max(rest_s, 0.0) + NOTICE_S)
+            await self.actor._ranks.repeated(_nothing)  # as when the model is written
+            staying = [state.member for state in self.rollout._workers.set.staying]
+            for controller, members in (
+                (self.actor, self.actor.fleet.members),
+                (self.rollout, staying),
+            ):
+                assert controller._recovery is not None
+                for member in members:
+                    await controller._recovery.wait_until_ready(member)
+
+    async def step(self, *, checks_business: bool = True) -> BatchMetadata:
+        self._check_newest()
+        rollout, actor = self.rollout, self.actor
+        self.phase = "waiting for a batch"
+        batch = await rollout.prepare_batch_async(self.prompts, self.workflow)
+        self._check_newest()
+        self.journal.check_batch(batch)
+        is_repeated = len(self.batches) == self.actor.version + 1  # an earlier start had one
+        if is_repeated and batch.rows != self.batches[-1].rows:
+            assert self._has_lost_owners(self.batches[-1]), "its rows live, and it is another one"
+            self.forget_batch()
+            is_repeated = False
+        if not is_repeated:
+            self.batches.append(batch)
+            self.check_batch(batch)
+        await self._evaluate_when_due()
+        self.phase = "recomputing log-probabilities"
+        batch = await actor.compute_proximal_logprobs_async(batch)
+        batch = actor.compute_advantages(batch)
+        self._set_phase("training")
+        await actor.ppo_update_async(batch)
+        self._set_phase("publishing")
+        await actor.publish_weights_async(rollout)
+        self._check_newest()
+        if self.snapshot_every and self.actor.version % self.snapshot_every == 0:
+            await self._begin_snapshot()
+        return batch
+
+    def _has_lost_owners(self, batch: BatchMetadata) -> bool:
+        """Whether some that have sealed its rows are dead."""
+        living = {w.incarnation for w in self.cluster.workers.values() if w.exit_status is None}
+        return any(parse_shard_id(shard.shard_id)[0] not in living for shard in batch.shards)
+
+    def before_forgotten(self, shard_id: str, group_id: int) -> None:
+        is_about_to_go_back = self.phase == "taking over" and self.actor.found is None
+        if not (is_about_to_go_back or self._leaves_all_behind):
+            super().before_forgotten(shard_id, group_id)
+        self._has_let_go |= self.rollout.has_let_go_of_rows
+
+    def before_left(self, worker: SimulatedWorker) -> None:
+        """It was asked to end, in a run that goes on: nothing of it is needed."""
+        if any(state.name == worker.name for state in self.rollout._workers.set.states):
+            return  # the script ends
+        assert not getattr(worker, "running", ()), f"{worker.name} leaves, and runs groups"
+        for shard_id, group_id in worker.store.group_of.items():
+            self.before_forgotten(shard_id, group_id)
+
+    def before_announcement(self, version: int) -> None:
+        self.journal.check_announced(version)
+
+    async def collect_evaluation(self) -> None:
+        await super().collect_evaluation()
+        self._check_newest()
+
+    async def _begin_snapshot(self) -> None:
+        """One on the disk; written beside training, as `Checkpoints` does."""
+        if self._snapshot is not None:
+            await self._snapshot
+            self._check_newest()
+        self.phase, step = "beginning a snapshot", self.actor.version
+        state = await self.rollout.state_async()
+        self._check_newest()
+        try:
+            finish = await self.actor._writes.snapshot()
+            self._check_newest()
+        except CheckpointError:
+            return  # a warning, and the run goes on without this one
+
+        async def complete() -> None:
+            with contextlib.suppress(CheckpointError, StepsLost):
+                await finish()
+                self._check_newest()
+                self.saved[step] = state
+                self._noted_step = step
+                self.actor._ranks.note_durable(step)
+
+        self._snapshot = asyncio.create_task(complete(), name=f"snapshot of step {step}")
+
+    @abstractmethod
+    def end_controllers(self, paused_s: float | None) -> None: ...
+
+    @abstractmethod
+    def check_restarts(self) -> None: ...

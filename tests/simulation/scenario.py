@@ -1,0 +1,89 @@
+"""What follows from a seed: the settings of a run, and its faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from simulation.behavior import Behavior
+from simulation.faults import Fault, FaultKind, draw_faults, draw_scalings
+from simulation.settings import Settings
+
+from areal_sc.config.schema import AdmissionMode, OverBound, WeightUpdateMethod
+
+ALL_KINDS = tuple(FaultKind)
+DRAWN_KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.scale)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All that one seed decides."""
+
+    settings: Settings
+    faults: list[Fault]
+    duplication: float
+    jitter_s: float
+    snapshot_every: int
+    segment_bytes: int
+    restart_s: float
+
+
+def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenario:
+    """Small settings, and some faults."""
+    rng = random.Random(seed)
+    num_workers, batch_groups = rng.randint(1, 3), rng.randint(1, 3)
+    num_ranks = rng.randint(1, 2)
+    is_on_one_node = num_ranks == 1 or num_workers < 3
+    memory_every = rng.choice((0, 1, 1, 2)) if is_on_one_node else 0
+    least_store = -(-batch_groups // num_workers)
+    generation_s, training_s = rng.choice((0.5, 2.0, 6.0)), rng.choice((0.5, 2.0, 4.0))
+    behavior = Behavior(
+        generation_s=lambda draw: generation_s * draw.choice((0.25, 0.5, 1.0, 2.0)),
+        completion_tokens=lambda draw: draw.randint(1, 60),
+        training_s=lambda draw: training_s * draw.choice((0.25, 0.5)),
+        sealing_s=rng.choice((0.0, 0.25)),
+        publication_s=rng.choice((0.0, 0.25, 1.0)),
+        latency_s=rng.choice((0.0, 0.01, 0.25)),
+        group_rejection=rng.choice((0.0, 0.0, 0.1, 0.3)),
+        episode_rejection=rng.choice((0.0, 0.3)),
+        evaluation_s=1.0,
+        give_up_s=rng.choice((0.0, 0.5)),
+    )
+    settings = Settings(
+        num_steps=rng.randint(4, 6),
+        over_bound=rng.choice(list(OverBound)),
+        max_staleness=rng.randint(0, 2),
+        batch_groups=batch_groups,
+        group_size=rng.randint(1, 2),
+        num_rollout_workers=num_workers,
+        num_ranks=num_ranks,
+        num_minibatches=rng.randint(1, 2),
+        max_concurrent_groups=rng.choice((2, 40)),
+        store_groups=rng.choice((least_store, least_store + 1, 1000))
+        if memory_every == 1
+        else 1000,
+        evaluate_every=rng.choice((0, 0, 2)),
+        group_timeout_s=60.0,
+        weight_update=rng.choice(list(WeightUpdateMethod)),
+        weight_step_timeout_s=20.0,
+        max_deaths=1000,
+        memory_every=memory_every,
+        keep_rows_steps=rng.choice((0, 2, 10)) if memory_every else 10,
+        seed=rng.randrange(2**32),
+        behavior=behavior,
+    )
+    horizon_s = 5.0 * settings.num_steps
+    scenario = Scenario(
+        settings=settings,
+        faults=draw_faults(rng, tuple(kind for kind in kinds if kind in DRAWN_KINDS), horizon_s),
+        duplication=rng.choice((0.0, 0.2)),
+        jitter_s=rng.choice((0.0, 0.5, 1.0)),
+        snapshot_every=rng.choice((0, 1, 2)),
+        segment_bytes=rng.choice((500, 4 << 20)),
+        restart_s=rng.choice((0.0, 1.0, 5.0, 60.0)),
+    )
+    settings.admission = rng.choice(list(AdmissionMode))
+    if FaultKind.scale in kinds and seed % 2:
+        # drawn apart, so that other seeds are what they were
+        scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))
+    return scenario

@@ -1,0 +1,247 @@
+"""Rollout workers come and go while a run goes on, in virtual time; `RunBooks` checks it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation.behavior import Behavior
+from simulation.cluster import SimulatedCluster
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
+from simulation.virtual_loop import run_virtual
+from simulation.workers import SimulatedRolloutWorker
+
+from areal_sc.config.scale_settings import AutoscaleConfig
+from areal_sc.config.schema import OverBound, WeightUpdateMethod
+from areal_sc.controller.scaling import LOOK_S
+from areal_sc.errors import ConfigError, CrashLoop
+from areal_sc.run_folder import RunFolder
+from areal_sc.workers import calls
+
+LEAVING_S = 10.0
+"""Of virtual time; nothing that a worker waits for here takes longer."""
+
+
+def names(run: TrainingRun) -> list[str]:
+    """Rollout workers whose processes live."""
+    workers = run.cluster.rollout_workers
+    return sorted(worker.name for worker in workers if worker.exit_status is None)
+
+
+@pytest.mark.parametrize("over_bound", list(OverBound))
+@pytest.mark.parametrize("method", list(WeightUpdateMethod))
+def test_twenty_changes_lose_no_row_and_generate_none_twice(
+    over_bound: OverBound, method: WeightUpdateMethod
+) -> None:
+    """The stores hold little more than a batch, and two groups a step are slow."""
+    settings = Settings(
+        num_steps=24,
+        over_bound=over_bound,
+        weight_update=method,
+        batch_groups=3,
+        store_groups=4,
+        evaluate_every=5,
+        num_rollout_workers=2,
+        behavior=Behavior(generation_s=lambda rng: rng.choice((0.5, 1.0, 4.0))),
+    )
+    run, rng, sizes = TrainingRun(settings), random.Random(over_bound), set[int]()
+
+    async def play() -> None:
+        async with run.started():
+            for step in range(settings.num_steps):
+                if step < 20:
+                    number = rng.choice([n for n in (1, 2, 3, 4) if n != len(sizes_now())])
+                    await run.rollout.scale_async(number)
+                    assert len(sizes_now()) == number
+                    sizes.add(number)
+                await run.step(checks_business=False)
+            await run.collect_evaluation()
+            await run.check_end()
+            await asyncio.sleep(LEAVING_S)
+            assert names(run) == sorted(state.name for state in run.rollout._workers.set.states)
+            assert len(names(run)) == number
+
+    def sizes_now() -> list[Any]:
+        return run.rollout._workers.set.staying
+
+    run_virtual(play())
+    assert len(sizes) > 2
+    assert not run.actor.publication_stats["failed_broadcasts"], "one has left in the middle of it"
+    attempts = {(start.group_id, start.attempt) for start in run.cluster.starts}
+    assert len(attempts) == len(run.cluster.starts), "a run was played twice"
+    assert all(attempt == 0 for _, attempt in attempts), "nobody was lost, and a group runs again"
+
+
+def test_a_new_worker_has_the_present_weights_before_it_generates() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=1, max_staleness=0))
+
+    async def play() -> None:
+        async with run.started():
+            for _ in range(3):
+                await run.step()
+            await run.rollout.scale_async(2)
+            for _ in range(3):
+                await run.step()
+
+    run_virtual(play())
+    starts = [start for start in run.cluster.starts if start.worker == "rollout/1"]
+    assert min(start.worker_version for start in starts) >= 3
+
+
+def test_a_worker_that_leaves_gets_no_groups_and_ends_with_its_last_row() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=2, behavior=Behavior(training_s=5.0)))
+
+    async def play() -> None:
+        async with run.started():
+            await run.step()
+            await run.rollout.scale_async(1)
+            asked_s = run.cluster.now_s
+            await run.step()
+            await run.step()
+            await asyncio.sleep(2 * LOOK_S)
+            late = [s for s in run.cluster.starts if s.worker == "rollout/1" and s.time_s > asked_s]
+            assert not late
+            leaver = run.cluster.workers["rollout/1"]
+            assert leaver.exit_status == "exit code 0", "it was killed, or is there still"
+            stats = await run.rollout.worker_stats_async()
+            assert len(stats) == 2, "what it has done still counts"
+            for _ in range(5):
+                await run.step()
+
+    run_virtual(play())
+
+
+def test_one_that_was_to_leave_stays_when_it_is_wanted_again() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=2, behavior=Behavior(generation_s=30.0)))
+
+    async def play() -> None:
+        async with run.started():
+            task = asyncio.create_task(run.step(checks_business=False))
+            await asyncio.sleep(5.0)
+            lives = [worker.incarnation for worker in run.cluster.rollout_workers]
+            await run.rollout.scale_async(1)
+            await run.rollout.scale_async(2)
+            await task
+            assert [worker.incarnation for worker in run.cluster.rollout_workers] == lives
+
+    run_virtual(play())
+
+
+def test_the_number_is_on_the_disk_before_anything_is_done() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=1))
+    path = RunFolder(run.cluster.run_dir).rollout_workers_path
+
+    async def play() -> None:
+        async with run.started():
+            assert path not in run.disk.files
+            await run.rollout.scale_async(3)
+            assert run.disk.durable[path] == b"3\n"
+
+    run_virtual(play())
+
+
+def test_numbers_that_cannot_be() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=2, batch_groups=4, store_groups=3))
+
+    async def play() -> None:
+        async with run.started():
+            await run.step()
+            with pytest.raises(ConfigError, match="at least 1 rollout worker, got 0"):
+                await run.rollout.scale_async(0)
+            with pytest.raises(ConfigError, match=r"train_batch_groups=4 .* room for 3;"):
+                await run.rollout.scale_async(1)
+            assert len(run.rollout._workers.set.staying) == 2
+            await run.step()
+
+    run_virtual(play())
+
+
+class DyingNewcomers(SimulatedRolloutWorker):
+    """Those beyond the first die as soon as they are asked for anything."""
+
+    async def initialize(self, _: None) -> None:
+        if self.name != "rollout/0":
+            self.end("exit code 1")
+        await super().initialize(None)
+
+
+def test_a_new_worker_that_only_dies_ends_the_run_as_any_other() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=1, max_deaths=2))
+    run.cluster.rollout_class = DyingNewcomers
+
+    async def play() -> None:
+        async with run.started():
+            await run.step()
+            await run.rollout.scale_async(2)
+            while True:
+                await run.step(checks_business=False)
+
+    with pytest.raises(CrashLoop, match="rollout/1 died 3 times in a row"):
+        run_virtual(play())
+
+
+def test_a_new_worker_that_is_not_wanted_any_more_is_gone_with_its_start() -> None:
+    run = TrainingRun(Settings(num_rollout_workers=1))
+
+    async def play() -> None:
+        async with run.started():
+            await run.step()
+            await run.rollout.scale_async(4)
+            await asyncio.sleep(0.3)  # some serve, and some do not yet
+            await run.rollout.scale_async(1)
+            await asyncio.sleep(LEAVING_S)
+            assert names(run) == ["rollout/0"]
+            assert [member.name for member in run.rollout.fleet.members] == ["rollout/0"]
+
+    run_virtual(play())
+
+
+class OneAtATime(SimulatedRolloutWorker):
+    """Has one slot: further groups wait."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._slot = asyncio.Lock()
+
+    async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
+        async with self._slot:
+            return await super()._play_group(run, group)
+
+
+class SlottedCluster(SimulatedCluster):
+    def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
+        super().__init__(run_dir, behavior, seed)
+        self.rollout_class = OneAtATime
+
+
+@pytest.mark.parametrize("first", [1, 6])
+def test_autoscaling_finds_the_number_that_the_trainer_needs(first: int) -> None:
+    """A step of 4 groups takes 2 s to train, and 6.4 s of one worker to generate."""
+    settings = Settings(
+        num_steps=150,
+        num_rollout_workers=first,
+        autoscale=AutoscaleConfig(1, 8),
+        max_staleness=3,
+        behavior=Behavior(
+            generation_s=lambda rng: 1.6 * rng.choice((0.5, 1.0, 1.5)),
+            training_s=0.65,
+            publication_s=0.05,
+        ),
+    )
+    run, numbers = TrainingRun(settings, SlottedCluster), list[int]()
+
+    async def play() -> None:
+        async with run.started():
+            for _ in range(settings.num_steps):
+                await run.step(checks_business=False)
+                numbers.append(len(run.rollout._workers.set.staying))
+            await run.check_end()
+
+    run_virtual(play(), max_turns=2_000_000)
+    assert numbers[0] == first
+    late = numbers[-50:]
+    assert sum(late) / len(late) == pytest.approx(4.0, abs=0.3), numbers

@@ -1,0 +1,53 @@
+"""Servers whose ports another process has taken before they listened there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.engines.servers.dispatch import Dispatcher
+from areal_sc.engines.servers.replica import MAX_PORT_RACES, Replica, ReplicaSettings
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
+from areal_sc.errors import WorkerStartError
+
+LOST = "torch.distributed.DistNetworkError: ... code: -98, message: address already in use", "bye"
+OTHER = ("RuntimeError: no kernel", "bye")
+
+
+@pytest.mark.parametrize(
+    ("tails", "ports", "num_starts"),
+    [
+        ([LOST, LOST], [], 3),
+        ([LOST] * 9, [], MAX_PORT_RACES + 1),
+        ([LOST, OTHER], [], 2),
+        ([OTHER], [], 1),
+        ([LOST], [30123], 1),  # the user has chosen it
+    ],
+)
+async def test_a_server_that_has_lost_a_port_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    tails: list[tuple[str, ...]],
+    ports: list[int],
+    num_starts: int,
+) -> None:
+    config = RolloutConfig(path=str(tiny_model_folder), sglang=SGLangConfig(ports=ports))
+    settings = ReplicaSettings(SGLangEngine(config), tmp_path, "rollout-0", is_cuda=False)
+    replica, begun = Replica(0, settings, Dispatcher([])), list[float]()
+
+    async def bring_up(wait_s: float) -> None:
+        begun.append(wait_s)
+        if len(begun) <= len(tails):
+            raise WorkerStartError("it ended", log_tail=tails[len(begun) - 1])
+
+    monkeypatch.setattr(replica, "_bring_up", bring_up)
+    if num_starts > len(tails):
+        await replica.bring_up()
+    else:
+        with pytest.raises(WorkerStartError):
+            await replica.bring_up()
+    assert len(begun) == num_starts

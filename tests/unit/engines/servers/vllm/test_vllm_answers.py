@@ -1,0 +1,121 @@
+"""Requests to vLLM, and what its answers mean."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.servers.requests import CompletionRequest
+from areal_sc.engines.servers.vllm.answers import read_answer, request_body
+from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "token_ids": [7, 8, 9],
+        "logprobs": {
+            "content": [
+                {"token_id": 7, "logprob": -0.5, "rank": 1, "top_logprobs": []},
+                {"token_id": 8, "logprob": -1.5, "rank": 4, "top_logprobs": []},
+                {"token_id": 9, "logprob": -2.5, "rank": None, "top_logprobs": []},
+            ]
+        },
+        "weight_versions": [
+            {"version": "default", "start": 0, "end": 2},
+            {"version": "12", "start": 2, "end": 3},
+        ],
+        **changed,
+    }
+    usage = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}}
+    return {"request_id": "x", "choices": [choice], "usage": usage}
+
+
+def request(**settings: Any) -> CompletionRequest:
+    sampling = GenerationConfig(max_new_tokens=9, **settings)
+    return CompletionRequest(
+        prompt=[1, 2],
+        sampling=sampling,
+        max_new_tokens=9,
+        length_reason="length",
+        stop_token_ids=(5, 6),
+        prefix_group=None,
+        is_truncated=sampling.top_p < 1 or sampling.top_k > 0,
+        cancelled=Mock(asyncio.Future),
+        token_ids=[3],
+        logprobs=[-1.0],
+        versions=[0],
+    )
+
+
+def test_an_answer_is_read() -> None:
+    part = read_answer(answer())
+    assert part.token_ids == [7, 8, 9]
+    assert part.logprobs == [-0.5, -1.5, -2.5]
+    assert part.versions == [0, 0, 12]
+    found = (part.finish, part.num_prompt_tokens, part.num_cached_tokens)
+    assert found == ("length", 10, 4)
+
+
+def test_an_aborted_answer_may_be_empty() -> None:
+    empty = {"token_ids": [], "logprobs": None, "weight_versions": None}
+    part = read_answer(answer(finish_reason="abort", **empty))
+    assert (part.token_ids, part.logprobs, part.versions, part.finish) == ([], [], [], "abort")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"finish_reason": "bored"}, "ended for an unknown reason: 'bored'"),
+        ({"token_ids": [7, 8]}, "has 2 tokens, and log-probabilities of 3"),
+        ({"token_ids": [7, 8, 8]}, "which are not those"),
+        ({"weight_versions": None}, "cover not 3 tokens but 0"),
+        ({"weight_versions": [{"version": "1", "start": 1, "end": 3}]}, "do not join"),
+        ({"weight_versions": [{"version": "mine", "start": 0, "end": 3}]}, "cannot be read"),
+        ({"token_ids": ["a"]}, "cannot be read"),
+    ],
+)
+def test_an_answer_that_makes_no_sense(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        read_answer(answer(**changed))
+
+
+@pytest.mark.parametrize("reply", [{}, {"choices": []}, {"choices": 3}, {"choices": [3]}])
+def test_another_reply_than_an_answer(reply: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        read_answer(reply)
+
+
+def test_a_logprob_that_is_not_finite() -> None:
+    content = [{"token_id": t, "logprob": v} for t, v in ((7, -0.5), (8, -9999.0), (9, -1.0))]
+    with pytest.raises(EngineFailed, match=r"policy version 12 gave .* not finite"):
+        read_answer(answer(logprobs={"content": content}))
+
+
+def test_a_request_goes_on_from_what_was_sampled() -> None:
+    body = request_body(request(temperature=0.5, stop_token_ids=[6]), "abc")
+    assert body["request_id"] == "abc"
+    assert body["token_ids"] == [1, 2, 3]
+    parameters = body["sampling_params"]
+    assert parameters["max_tokens"] == 8
+    assert parameters["temperature"] == 0.5
+    assert parameters["stop_token_ids"] == [5, 6]
+    assert parameters["logprobs"] == 0
+    assert "top_p" not in parameters
+
+
+def test_truncation_is_asked_for() -> None:
+    assert request_body(request(top_k=7), "x")["sampling_params"]["top_k"] == 7
+    parameters = request_body(request(top_p=0.25), "x")["sampling_params"]
+    assert (parameters["top_p"], parameters["top_k"]) == (0.25, -1)
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected 0, or at least 0\.01 with vLLM, got 0\.001"):
+        request_body(request(temperature=0.001), "x")
+    assert request_body(request(temperature=0.0), "x")["sampling_params"]["temperature"] == 0

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from areal_sc.engines.training import packed_attention as subject
+from areal_sc.engines.training.packed_attention import PackedLayout, packed_attention, plan_buckets
+
+CPU = torch.device("cpu")
+NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    *,
+    scaling: float = HEAD_DIM**-0.5,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[1, T, H, D] in float64: each token looks at the earlier ones of its row, one by one."""
+    outputs = torch.zeros(query.shape[2], NUM_HEADS, HEAD_DIM, dtype=torch.float64)
+    starts = list(itertools.accumulate(lengths, initial=0))
+    for start, end in itertools.pairwise(starts):
+        for token in range(start, end):
+            first = start if sliding_window is None else max(start, token - sliding_window + 1)
+            for head in range(NUM_HEADS):
+                shared = head * NUM_KEY_HEADS // NUM_HEADS
+                keys = key[0, shared, first : token + 1]
+                scores = keys @ query[0, head, token] * scaling
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if s_aux is not None:
+                    scores = torch.cat([scores, s_aux[head : head + 1]])
+                weights = scores.softmax(0)[: len(keys)]
+                outputs[token, head] = weights @ value[0, shared, first : token + 1]
+    return outputs[None]
+
+
+def tensors(num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS]
+    return [
+        torch.randn(1, heads, num_tokens, HEAD_DIM, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+        for heads in shapes
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scaling": 0.2},
+        {"sliding_window": 3},
+        {"softcap": 0.7},
+        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call_cost", [0, 2_000, 10**9], ids=["alone", "buckets", "one_bucket"])
+def test_rows_attend_within_themselves(
+    options: dict[str, Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_CALL_COST_CPU", call_cost)
+    lengths = [5, 1, 9, 5, 6, 12]
+    layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
+    assert (layout.pad_index is None) == (call_cost == 0 and len(set(lengths)) == len(lengths)) or (
+        layout.pad_index is None
+    ) == all(len(bucket.rows) == 1 for bucket in layout.buckets)
+    found_inputs = tensors(sum(lengths), torch.float64)
+    exact_inputs = tensors(sum(lengths), torch.float64)
+    upstream = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, dtype=torch.float64)
+    found, _ = packed_attention(
+        torch.nn.Module(), *found_inputs, None, layout=layout, dropout=0.5, **options
+    )
+    expected = by_hand(*exact_inputs, lengths, **options)
+    assert torch.allclose(found, expected, atol=1e-6)  # the sinks' softmax is float32
+    (found * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for one, other in zip(found_inputs, exact_inputs, strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
+def test_a_mask_of_the_model_s_own_is_refused() -> None:
+    layout = PackedLayout.of([7], CPU, NUM_HEADS * HEAD_DIM)
+    with pytest.raises(TypeError, match="Module makes an attention mask of its own"):
+        packed_attention(
+            torch.nn.Module(), *tensors(7, torch.float64), torch.zeros(1, 1, 7, 7), layout=layout
+        )
+
+
+def test_buckets_hold_every_row_once_and_are_long_enough() -> None:
+    lengths = [3, 100, 7, 7, 8, 50, 3, 2]
+    for waste in (0, 10, 300, 1e9):
+        buckets = plan_buckets(lengths, max_wasted_pairs=waste)
+        assert sorted(row for bucket in buckets for row in bucket.rows) == list(range(8))
+        for bucket in buckets:
+            assert bucket.length == max(lengths[row] for row in bucket.rows)
+    assert len(plan_buckets(lengths, max_wasted_pairs=1e9)) == 1
+    assert len(plan_buckets(lengths, max_wasted_pairs=0)) == 8
+    # 8, 7 and 7 share a call (waste 30), as do 3, 3 and 2 (waste 5)
+    few = plan_buckets(lengths, max_wasted_pairs=100)
+    assert [bucket.rows for bucket in few] == [(1,), (5,), (4, 2, 3), (0, 6, 7)]
+
+
+def test_positions_restart_at_each_row() -> None:
+    layout = PackedLayout.of([3, 1, 2], CPU, 8)
+    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert layout.row_starts.tolist() == [0, 3, 4, 6]

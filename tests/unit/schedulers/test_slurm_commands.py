@@ -1,0 +1,127 @@
+"""What SLURM's commands are asked, and what is made of their answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_sc.errors import ConfigError, SchedulerSilent
+from areal_sc.schedulers.slurm import commands
+from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState
+
+SILENT = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For stand-ins of the commands, each of whose calls adds a line to `<name>.calls`."""
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(commands, "_silence", commands._Silence())
+    return tmp_path
+
+
+def stand_in(folder: Path, name: str, does: str) -> Path:
+    calls = folder / f"{name}.calls"
+    (folder / name).write_text(f'#!/bin/sh\ncat >/dev/null\necho "$*" >> {calls}\n{does}\n')
+    (folder / name).chmod(0o755)
+    return calls
+
+
+def test_a_submission_that_was_accepted_without_an_answer_is_not_repeated(bin_folder: Path) -> None:
+    calls = stand_in(bin_folder, "sbatch", SILENT)
+    looks = stand_in(bin_folder, "squeue", "echo 17")
+    assert commands.submit("#!/bin/sh\n", "areal_sc-1", {}) == "17"
+    assert len(calls.read_text().splitlines()) == 1
+    assert "-n areal_sc-1" in looks.read_text()
+
+
+def test_a_submission_that_was_not_accepted_is_repeated(bin_folder: Path) -> None:
+    once = f'[ -e {bin_folder}/asked ] && echo "18;one"'
+    calls = stand_in(bin_folder, "sbatch", f"{once} || {{ touch {bin_folder}/asked; {SILENT}; }}")
+    stand_in(bin_folder, "squeue", "true")
+    assert commands.submit("#!/bin/sh\n", "areal_sc-1", {}) == "18"
+    assert len(calls.read_text().splitlines()) == 2
+
+
+def test_no_answer_is_neither_an_end_nor_a_refusal(bin_folder: Path) -> None:
+    stand_in(bin_folder, "squeue", SILENT)
+    with pytest.raises(SchedulerSilent, match="squeue: Socket timed out"):
+        commands.look_at(["17"])
+
+
+def test_a_slurmctld_that_has_just_come_back_refuses_nothing(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = "echo 'Requested node configuration is not available' >&2; exit 1"
+    for does, error in ((refuses, ConfigError), (SILENT, SchedulerSilent)):
+        stand_in(bin_folder, "sbatch", does)
+        with pytest.raises(error):
+            commands.run_command(["sbatch"])
+    stand_in(bin_folder, "sbatch", refuses)  # it does not know its nodes yet
+    for _ in range(2):
+        with pytest.raises(SchedulerSilent, match=r"just come back: Requested node config"):
+            commands.run_command(["sbatch"])
+    monkeypatch.setattr(commands, "_REGISTER_S", 0.0)
+    with pytest.raises(ConfigError, match="Requested node config"):
+        commands.run_command(["sbatch"])
+
+
+def test_a_refusal_and_a_missing_command_say_what_to_do(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(bin_folder, "sbatch", "echo 'project is over budget' >&2; exit 1")
+    with pytest.raises(ConfigError, match=r"SLURM refuses `sbatch .*: project is over budget"):
+        commands.submit("#!/bin/sh\n", "areal_sc-1", {})
+    script = "#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH --mem=9G\n#SBATCH --output=/a\n"
+    with pytest.raises(ConfigError, match=r"asked for: --nodes=2 --mem=9G"):
+        commands.submit(script, "areal_sc-1", {})
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(bin_folder / "slurm.conf"))
+        with pytest.raises(ConfigError, match=r"SLURM_CONF=\S+/slurm\.conf cannot be read"):
+            commands.submit("#!/bin/sh\n", "areal_sc-1", {})
+    monkeypatch.setenv("PATH", str(bin_folder))
+    with pytest.raises(ConfigError, match=r"no command sinfo on PATH.*scheduler\.type=local"):
+        commands.node_addresses([""])
+    (bin_folder / "sinfo").write_text("not for you")
+    with pytest.raises(ConfigError, match=r"sinfo cannot be started \(Permission denied\)"):
+        commands.node_addresses([""])
+
+
+def test_a_job_that_is_forgotten_has_ended(bin_folder: Path) -> None:
+    stand_in(
+        bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; false"
+    )
+    assert commands.look_at(["17"])["17"].has_ended
+
+
+def test_a_look_tells_state_nodes_and_reason(bin_folder: Path) -> None:
+    stand_in(bin_folder, "squeue", "echo '17|RUNNING|None|2026-01-02T03:04:05|node3'")
+    expected = JobState("RUNNING", frozenset(["node3"]), "None", "2026-01-02T03:04:05")
+    assert commands.look_at(["16", "17"])["17"] == expected
+    assert not expected.has_ended
+
+
+def test_what_a_surrounding_job_says_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    found = commands.environment({"MORE": "1"})
+    assert "SLURM_MEM_PER_CPU" not in found
+    assert (found["SLURM_CONF"], found["SBATCH_ACCOUNT"], found["MORE"]) == (
+        *("/etc/slurm.conf", "mine", "1"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_hopeless"),
+    [
+        *((it, True) for it in ("PartitionTimeLimit", "PartitionNodeLimit", "InvalidQOS")),
+        *((it, True) for it in ("QOSMaxWallDurationPerJobLimit", "AssocMaxNodePerJobLimit")),
+        *((it, False) for it in ("Resources", "Priority", "None", "PartitionDown", "BeginTime")),
+        *((it, False) for it in ("QOSMaxNodePerUserLimit", "AssocGrpNodeLimit", "JobHeldAdmin")),
+    ],
+)
+def test_reasons_that_others_can_end_are_waited_for(reason: str, is_hopeless: bool) -> None:
+    assert bool(HOPELESS_REASONS.fullmatch(reason)) == is_hopeless

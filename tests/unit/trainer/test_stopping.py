@@ -1,0 +1,159 @@
+"""The first Ctrl-C is a wish, the second one an order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from areal_sc.trainer.failure import Terminated
+from areal_sc.trainer.stopping import StopWish, stop_wishes
+from areal_sc.workers.spec import Wish
+
+LIMIT_S = 60.0
+
+
+def steps(told: list[signal.Signals], limit_s: float) -> Generator[StopWish, None, None]:
+    """As a `Run` gives them; endless without a wish."""
+    with stop_wishes(limit_s, told.append) as wish:
+        while wish.asked_by is None:
+            yield wish
+        raise Terminated(wish.asked_by)
+
+
+def train(
+    step: Callable[[], None],
+    told: list[signal.Signals] | None = None,
+    *,
+    limit_s: float = LIMIT_S,
+    is_left: bool = False,
+) -> None:
+    """A loop of steps, closed as `Run.training` does; it may be left after the first one."""
+    with closing(steps([] if told is None else told, limit_s)) as loop:
+        for _ in loop:
+            step()
+            if is_left:
+                break
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_one_is_told_and_ends_the_loop_after_the_step(asked_by: signal.Signals) -> None:
+    def stop(number: int, frame: object) -> None:
+        raise Terminated(signal.Signals(number))
+
+    def step() -> None:
+        signal.raise_signal(asked_by)
+        done.append("the step")
+
+    before = signal.signal(signal.SIGTERM, stop)  # as `run_script` does
+    told: list[signal.Signals] = []
+    done: list[str] = []
+    try:
+        with pytest.raises(Terminated) as ended:
+            train(step, told)
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done, told) == (["the step"], [asked_by])
+    assert ended.value.exit_code == 128 + asked_by
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
+    def stop(number: int, frame: object) -> None:
+        raise Terminated(signal.Signals(number))
+
+    before = signal.signal(signal.SIGTERM, stop)
+    told: list[signal.Signals] = []
+    loop = steps(told, LIMIT_S)
+    try:
+        wish = next(loop)
+        for _ in range(3):  # an agent each
+            wish.on_wish(Wish.leave)
+        signal.raise_signal(signal.SIGTERM)
+        assert wish.takes_snapshot()
+        with pytest.raises(Terminated):
+            next(loop)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [signal.SIGTERM]
+
+
+def test_a_snapshot_is_taken_once_and_the_loop_goes_on() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    loop = steps([], LIMIT_S)
+    try:
+        wish = next(loop)
+        assert not wish.takes_snapshot()
+        for wished in (
+            partial(wish.on_wish, Wish.snapshot),
+            partial(signal.raise_signal, signal.SIGUSR1),
+        ):
+            wished()
+            assert wish.takes_snapshot()
+            assert not wish.takes_snapshot()
+            next(loop)
+    finally:
+        loop.close()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_second_one_stops_at_once() -> None:
+    def step() -> None:
+        press_ctrl_c()
+        press_ctrl_c()
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        train(step)
+    assert not isinstance(ended.value, Terminated)
+
+
+def test_a_step_that_takes_too_long_is_stopped() -> None:
+    def step() -> None:
+        press_ctrl_c()
+        time.sleep(LIMIT_S)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(step, limit_s=0.1)
+
+
+def test_a_wish_that_the_loop_does_not_see_takes_effect_behind_it() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(press_ctrl_c, is_left=True)
+
+
+def test_an_error_of_the_step_is_not_hidden_by_a_wish() -> None:
+    def step() -> None:
+        press_ctrl_c()
+        raise LookupError("of the step")
+
+    with pytest.raises(LookupError):
+        train(step)
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_without_a_limit_or_in_another_thread_nothing_is_noted(is_main: bool) -> None:
+    handlers = []
+
+    def look() -> None:
+        with stop_wishes(0.0 if is_main else LIMIT_S, lambda asked_by: None):
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    if is_main:
+        look()
+    else:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(20)
+    assert handlers == [signal.default_int_handler]
