@@ -59,7 +59,7 @@ def test_a_run_goes_from_one_worker_to_three_and_back_and_loses_nothing(
 def more(run: RunProcess, order: Order) -> None:
     """Two further workers, one of which dies before it may even have its weights."""
     run.wait_for_step(2)
-    assert set(ready(run)) == {"rollout/0"}
+    run.wait_until(lambda: set(ready(run)) == {"rollout/0"}, "one worker that is ready")
     order(3, 4)
     run.wait_until(lambda: "worker=rollout/2 pid=" in log_of(run), "a third worker")
     victim = run.worker_pid("rollout/2")

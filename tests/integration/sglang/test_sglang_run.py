@@ -50,9 +50,13 @@ def launchers(run: RunProcess) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
-    """As with the embedded engine; that the engine is SGLang is one line of the settings."""
+    """As with the embedded engine; that the engine is SGLang is one line of the settings.
+
+    In five runs the accuracy rose by 0.31 to 0.61. With 20 steps, of 64 prompts each time, it rose
+    by 0.08 to 0.41: too near to the bound.
+    """
     arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS)
-    arguments += (f"sglang.python={sglang_python}",)
+    arguments += (f"sglang.python={sglang_python}", "total_steps=60")
     with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
         run.wait(480)
         run.finish()
