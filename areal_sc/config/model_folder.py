@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +20,8 @@ _OTHER_THAN_TEXT = ("vision", "visual", "image", "video", "audio", "speech")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _HEADS = ("num_attention_heads", "n_head")
 _EXPERTS = ".experts."
+_LAYER = re.compile(r"(?:\w+\.)*?\d+(?=\.)")
+"""How the name of a tensor of a decoder layer begins: `model.layers.0`."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class ModelShape:
     Attributes:
         num_parameters: of the whole model.
         num_expert_parameters: those among them that belong to one of several experts.
+        num_layer_parameters: of the largest decoder layer.
+        num_other_parameters: outside of decoder layers.
         max_context_tokens: longest sequence that its positions cover.
         kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
         heads, kv_heads: of attention, in each layer.
@@ -34,6 +40,8 @@ class ModelShape:
 
     num_parameters: int | None = None
     num_expert_parameters: int | None = None
+    num_layer_parameters: int | None = None
+    num_other_parameters: int | None = None
     max_context_tokens: int | None = None
     kv_values_per_token: int | None = None
     heads: int | None = None
@@ -142,10 +150,8 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
     if config is None:
         return None
     sizes = {name: prod(shape) for name, shape in read_stored_shapes(folder).items()}
-    num_expert_parameters = sum(size for name, size in sizes.items() if _EXPERTS in name)
     return ModelShape(
-        num_parameters=sum(sizes.values()) if sizes else None,
-        num_expert_parameters=num_expert_parameters if sizes else None,
+        **(_numbers_of_parameters(sizes) if sizes else {}),
         max_context_tokens=_first_int(config, "max_position_embeddings", "n_positions"),
         kv_values_per_token=_kv_values_per_token(config),
         heads=_first_int(config, *_HEADS),
@@ -170,6 +176,20 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 "it is truncated or damaged: copy or download it again"
             ) from error
     return shapes
+
+
+def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
+    """Those of `ModelShape`, of the size of every tensor."""
+    layers = Counter[str]()
+    for name, size in sizes.items():
+        if found := _LAYER.match(name):
+            layers[found[0]] += size
+    return {
+        "num_parameters": sum(sizes.values()),
+        "num_expert_parameters": sum(size for name, size in sizes.items() if _EXPERTS in name),
+        "num_layer_parameters": max(layers.values(), default=0),
+        "num_other_parameters": sum(sizes.values()) - layers.total(),
+    }
 
 
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:

@@ -25,6 +25,7 @@ class WorkerPlan:
         device: `cpu`, or `cuda:<n>`, numbered as this process sees them.
         parameter_bytes: parameters, and their gradients where they are trained.
         optimizer_bytes: optimizer state.
+        gathered_bytes: of other ranks' parameters and gradients, at most in a training step.
         kv_bytes: KV cache when every slot is filled to the longest context; of a server
             all that it takes for it beforehand.
         store_bytes: most that the worker's tensor store holds; always in host memory.
@@ -37,6 +38,7 @@ class WorkerPlan:
     device: str
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
+    gathered_bytes: int = 0
     kv_bytes: int = 0
     store_bytes: int = 0
     copy_bytes: int = 0
@@ -45,11 +47,20 @@ class WorkerPlan:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes needed by place: `host`, or the name of a CUDA device."""
-        place = HOST if self.device == "cpu" else self.device
         kept_bytes = self.store_bytes + self.copy_bytes + self.snapshot_bytes
         needed = Counter({HOST: kept_bytes + PROCESS_BYTES})
-        needed[place] += self.parameter_bytes + self.optimizer_bytes + self.kv_bytes
+        needed[self.place] += self.held_bytes + self.gathered_bytes
         return dict(needed)
+
+    @property
+    def place(self) -> str:
+        """Where it computes."""
+        return HOST if self.device == "cpu" else self.device
+
+    @property
+    def held_bytes(self) -> int:
+        """What it has there all the time."""
+        return self.parameter_bytes + self.optimizer_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True)
@@ -88,13 +99,13 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan as text, one line a worker and one a place."""
         lines = [
-            f"{'worker':<12}{'device':<8}{'parameters':>12}{'optimizer':>12}{'KV cache':>12}"
-            f"{'store up to':>12}{'snapshots':>12}"
+            f"{'worker':<12}{'device':<8}{'parameters':>12}{'optimizer':>12}{'gathered':>12}"
+            f"{'KV cache':>12}{'store up to':>12}{'snapshots':>12}"
         ]
         for worker in self.workers:
             sizes = (
-                *(worker.parameter_bytes, worker.optimizer_bytes, worker.kv_bytes),
-                *(worker.store_bytes, worker.copy_bytes + worker.snapshot_bytes),
+                *(worker.parameter_bytes, worker.optimizer_bytes, worker.gathered_bytes),
+                *(worker.kv_bytes, worker.store_bytes, worker.copy_bytes + worker.snapshot_bytes),
             )
             cells = (f"{format_bytes(size):>12}" for size in sizes)
             lines.append(f"{f'{worker.role}/{worker.index}':<12}{worker.device:<8}{''.join(cells)}")

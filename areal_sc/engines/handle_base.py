@@ -116,7 +116,14 @@ class TrainHandle:
         raise NotImplementedError
 
     def plan_rank(
-        self, index: int, device: str, share: int, *, parameter_bytes: int, optimizer_bytes: int
+        self,
+        index: int,
+        device: str,
+        share: int,
+        *,
+        parameter_bytes: int,
+        optimizer_bytes: int,
+        gathered_bytes: int = 0,
     ) -> WorkerPlan:
         """The process of one rank.
 
@@ -133,6 +140,7 @@ class TrainHandle:
             device=device,
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
+            gathered_bytes=gathered_bytes,
             store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
             copy_bytes=state_bytes,
             snapshot_bytes=num_snapshots * state_bytes,

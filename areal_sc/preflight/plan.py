@@ -114,7 +114,7 @@ def _machine_beside(trainers: Sequence[WorkerPlan], machine: Machine) -> Machine
     """The machine with the CUDA memory that the trainers leave."""
     held = Counter[str]()
     for worker in trainers:
-        held.update(worker.memory)
+        held[worker.place] += worker.held_bytes
     left = (
         None if memory is None else max(0, memory - held[f"cuda:{index}"])
         for index, memory in enumerate(machine.cuda_memory_bytes)

@@ -37,6 +37,7 @@ PROMISED = {
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
     "soak": {"store_growth", "resident_growth"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
+    "train_memory": {"data_2_dry_run", "data_2_loading_others"},
     "train_tensor_parallel": {"tensor2_step_vs_handwritten"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
     "weight_update --engine local": {"pull_publish_s", "disk_total_s"},

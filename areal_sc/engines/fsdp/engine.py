@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
-from areal_sc.engines.fsdp.model import load_sharded_model, needs_sharding
+from areal_sc.engines.fsdp.handle import needs_fsdp
+from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.sharded_state import ShardedState
@@ -58,7 +59,7 @@ class FSDPEngine(RankEngine):
             device,
             self.config.parallel,
             hosted=self._hosted,
-            is_needed=needs_sharding(self.config, world_size),
+            is_needed=needs_fsdp(world_size, self.config.dtype),
         )
         self.world, self.rows = groups.world, groups.rows
         self.counts_rows = groups.sequence.rank == 0

@@ -10,9 +10,15 @@ from typing import ClassVar
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.worker_plan import WorkerPlan
+from areal_sc.config.schema import Dtype
+from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
+
+
+def needs_fsdp(num_ranks: int, dtype: Dtype) -> bool:
+    """Whether FSDP is used: it spreads parameters, and keeps float32 copies for bfloat16."""
+    return num_ranks > 1 or dtype is not Dtype.float32
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,23 @@ class FSDPPPOActor(TrainHandle):
                 share,
                 parameter_bytes=2 * FLOAT32_BYTES * share,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
+                gathered_bytes=self._gathered_bytes(shape),
             )
         ]
+
+    def _gathered_bytes(self, shape: ModelShape) -> int:
+        """The most that FSDP has on a rank beyond the rank's own share, in a backward pass.
+
+        Parameters outside of layers are whole until its end, with their gradients; so is one layer,
+        while the next one's parameters come. Gradients are copied to be averaged, in float32.
+        """
+        parallel = self.config.parallel
+        if not needs_fsdp(parallel.num_ranks // parallel.tensor, self.config.dtype):
+            return 0
+        width = DTYPE_BYTES[self.config.dtype]
+        layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
+        averaged = max(FLOAT32_BYTES * others, (3 * width + FLOAT32_BYTES) * layer)
+        return -(-(2 * width * others + averaged) // parallel.tensor)
 
 
 @dataclass(frozen=True)

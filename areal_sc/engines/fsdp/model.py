@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities, probe_hidden
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
@@ -29,16 +30,6 @@ from areal_sc.errors import ModelError
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
-
-
-def needs_sharding(config: ActorConfig, world_size: int) -> bool:
-    """One rank in float32 is the plain model."""
-    return needs_fsdp(world_size, compute_dtype(config))
-
-
-def needs_fsdp(num_ranks: int, dtype: torch.dtype) -> bool:
-    """FSDP also keeps float32 copies for bfloat16."""
-    return num_ranks > 1 or dtype != torch.float32
 
 
 def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[PackedModel, CutParts]:
@@ -74,10 +65,10 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     if config.activation_checkpointing:
         _checkpoint_layers(model.causal_lm)
     parts = CutParts(cuts, world.rank, groups.rows.size)
-    if not needs_sharding(config, world.size):
+    if not needs_fsdp(world.size, config.dtype):
         return model.to(world.device), parts
     layers = decoder_layers(model.causal_lm)  # while they still have their own classes
-    _spread(model, layers, parts, compute_dtype(config), groups)
+    _spread(model, layers, parts, config, groups)
     if expected is not None:
         _check_spread(model, layers, expected, compute_dtype(config), groups)
     return model, parts
@@ -121,7 +112,7 @@ def _spread(
     model: PackedModel,
     layers: Sequence[nn.Module],
     parts: CutParts,
-    dtype: torch.dtype,
+    config: ActorConfig,
     groups: ProcessGroups,
 ) -> None:
     """Leaves each rank its part. Each decoder layer is a unit of FSDP, the rest is the root's."""
@@ -135,11 +126,11 @@ def _spread(
             model.vocabulary = VocabularyPart(start, groups.tensor.handle)
     if groups.sequence.size > 1:
         model.sequence = groups.sequence
-    if needs_fsdp(groups.rows.size, dtype):
+    if needs_fsdp(groups.rows.size, config.dtype):
         mesh = DeviceMesh.from_group(
             groups.rows.torch_group, world.device.type, mesh_dim_names=("rows",)
         )
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

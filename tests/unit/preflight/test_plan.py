@@ -34,21 +34,31 @@ SIZES = [
 # 4 * 100 tokens: four fields of 4 bytes each, and one of 1, which fills 7 cache lines of 64
 GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
+GATHERED_BYTES = (2 * 2 + 4) * NUM_PARAMETERS
+"""Parameters and gradients in bfloat16, and these once more in float32 to be averaged."""
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
 
 
-def stand_in(folder: Path, num_parameters: int, **sizes: int) -> Path:
-    """A model folder that has sizes, but no values."""
+def stand_in(folder: Path, others: int, *layers: int, **sizes: int) -> Path:
+    """A model folder that has sizes, but no values.
+
+    Args:
+        others, layers: numbers of parameters, of each decoder layer and outside of them.
+        sizes: of `config.json`.
+    """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(sizes))
-    size = 4 * num_parameters
-    entry = {"dtype": "F32", "shape": [num_parameters], "data_offsets": [0, size]}
-    header = json.dumps({"w": entry})
+    entries, end = {}, 0
+    counts = {"w": others} | {f"model.layers.{n}.w": count for n, count in enumerate(layers)}
+    for name, count in counts.items():
+        begin, end = end, end + 4 * count
+        entries[name] = {"dtype": "F32", "shape": [count], "data_offsets": [begin, end]}
+    header = json.dumps(entries)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header.encode())
-        file.truncate(file.tell() + size)  # takes no room on the disk
+        file.truncate(file.tell() + end)  # takes no room on the disk
     return folder
 
 
@@ -69,7 +79,8 @@ def half_billion(tmp_path: Path) -> Path:
     """The sizes of Qwen2.5-0.5B."""
     return stand_in(
         tmp_path / "half_billion",
-        494_032_768,
+        136_135_552,
+        *(24 * [14_912_384]),
         hidden_size=896,
         num_hidden_layers=24,
         num_attention_heads=14,
@@ -135,12 +146,30 @@ def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> 
     train = result.workers[0]
     assert train.parameter_bytes + train.optimizer_bytes == 16 * NUM_PARAMETERS // 2
     kv_bytes = 5 * 100 * KV_VALUES * 2
-    needed = result.needed_bytes
-    assert needed["cuda:0"] == 16 * NUM_PARAMETERS // 2 + 2 * NUM_PARAMETERS + kv_bytes
-    assert needed["cuda:1"] == 16 * NUM_PARAMETERS // 2
+    needed, trained = result.needed_bytes, 16 * NUM_PARAMETERS // 2 + GATHERED_BYTES
+    assert needed["cuda:0"] == trained + 2 * NUM_PARAMETERS + kv_bytes
+    assert needed["cuda:1"] == trained
     assert needed["cuda:2"] == 2 * NUM_PARAMETERS + kv_bytes
     # weights for publication, rows and processes stay in host memory
     assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 4 * PROCESS_BYTES
+
+
+def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> None:
+    """One layer with its gradients, which are copied to be averaged, and the next one's parameters.
+
+    What is outside of layers is there with its gradients all the while.
+    """
+    folder = stand_in(tmp_path / "model", 100, 400, 300, 400)
+
+    def gathered(*settings: str) -> int:
+        config = load(f"actor.path={folder}", *SIZES, *settings)
+        return plan(config, lambda: Machine(1 << 40)).workers[0].gathered_bytes
+
+    assert gathered("actor.parallel.data=2") == 4 * (2 * 100 + (3 + 1) * 400)
+    assert gathered("actor.parallel={data: 2, tensor: 2}") == 4 * (2 * 100 + (3 + 1) * 400) // 2
+    assert gathered("actor.parallel.sequence=2") == 4 * (2 * 100 + (3 + 1) * 400)
+    assert gathered("actor.dtype=bfloat16") == 2 * (2 * 100 + 3 * 400) + 4 * 400
+    assert gathered("actor.parallel.tensor=2") == gathered() == 0
 
 
 def test_store_limit_bounds_the_rows(load: Load, model: Path) -> None:
@@ -192,7 +221,7 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
     for rank in result.workers[3:]:
         assert (rank.parameter_bytes, rank.kv_bytes) == (1000, 49_000)
     needed = result.needed_bytes
-    assert needed["cuda:0"] == 16 * NUM_PARAMETERS + 42_000
+    assert needed["cuda:0"] == 16 * NUM_PARAMETERS + GATHERED_BYTES + 42_000
     assert needed["cuda:3"] == 50_000
     assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
 
@@ -231,7 +260,8 @@ def test_servers_placed_by_hand(load: Load, model: Path) -> None:
     )
     assert make_generator(config.rollout).devices == ("auto", 2)
     needed = plan(config, lambda: Machine(1 << 40, (100_000,) * 2)).needed_bytes
-    assert (needed["cuda:0"], needed["cuda:1"]) == (16 * NUM_PARAMETERS, 2 * 30_000)
+    trained = 16 * NUM_PARAMETERS + GATHERED_BYTES
+    assert (needed["cuda:0"], needed["cuda:1"]) == (trained, 2 * 30_000)
 
 
 def test_a_limit_of_tokens_bounds_the_cache(load: Load, model: Path) -> None:
@@ -244,7 +274,8 @@ def test_a_limit_of_tokens_bounds_the_cache(load: Load, model: Path) -> None:
     )
     result = plan(config, lambda: Machine(1 << 40, (100_000,)))
     assert result.workers[2].kv_bytes == 500 * KV_VALUES * 2
-    assert result.needed_bytes["cuda:0"] == 18 * NUM_PARAMETERS + 500 * KV_VALUES * 2
+    needed = 18 * NUM_PARAMETERS + GATHERED_BYTES + 500 * KV_VALUES * 2
+    assert result.needed_bytes["cuda:0"] == needed
 
 
 def test_a_device_of_unknown_memory(load: Load, model: Path) -> None:

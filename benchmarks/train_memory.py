@@ -1,0 +1,166 @@
+"""Host memory of each rank of training, on several meshes, against what `--dry-run` counts.
+
+    python benchmarks/train_memory.py [--quick] [--json FILE]
+
+Processes of one thread each, connected by gloo; a model with random weights, in bfloat16 in its
+files, trained in float32. A rank's private memory is sampled while it loads the model, and in its
+second training step, whose tokens are so few that activations hardly count. Ratios, of the rank
+that needs most:
+
+- dry_run: what the step has at most, over parameters, gradients and optimizer as `--dry-run`
+  counts them.
+- step: what the step takes beyond what is there before it, over the rank's share of the gradients
+  and of one decoder layer's parameters.
+- loading_first, loading_others: what loading takes at most, over the rank's share of the parameters
+  and the two largest tensors; of rank 0, and of the others.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import report
+from processes import memory_growth, resident_bytes
+from qwen2_models import Shape, build
+from random_model_run import model_folder
+from torch import device, multiprocessing, set_num_threads
+from train_throughput import actor_config
+from train_workload import Workload, make_rows
+from transformers.utils import logging as hf_logging
+
+from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.machine import Machine
+from areal_sc.config.model_folder import read_model_shape
+from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
+from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.handle import FSDPPPOActor
+from areal_sc.engines.fsdp.model import load_sharded_model
+from areal_sc.engines.handle_base import FLOAT32_BYTES
+from areal_sc.engines.training.causal_lm import read_causal_lm
+from areal_sc.engines.training.process_group import ProcessGroups
+
+MESHES = {
+    "one": ParallelConfig(),
+    "data_2": ParallelConfig(data=2),
+    "tensor_2": ParallelConfig(tensor=2),
+    "data_4": ParallelConfig(data=4),
+    "data_2_tensor_2": ParallelConfig(data=2, tensor=2),
+}
+SMALL, LARGE = Shape(64, 128, 2, 4, 2, 256), Shape(1024, 2816, 20, 16, 8, 32768)
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """Bytes of a rank, over what it had when it began.
+
+    Attributes:
+        loading: at most while it loaded the model.
+        held: between two steps.
+        step: at most in a step, over `held`.
+    """
+
+    rank: int
+    loading: int
+    held: int
+    step: int
+
+
+def run_rank(
+    rank: int,
+    config: ActorConfig,
+    workload: Workload,
+    small: Path,
+    address: str,
+    found: Any,
+) -> None:
+    set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    read_causal_lm(replace(config, path=str(small)))  # imports whatever loading imports
+    rows, loss, pid = make_rows(workload), loss_of(config.ppo), os.getpid()
+    begun = resident_bytes(pid)
+    loading = load(rank, config, address)
+    engine = FSDPEngine(config)
+    engine.initialize(rank, config.parallel.num_ranks, address)
+    rows = replace(
+        rows, fields={**rows.fields, "proximal_logprobs": rows.fields["behavior_logprobs"]}
+    )
+    engine.update([rows], loss, step=0)  # makes the optimizer's state
+    held = resident_bytes(pid)
+    with memory_growth(pid, held) as step:
+        engine.update([rows], loss, step=1)
+    found.put(Found(rank, loading, held["private"] - begun["private"], step["private"]))
+
+
+def load(rank: int, config: ActorConfig, address: str) -> int:
+    """Bytes that loading takes at most. The ranks have met afterwards, and find that they have."""
+    groups = ProcessGroups.join(
+        rank,
+        config.parallel.num_ranks,
+        address,
+        device("cpu"),
+        config.parallel,
+        hosted=None,
+        is_needed=config.parallel.num_ranks > 1,
+    )
+    with memory_growth(os.getpid(), resident_bytes(os.getpid())) as growth:
+        load_sharded_model(config, groups)
+    gc.collect()  # modules refer to each other
+    return growth["private"]
+
+
+def measure(config: ActorConfig, workload: Workload, small: Path) -> list[Found]:
+    """What each rank took."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    found = multiprocessing.get_context("spawn").Queue()
+    words = config, workload, small, address, found
+    ranks = multiprocessing.spawn(run_rank, words, config.parallel.num_ranks, join=False)
+    while not ranks.join():
+        pass
+    return sorted(found.get(timeout=LIMIT_S) for _ in range(config.parallel.num_ranks))
+
+
+def compared(config: ActorConfig, shape: Shape, found: list[Found]) -> report.Metrics:
+    handle = FSDPPPOActor(config)
+    plan = handle.plan_worker(0, read_model_shape(Path(config.path)), ["cpu"], Machine())[0]
+    counted = plan.held_bytes + plan.gathered_bytes
+    parameters = build(shape, device="meta").named_parameters()
+    sizes = {name: FLOAT32_BYTES * p.numel() for name, p in parameters}
+    share = sum(sizes.values()) / config.parallel.num_ranks
+    layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    loading = share + sum(sorted(sizes.values())[-2:])
+    metrics = {
+        "dry_run": max(rank.held + rank.step for rank in found) / counted,
+        "step": max(rank.step for rank in found) / (share + layer / config.parallel.tensor),
+        "loading_first": found[0].loading / loading,
+    }
+    if found[1:]:
+        metrics["loading_others"] = max(rank.loading for rank in found[1:]) / loading
+    return metrics
+
+
+def main() -> None:
+    arguments = report.make_parser(__doc__).parse_args()
+    # Freed memory goes back to the system at once, so that what is sampled is what is in use.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    shape = SMALL if arguments.quick else LARGE
+    workload = Workload("few tokens", shape, 64, (8, 8, 8, 8))
+    records: dict[tuple[str | int, ...], report.Metrics] = {}
+    with model_folder(shape, Dtype.bfloat16) as model, model_folder(SMALL, Dtype.bfloat16) as small:
+        for name in list(MESHES)[1:2] if arguments.quick else MESHES:
+            config = replace(actor_config(workload, model, "cpu"), parallel=MESHES[name])
+            records[name,] = compared(config, shape, measure(config, workload, small))
+    settings = {"parameters": sum(p.numel() for p in build(shape, device="meta").parameters())}
+    report.print_records("Memory of a rank", settings, ["mesh"], records)
+    report.write(report.flat(records), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
