@@ -174,7 +174,7 @@ def test_a_run_begins_with_one_node_scales_over_others_and_is_taken_over(
     scaled.order(2, 2)
     with scaled.started() as run:
         run.wait_for_step(2)
-        assert scaled.ready() == ["rollout/0"]
+        run.wait_until(lambda: scaled.ready() == ["rollout/0"], "one worker that is ready")
         run.wait_until(
             lambda: any("PENDING, reason" in it.what for it in scaled.told().waits),  # type: ignore[union-attr]
             "the status to say what the second worker waits for",
