@@ -117,6 +117,32 @@ def output_logits(
     return logits if bias is None else logits.add_(bias)
 
 
+def float32_linear(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """[..., V] of an output layer, as `output_logits`, of [..., H]; differentiable."""
+    logits: torch.Tensor = _Float32Linear.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), head.weight, head.bias
+    )
+    return logits.view(*hidden.shape[:-1], -1)
+
+
+class _Float32Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        return output_logits(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        return (
+            _product(grad, weight).to(hidden.dtype),
+            _product(grad.t(), hidden).to(weight.dtype),
+            None if bias is None else grad.sum(0).to(bias.dtype),
+        )
+
+
 def _logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,

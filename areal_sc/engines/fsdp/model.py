@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,8 @@ def _spread(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
+        # Temperatures, the only fractions among its arguments, are not rounded.
+        policy = replace(policy, cast_forward_inputs=False)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     else:
         model.to(world.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from areal_sc.algorithms.logprobs import (
     VocabularyPart,
     chunked_logprobs,
+    float32_linear,
     logprobs_of_logits,
 )
 from areal_sc.engines.rotary import rotate_rows_by_own_length
@@ -166,15 +168,22 @@ class PackedModel(nn.Module):
             output: of the model without its head, which gives `hidden` in its place meanwhile.
         """
         body, kind = self._body, type(output)
+        head = self.causal_lm.get_output_embeddings()
+        is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
         def of_chunk(
             hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor]:
+            # these hide the forwards of their classes
             body.forward = lambda *_, **__: kind(last_hidden_state=hidden[None])
+            if is_linear:  # no rounding before the model scales or caps them
+                head.forward = functools.partial(float32_linear, head)
             try:
                 logits = self.causal_lm(input_ids=targets[None], use_cache=False).logits[0]
             finally:
-                del body.forward  # it hides the one of its class
+                del body.forward
+                if is_linear:
+                    del head.forward
             return logprobs_of_logits(logits, targets, temperatures=temperatures)
 
         if len(targets) <= self.chunk_tokens:

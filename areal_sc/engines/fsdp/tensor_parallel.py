@@ -234,18 +234,21 @@ class _Entry:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, _module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         (hidden,) = inputs
         if self._entered is None or self._entered[0] is not hidden:
-            entered: torch.Tensor = _Enter.apply(hidden, self._group)  # type: ignore[no-untyped-call]
+            entered: torch.Tensor = _Enter.apply(hidden, self)  # type: ignore[no-untyped-call]
             self._entered = hidden, entered
         return (self._entered[1],)
 
-    def leave(self, _module: Any, _inputs: Any, _outputs: Any) -> None:
-        """The hook at the region's end: nothing of it is kept."""
+    def leave(self, *_: Any) -> None:
+        """The hook at the region's end, and its backward: nothing of it is kept.
+
+        A forward that is computed again in backward may stop before its end.
+        """
         self._entered = None
 
 
@@ -332,14 +335,15 @@ class _Enter(torch.autograd.Function):
     """Into a region: nothing forward; the ranks' gradients are added up."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, hidden: torch.Tensor, entry: _Entry) -> torch.Tensor:
+        ctx.entry = entry
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.entry.leave()
         grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group.handle)
+        dist.all_reduce(grad, group=ctx.entry.group.handle)
         return grad, None
 
 

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from areal_sc.algorithms.logprobs import output_logits
+from areal_sc.algorithms.logprobs import float32_linear
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
 from areal_sc.engines.local.attention import (
@@ -113,7 +113,7 @@ class LocalModel:
             )
         if has_float32_logits:
             head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
-            head.forward = functools.partial(_float32_forward, head)
+            head.forward = functools.partial(float32_linear, head)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.device = model.device
         self.dtype = model.dtype
@@ -183,12 +183,6 @@ class LocalModel:
                 )
         for name, tensor in given.items():
             targets[name].copy_(tensor.reshape(targets[name].shape))
-
-
-def _float32_forward(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """[..., V] float32 logits of [..., H]."""
-    logits = output_logits(hidden.flatten(0, -2), head.weight, head.bias)
-    return logits.view(*hidden.shape[:-1], -1)
 
 
 def check_context(model: PreTrainedModel, max_context_tokens: int) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
-from areal_sc.config.schema import ActorConfig, ClipCenter, OptimizerConfig, PPOConfig
+from areal_sc.config.schema import ActorConfig, ClipCenter, Dtype, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.errors import CheckpointError, ConfigError, ModelError, WorkerStartError
 from areal_sc.transport.packed_rows import PackedRows
@@ -416,3 +416,26 @@ def test_an_engine_that_cannot_start(model_folder: Path, tmp_path: Path) -> None
         config = replace(actor_config(model_folder), device="cuda")
         with pytest.raises(ConfigError, match=r"actor\.device: cuda, but this machine has no"):
             FSDPEngine(config).initialize(0, 1, "")
+
+
+def test_temperatures_are_not_rounded_to_bfloat16(model_folder: Path) -> None:
+    """0.07 would become 0.0698."""
+    engine = FSDPEngine(replace(actor_config(model_folder), dtype=Dtype.bfloat16))
+    engine.initialize(0, 1, "")
+
+    def logprobs(temperature: float) -> torch.Tensor:
+        """Of every token after the same two."""
+        rows = torch.stack([torch.tensor([3, 4, token]) for token in range(VOCABULARY)])
+        fields = {
+            "input_ids": rows.flatten().int(),
+            "loss_mask": torch.tensor([False, False, True]).repeat(VOCABULARY),
+            "temperatures": torch.full((rows.numel(),), temperature),
+        }
+        packed = PackedRows(fields, (3,) * VOCABULARY, (1.0,) * VOCABULARY)
+        return engine.forward(packed, "logprobs").view(-1, 3)[:, 2]
+
+    try:
+        expected = (logprobs(1.0).double() / 0.07).log_softmax(0)
+        assert (logprobs(0.07) - expected).abs().max() < 2e-5
+    finally:
+        engine.close()

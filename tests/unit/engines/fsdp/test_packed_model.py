@@ -99,6 +99,25 @@ def test_a_model_that_changes_its_logits_makes_few_of_them_at_a_time() -> None:
         torch.testing.assert_close(in_chunks, whole)
 
 
+def test_logits_are_not_rounded_before_the_model_caps_them() -> None:
+    causal_lm = build("gemma2").eval()
+    model = PackedModel(causal_lm, chunk_tokens=2)
+    model.abilities = probe_abilities(model, LONGEST)
+    causal_lm.bfloat16()
+    tokens, rows = torch.arange(10), model.layout([4, 6], torch.device("cpu"))
+    asked = torch.arange(10)
+    logprobs, entropy = model(tokens, rows, asked, asked, None)
+    logprobs.sum().backward()
+    head, cap = causal_lm.lm_head, causal_lm.config.final_logit_softcapping
+    with torch.no_grad():
+        hidden = model._hidden(tokens, rows)[1].double()
+        expected = (cap * (hidden @ head.weight.double().t() / cap).tanh()).log_softmax(-1)
+    assert (logprobs - expected.gather(-1, asked[:, None])[:, 0]).abs().max() < 1e-5
+    assert (entropy + (expected.exp() * expected).sum(-1)).abs().max() < 1e-5
+    assert head.weight.grad.dtype == torch.bfloat16
+    assert "forward" not in vars(head)
+
+
 def test_slow_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         probe_abilities(PackedModel(build("bloom"), chunk_tokens=4), LONGEST)
