@@ -272,7 +272,7 @@ class Scaling:
         try:
             await bounded(written, limit_s, what, "transport.write_timeout_s")
         except OSError as error:
-            failure = RunFolderError(f"cannot write {self._path}: {error.strerror}")
+            failure = RunFolderError(f"cannot write {self._path}: {error.strerror or error}")
             self._on_failure(failure)  # as of the journal
             raise failure from error
 

@@ -288,9 +288,11 @@ class ShippedFiles(SharedFiles):
         write_atomic(index, content)
 
     def _make_room_for(self, snapshot: Path) -> None:
-        """One snapshot at a time is on this node."""
+        """One snapshot at a time is on this node, of each role."""
         for earlier in self._here.snapshots():
-            remove(earlier)
+            remove(earlier / snapshot.name)
+            with suppress(OSError):
+                earlier.rmdir()  # unless there is another role's
         snapshot.mkdir(parents=True)
 
     async def bring_back(self, folder: Path, names: Sequence[str] | None) -> None:

@@ -159,7 +159,7 @@ def run_rank(
     own_folder.mkdir(exist_ok=True)
     config = actor_config({"parallel": {"data": world_size}, **scenario})
     engine = FSDPEngine(config)
-    engine.shares_files = scenario.get("shares_files", True)
+    engine.shares_files = scenario.get("shares_files", [True] * world_size)[rank]
     if rank == 0 and world_size > 1:
         address = engine.create_rendezvous()
         (folder / f"{name}.address.part").write_text(address)

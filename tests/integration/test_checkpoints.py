@@ -190,7 +190,11 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
         "exit_codes": [0, KILLED],
         "loses_ranks": True,
     }
-    for name, shares_files in (("apart", False), ("apart_by_mistake", True)):
+    for name, shares_files in (
+        ("apart", [False] * 3),
+        ("apart_in_part", [False, True, True]),
+        ("apart_by_mistake", [True] * 3),
+    ):
         path = str(folder / f"{name}-*")
         bring = [["bring", [f"{path}/snapshot", f"{folder}/brought"]]]
         scenarios[name] = {
@@ -199,7 +203,7 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
             "actions": [
                 *train(0, 1),
                 *([weights, "two_steps"], [snapshot, f"{path}/snapshot"], ["wait", "written"]),
-                *([] if shares_files else bring),
+                *(bring if name == "apart" else []),
                 *([export, f"{path}/model"], ["wait", "exported"]),
             ],
         }
@@ -211,7 +215,7 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
     path = str(folder / "together")
     scenarios["together"] = {
         "world_size": 2,
-        "shares_files": False,
+        "shares_files": [False] * 2,
         "actions": [[snapshot, path], ["wait", "written"], ["load", path]],
     }
     (folder / "scenarios.json").write_text(
@@ -314,16 +318,17 @@ def test_three_ranks_fill_the_files_of_a_split_model(
 def test_machines_that_share_no_folder_have_parts_of_a_snapshot_and_rank_0_an_export(
     results: Results, folder: Path
 ) -> None:
-    for rank in results["apart"]:
-        assert rank["written"] == rank["exported"] == ""
-    found = {
-        place: sorted(it.name for it in (folder / f"apart-{place}" / "snapshot").iterdir())
-        for place in ("first", "others")
-    }
-    assert found == {
-        "first": ["rank-0.safetensors", "snapshot.json"],
-        "others": ["rank-1.safetensors", "rank-2.safetensors"],
-    }
+    for name in ("apart", "apart_in_part"):
+        for rank in results[name]:
+            assert rank["written"] == rank["exported"] == ""
+        found = {
+            place: sorted(it.name for it in (folder / f"{name}-{place}" / "snapshot").iterdir())
+            for place in ("first", "others")
+        }
+        assert found == {
+            "first": ["rank-0.safetensors", "snapshot.json"],
+            "others": ["rank-1.safetensors", "rank-2.safetensors"],
+        }
     expected = whole(results["never_stopped"], "three_steps")
     assert difference(whole(results["apart_to_2"], "three_steps"), expected) <= SAME_STEP
     model = AutoModelForCausalLM.from_pretrained(folder / "apart-first" / "model")

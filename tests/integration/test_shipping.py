@@ -297,6 +297,12 @@ async def test_a_snapshot_comes_and_another_one_of_the_same_step_in_its_place(
             "snapshot.json": text,
         }
     assert len(RunFolder(tmp_path / "here").snapshots()) == 1, "a node keeps one"
+    other = here.with_name("engine-critic")
+    other.mkdir()
+    script.snapshot(3, "three")
+    await shipped.bring_snapshot(RunFolder(tmp_path / "here").snapshot_path(3) / "engine")
+    assert other.exists(), "another role's"
+    assert not here.exists()
 
 
 async def test_what_a_worker_wrote_is_in_the_run_folder_and_no_longer_on_the_node(

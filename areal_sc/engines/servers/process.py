@@ -61,6 +61,7 @@ class ServerProcess:
         handle: ServersHandle,
         instance: ServerInstance,
         log_path: Path,
+        log_begin: int,
     ) -> None:
         self.url = f"http://{reachable_host(handle.servers.host)}:{instance.port}"
         self.api_key = instance.api_key
@@ -68,6 +69,7 @@ class ServerProcess:
         self.schedulers: list[int] = []
         self._handle = handle
         self._log_path = log_path
+        self._log_begin = log_begin  # bytes of earlier lives in it
         self._process = process
         self._left_files: set[Path] = set()
 
@@ -81,7 +83,8 @@ class ServerProcess:
         """
         servers = handle.servers
         check_model_folder(handle.config.path)
-        check_port(servers.host, instance.port, handle.section)
+        if servers.ports:  # one that was free a moment ago, and no more, is found by the server
+            check_port(servers.host, instance.port, handle.section)
         start = {
             "parent_pid": os.getpid(),
             "module": handle.module,
@@ -90,6 +93,7 @@ class ServerProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # Its owner's alone: servers print their arguments, the key among them.
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log_begin = os.fstat(log).st_size
         try:
             process = await asyncio.create_subprocess_exec(
                 servers.python or sys.executable,
@@ -107,7 +111,7 @@ class ServerProcess:
         assert process.stdin
         process.stdin.write(json.dumps(start).encode())
         process.stdin.close()
-        server = cls(process, handle, instance, log_path)
+        server = cls(process, handle, instance, log_path, log_begin)
         logger.info("server=%s pid=%d log=%s", server.url, server.pid, log_path)
         return server
 
@@ -157,8 +161,9 @@ class ServerProcess:
             path.unlink(missing_ok=True)
 
     def _start_error(self, what: str) -> WorkerStartError | ConfigError:
-        with self._log_path.open(errors="replace") as log:
-            last = deque(log, LOG_TAIL_LINES)
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_begin)
+            last = deque((line.decode(errors="replace") for line in log), LOG_TAIL_LINES)
         # without its key, which is among its arguments
         tail = [line.rstrip("\n").replace(self.api_key, "***") for line in last]
         section, python = self._handle.section, self._handle.servers.python or sys.executable

@@ -175,6 +175,7 @@ def _make_folders(
         owners: is filled in: the rank that has made the folder which each rank sees.
     Raises: CheckpointError: ranks that share files do not see the same one.
     """
+    signs: list[Path] = []  # of this rank's folder
     while None in owners:
         owner = owners.index(None)
         owners[owner] = owner
@@ -186,14 +187,20 @@ def _make_folders(
             partial.mkdir(parents=True)
             sign = f".{secrets.token_hex(8)}"
             (partial / sign).touch()
+            signs.append(partial / sign)
             return sign
 
         sign = group.together(what, make)[owner]
 
         def look(owner: int = owner, sign: str = sign) -> bool:
-            if owners[group.rank] is not None or (partial / sign).exists():
+            if owners[group.rank] is not None:
                 return True
-            if is_common or (group.shares_files[group.rank] and group.shares_files[owner]):
+            share = group.shares_files[group.rank], group.shares_files[owner]
+            if not is_common and share in ((True, False), (False, True)):
+                return False  # a network file system would remember that nothing was there
+            if (partial / sign).exists():
+                return True
+            if is_common or all(share):
                 raise FileNotFoundError(
                     f"{partial} is not seen here; it must be on a shared file system"
                 )
@@ -202,8 +209,12 @@ def _make_folders(
         for rank, is_placed in enumerate(group.together(what, look)):
             if is_placed and owners[rank] is None:
                 owners[rank] = owner
-        if group.rank == owner:
-            (partial / sign).unlink()
+
+    def remove_signs() -> None:
+        for sign in signs:
+            sign.unlink()
+
+    group.together(what, remove_signs)
 
 
 def _report_failure(written: Future[None]) -> None:

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Final
 
-from areal_sc.errors import SchedulerSilent
+from areal_sc.errors import RunFolderError, SchedulerSilent
 from areal_sc.log import setup_logging
 from areal_sc.process import name_process
 from areal_sc.run_folder import RunFolder
@@ -72,22 +72,36 @@ def main() -> None:
     setup_logging("guard")
     name_process("guard")
     sys.stdin.read()
-    folder, give_up_s = RunFolder(run_dir), time.monotonic() + float(orphan_timeout_s)
-    while folder.jobs_path.exists() and _is_newest(folder, int(term)):
+    watch(RunFolder(run_dir), int(term), float(orphan_timeout_s))
+
+
+def watch(folder: RunFolder, term: int, orphan_timeout_s: float) -> None:
+    """Returns when the jobs are the next start's, or cancelled.
+
+    Args:
+        term: of the script that is gone.
+    """
+    give_up_s = time.monotonic() + orphan_timeout_s
+    while _are_left(folder, term):
         left_s = give_up_s - time.monotonic()
         if left_s <= 0:
             break
         time.sleep(min(_LOOK_S, left_s))
     for _ in range(_TRIES):
-        known = JobsFile.read(folder)
-        if known is None or not _is_newest(folder, int(term)):
-            return
         try:
-            _cancel([job.name for job in known.jobs if job.is_own])
-            return
-        except SchedulerSilent as error:
+            return _cancel(folder, term)
+        except (SchedulerSilent, RunFolderError, OSError) as error:
             logger.warning("jobs are not cancelled yet: %s", error)
         time.sleep(_PAUSE_S)
+
+
+def _are_left(folder: RunFolder, term: int) -> bool:
+    """Whether there may be jobs for the next start of the script, which has not come."""
+    try:
+        return folder.jobs_path.exists() and _is_newest(folder, term)
+    except (RunFolderError, OSError) as error:
+        logger.warning("the run folder is not read: %s", error)
+        return True
 
 
 def _is_newest(folder: RunFolder, term: int) -> bool:
@@ -96,9 +110,13 @@ def _is_newest(folder: RunFolder, term: int) -> bool:
     return owner is not None and owner.term == term
 
 
-def _cancel(names: list[str]) -> None:
-    """Raises: SchedulerSilent."""
-    if left := list(commands.named_jobs(names)):
+def _cancel(folder: RunFolder, term: int) -> None:
+    """Raises: SchedulerSilent. RunFolderError, OSError: the folder is not read."""
+    known = JobsFile.read(folder)
+    if known is None or not _is_newest(folder, term):
+        return
+    left = list(commands.named_jobs([job.name for job in known.jobs if job.is_own]))
+    if left and _is_newest(folder, term):  # SLURM may have taken long to answer
         logger.warning("jobs=%s are cancelled: their script is gone", left)
         commands.cancel(left)
 

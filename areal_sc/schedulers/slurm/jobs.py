@@ -194,6 +194,7 @@ class Jobs:
             if job.job_id:
                 logger.warning("job=%s was lost by slurmctld: it is submitted again", job.job_id)
             job.was_lost, job.job_id = True, ""
+            self._note()  # the next start looks for it by its name
             try:
                 self._submit(job, job_script(self._config, self._folder.path, job.plan))
             except SchedulerSilent as error:
@@ -284,7 +285,8 @@ class Jobs:
         job.is_dropped = True
         if end_jobs([job.name], [], grace_s, are_told=are_told):
             with self._one_submits:
-                self._jobs.remove(job)
+                if job in self._jobs:  # SLURM may have refused to take it once more
+                    self._jobs.remove(job)
                 self._note()
         else:
             logger.error("job=%s does not end, or that is not known", job.job_id)

@@ -1,0 +1,81 @@
+"""What the process beside the script does when that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.slurm_jobs import job_plans
+from areal_sc.config.slurm_settings import SlurmConfig
+from areal_sc.errors import RunFolderError, SchedulerSilent
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.slurm import commands, guard
+from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
+
+TERM = 3
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was cancelled, in SLURM's place, which has a job of each name."""
+    found: list[str] = []
+    monkeypatch.setattr(commands, "named_jobs", lambda names: {f"id-{it}": it for it in names})
+    monkeypatch.setattr(commands, "cancel", found.extend)
+    monkeypatch.setattr(guard, "_LOOK_S", 0.01)
+    monkeypatch.setattr(guard, "_PAUSE_S", 0.01)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    [plan] = job_plans(SlurmConfig(nodes=1))
+    JobsFile(folder, RunJobs("run", "")).note_jobs([JobRecord("one", plan, is_own=True)])
+    return folder
+
+
+def wait_and_cancel(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, is_newest: Callable[[], bool]
+) -> None:
+    monkeypatch.setattr(guard, "_is_newest", lambda *_: is_newest())
+    guard.watch(folder, TERM, 0.1)
+
+
+def test_jobs_are_cancelled_although_the_folder_or_slurm_did_not_answer_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, cancelled: list[str]
+) -> None:
+    answers = iter([RunFolderError("stale"), OSError("stale")])
+    named = iter([SchedulerSilent("busy")])
+
+    def is_newest() -> bool:
+        if (failure := next(answers, None)) is not None:
+            raise failure
+        return True
+
+    def named_jobs(names: list[str]) -> dict[str, str]:
+        if (failure := next(named, None)) is not None:
+            raise failure
+        return {"17": names[0]}
+
+    monkeypatch.setattr(commands, "named_jobs", named_jobs)
+    wait_and_cancel(monkeypatch, folder, is_newest)
+    assert cancelled == ["17"]
+
+
+def test_a_script_that_starts_while_slurm_answers_keeps_its_jobs(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, cancelled: list[str]
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(commands, "named_jobs", lambda _: started.append(True) or {"17": "one"})
+    wait_and_cancel(monkeypatch, folder, lambda: not started)
+    assert started
+    assert cancelled == []
+
+
+def test_the_next_start_of_the_script_has_its_jobs(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, cancelled: list[str]
+) -> None:
+    wait_and_cancel(monkeypatch, folder, lambda: False)
+    assert cancelled == []
