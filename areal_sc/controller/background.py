@@ -2,7 +2,7 @@
 
 waits for    `wait` returns at the next `notify`, whatever changed; the caller looks again
 unblocked by every change of the controller's state, and the end of every task
-bounded by   `limit_s`; what is waited for is in the message
+bounded by   `limit_s`, unless others let the run wait; what is waited for is in the message
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from areal_sc.errors import ArealError, WaitTimeout
@@ -28,15 +29,22 @@ class Background:
     Args:
         limit_s: without any change for so long a wait ends with WaitTimeout.
         describe: state of the controller, for that error's message.
+        is_held_up: whether the next change may take as long as it likes.
 
     Attributes:
         is_closing: `close` ends the tasks, and with them the controller.
     """
 
-    def __init__(self, limit_s: float, describe: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        describe: Callable[[], str],
+        is_held_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.is_closing = False
         self._limit_s = limit_s
         self._describe = describe
+        self._is_held_up = is_held_up
         self._waits: dict[asyncio.Task[Any] | None, tuple[str, float]] = {}
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
@@ -69,14 +77,21 @@ class Background:
         waiter = asyncio.current_task()
         self._waits[waiter] = what, time.time()
         try:
-            async with asyncio.timeout(self._limit_s):
-                await self._changed.wait()
-        except TimeoutError:
-            raise WaitTimeout(
-                f"waited {self._limit_s:g} s without any change for {what}; {self._describe()}"
-            ) from None
+            while not await self._changes():
+                if not self._is_held_up():
+                    raise WaitTimeout(
+                        f"waited {self._limit_s:g} s without any change for {what}; "
+                        f"{self._describe()}"
+                    )
         finally:
             del self._waits[waiter]
+
+    async def _changes(self) -> bool:
+        """Whether anything does so within the limit."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limit_s):
+                return await self._changed.wait()
+        return False
 
     def waits(self) -> list[Wait]:
         """What is waited for now: by the script's call, then by this work, equal ones together."""

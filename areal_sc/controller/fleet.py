@@ -186,13 +186,25 @@ class Fleet:
         """Ends what is left of the present lives; nothing that they still do counts."""
         await asyncio.gather(*(node.kill(part) for node, part in self._by_node(members)))
 
-    async def wait_for_nodes(self, members: Sequence[Member]) -> None:
+    @property
+    def awaits_machines(self) -> bool:
+        """Whether lost workers, of any role, wait for machines."""
+        return bool(self._runtime.awaited)
+
+    async def wait_for_nodes(self, members: Sequence[Member], *, are_lost: bool) -> None:
         """Returns when all nodes of these workers are there.
 
+        Args:
+            are_lost: they have lived before.
         Raises: NodeLost: the agent of one cannot be started again.
         """
-        for node, _ in self._by_node(members):
-            await node.agent.wait_until_served()
+        names = {member.name for member in members if are_lost}
+        self._runtime.awaited.update(names)
+        try:
+            for node, _ in self._by_node(members):
+                await node.agent.wait_until_served()
+        finally:
+            self._runtime.awaited.difference_update(names)
 
     async def restart(self, members: Sequence[Member]) -> None:
         """Starts a new life of each of the workers, lost or not, in place of the one before.

@@ -238,7 +238,8 @@ class Recovery:
             await asyncio.sleep(after_s)
             if had_life:
                 logger.warning("unit=%s is started again", unit)
-            await self._fleet.wait_for_nodes(members)  # nothing of it is there yet
+            # nothing of it is there yet
+            await self._fleet.wait_for_nodes(members, are_lost=had_life)
             self._launching.add(unit)
             try:
                 await self._fleet.restart(members)

@@ -79,6 +79,7 @@ class RolloutController(WeightsReader):
             RPC_MARGIN_S
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
+            lambda: self.fleet.awaits_machines,
         )
         self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)

@@ -23,11 +23,14 @@ class Runtime:
 
     Attributes:
         disk: takes the journal.
+        awaited: names of lost workers whose machines are not there yet; how long that takes is
+            not the run's to say.
     """
 
     transport: Transport
     new_id: Callable[[], str] = random_id
     disk: Disk = field(default_factory=Disk)
+    awaited: set[str] = field(default_factory=set)
 
     @classmethod
     def create(cls, keys: RunKeys, term: RunTerm | None = None) -> Runtime:

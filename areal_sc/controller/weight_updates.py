@@ -297,6 +297,8 @@ class WeightUpdates:
                 if len(refused) > num_refused:
                     continue  # from elsewhere
                 failing_since_s = failing_since_s or began_s
+                if self._fleet.awaits_machines:  # perhaps one that has the weights
+                    failing_since_s = loop.time()
                 if loop.time() - failing_since_s >= retry_limit_s:
                     raise
                 await asyncio.sleep(RETRY_S)

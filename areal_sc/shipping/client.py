@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from areal_sc.errors import TransportError
+from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError
 from areal_sc.ids import random_id
 from areal_sc.shipping.calls import (
     END_FILE,
@@ -41,7 +43,31 @@ from areal_sc.transport.rpc.transport import Connection, Transport
 NUM_AT_ONCE: Final = 8
 """Pieces on their way: enough for a network with some delay."""
 
+RETRY_S: Final = 0.5
+
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+async def until_there(what: str, bring: Callable[[], Awaitable[T]], limit_s: float) -> T:
+    """What `bring` returns; again, while the process beside the script does not answer.
+
+    It may have died: another one then takes its place, and knows nothing of what was listed.
+
+    Args:
+        bring: opens a connection of its own.
+    Raises: TransportError: it did not answer for so long, or something else is wrong.
+    """
+    give_up_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return await bring()
+        except (PeerLost, RpcTimeout, StaleCall) as error:
+            if time.monotonic() > give_up_s:
+                raise
+            logger.warning("%s is asked for again: %s", what, error)
+            await asyncio.sleep(RETRY_S)
 
 
 class ScriptFiles:

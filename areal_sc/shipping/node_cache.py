@@ -3,11 +3,12 @@
     <scheduler.node_folder>/areal_sc-<user>/
         trees/<digest>/         a folder, or one file, by the hash of its content
         trees/.<digest>.lock    of whoever brings it: once a node
+        trees/.<digest>.use     of whoever uses it, as long as that lives
         runs/<run id>-<node>/   in place of the run folder; it goes when the run's agent ends
         logs/                   of agents that have not begun yet
 
 A tree gets its name when all of it is on the disk and has the right hashes. It stays for later
-runs, until it was not used for `KEEP_S`.
+runs, until nobody has begun to use it for `KEEP_S`, and nobody uses it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class NodeCache:
     def __init__(self, node_folder: str) -> None:
         self.path = own_folder(node_folder)
         self._trees = self.path / "trees"
+        self._uses: dict[str, HeldLock] = {}
 
     def make(self) -> None:
         """Makes its folders, and deletes what was not used for long.
@@ -70,11 +72,24 @@ class NodeCache:
                 raise _unusable(self.path, "it belongs to another user")
             self.path.chmod(_OWNER_ONLY)
             self._trees.mkdir(exist_ok=True)
-            for entry in [*self._trees.iterdir(), *(self.path / "logs").glob("*")]:
+            for log in (self.path / "logs").glob("*"):
+                if _age_s(log) > KEEP_S:
+                    remove(log)
+            for entry in self._trees.iterdir():
                 if _age_s(entry) > KEEP_S:
-                    remove(entry)
+                    self._remove_unused(entry)
         except OSError as error:
             raise _unusable(self.path, error.strerror) from error
+
+    def _remove_unused(self, entry: Path) -> None:
+        if entry.suffix == ".partial":
+            return remove(entry)
+        path = entry if entry.name.startswith(".") else self._use_of(entry.name)
+        lock = take_lock(path, fcntl.LOCK_EX)
+        if lock is not None:
+            remove(entry)
+            remove(path)
+            lock.close()
 
     async def bring(self, files: ScriptFiles, path: str, limit_s: float) -> Path | None:
         """Where a path of the script's machine is on this node; None: there is no such path.
@@ -89,12 +104,21 @@ class NodeCache:
             return None
         digest = digest_of(listing)
         tree = self._trees / digest
+        await self._use(digest)
         if not tree.is_dir():
             async with self.bringing(digest, path, limit_s):
                 if not tree.is_dir():
                     await self._fetch(files, path, listing, tree)
         os.utime(tree)
         return tree / listing.files[0].name if listing.is_file else tree
+
+    async def _use(self, digest: str) -> None:
+        """The tree of this digest stays as long as this object lives."""
+        while digest not in self._uses:
+            if lock := take_lock(self._use_of(digest), fcntl.LOCK_SH):
+                self._uses[digest] = lock
+            else:  # somebody looks whether it is used, or is about to delete it
+                await asyncio.sleep(_POLL_S)
 
     async def _fetch(self, files: ScriptFiles, path: str, listing: Listing, tree: Path) -> None:
         num_bytes = sum(fact.num_bytes for fact in listing.files)
@@ -140,6 +164,9 @@ class NodeCache:
 
     def _lock_of(self, digest: str) -> Path:
         return self._trees / f".{digest}.lock"
+
+    def _use_of(self, digest: str) -> Path:
+        return self._trees / f".{digest}.use"
 
 
 class RunHere:

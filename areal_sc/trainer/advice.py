@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ MAX_TAIL: Final = 2
 
 MAX_LOST_SHARE: Final = 0.1
 """Masked or wasted share of tokens above which the bound costs more than it should."""
+
+logger = logging.getLogger(__name__)
 
 
 class Adviser:
@@ -60,7 +63,11 @@ class Adviser:
         rollout = self._config.rollout
         if rollout.train_batch_groups * rollout.group_size > MAX_ANSWERS:
             return None
-        plan = make_plan(steps, self._config, num_cores=shared_cores(self._config))
+        try:
+            plan = make_plan(steps, self._config, num_cores=shared_cores(self._config))
+        except Exception:  # the run has ended, and well
+            logger.exception("nothing can be said of other operating points")
+            return None
         if plan is None or not plan.settings or plan.saved_share < WORTH:
             return None
         return (

@@ -105,7 +105,7 @@ class Step:
         before, now = self.counters, count(self._actor, self._rollout)
 
         def new(name: str) -> int:
-            return int(now[name] - before[name])
+            return int(now.get(name, 0) - before.get(name, 0))  # none: no worker was up then
 
         metrics = StepMetrics(
             step=self.number,

@@ -38,7 +38,7 @@ from areal_sc.errors import (
 from areal_sc.process import machine_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping.calls import FilesAddress, Shipped
-from areal_sc.shipping.client import ScriptFiles, together
+from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache, RunHere, own_folder
 from areal_sc.transport.rpc.transport import Transport, ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
@@ -104,9 +104,13 @@ class NodeFolder:
         limit_s = self.config.shipping_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                async with ScriptFiles.opened(transport, files_at) as files:
-                    for path in {path for order in orders for path in _paths_of(order)}:
-                        await self._cache_path(files, path, places)
+                for path in {path for order in orders for path in _paths_of(order)}:
+
+                    async def bring(path: str = path) -> None:
+                        async with ScriptFiles.opened(transport, files_at) as files:
+                            await self._cache_path(files, path, places)
+
+                    await until_there(path, bring, limit_s)
         except TimeoutError:
             if not limit.expired():
                 raise  # that of a call says more
@@ -248,27 +252,31 @@ class ShippedFiles(SharedFiles):
     async def bring_source(self, number: int) -> None:
         try:
             async with self._one_brings.setdefault(number, asyncio.Lock()):
-                if self._growing.get(number) == []:
-                    return
-                async with self._opened() as files:
-                    wanted = self._growing.get(number) or await self._bring_new(files, number)
-                    await together([self._bring_rest(files, it) for it in wanted])
-                growing = [it for it in wanted if Path(it).name.startswith(GROWING)]
-                self._growing[number] = growing
+                if self._growing.get(number) != []:
+                    what = f"source {number}"
+                    await until_there(what, lambda: self._bring_source(number), self._limit_s)
         except (TransportError, ConfigError, WaitTimeout, OSError) as error:
             raise WorkflowError(
                 f"source {number} cannot be brought to this node: {error}"
             ) from error
 
+    async def _bring_source(self, number: int) -> None:
+        async with self._opened() as files:
+            wanted = self._growing.get(number) or await self._bring_new(files, number)
+            await together([self._bring_rest(files, it) for it in wanted])
+        self._growing[number] = [it for it in wanted if Path(it).name.startswith(GROWING)]
+
     async def bring_snapshot(self, folder: Path) -> None:
         name = folder.relative_to(self._here.path).as_posix()
         digest = hashlib.sha256(str(folder).encode()).hexdigest()
-        try:
-            async with (
-                self._opened() as files,
-                self._cache.bringing(digest, name, self._limit_s),
-            ):
+
+        async def bring() -> None:
+            async with self._opened() as files:
                 await self._bring_snapshot(files, folder, name)
+
+        try:
+            async with self._cache.bringing(digest, name, self._limit_s):
+                await until_there(name, bring, self._limit_s)
         except (TransportError, WaitTimeout, OSError) as error:
             raise CheckpointError(f"{name} cannot be brought to this node: {error}") from error
 

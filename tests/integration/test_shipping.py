@@ -261,7 +261,7 @@ def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
 
 
 async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
-    script: Script, shipped: ShippedFiles, tmp_path: Path
+    script: Script, shipped: ShippedFiles, beside: FilesBeside, tmp_path: Path
 ) -> None:
     data = tmp_path / "elsewhere" / "data.jsonl"
     data.parent.mkdir()
@@ -276,6 +276,8 @@ async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
         assert reader.prompts(number)[0] == {"prompt": prompt}
     data.unlink()
     assert SourceReader(tmp_path / "here", shipped.place).prompts(named)[0] == {"prompt": "a"}
+    assert beside.pid is not None
+    os.kill(beside.pid, signal.SIGKILL)  # it is there again soon, and has listed nothing
     for index in (7, 3):
         await registry.make_readable(written, index)
         await asyncio.gather(*(shipped.bring_source(written) for _ in "abc"))

@@ -109,9 +109,11 @@ def make_plan(
     ranks_per_data = config.actor.parallel.num_ranks // config.actor.parallel.data
     of_now = figures.point.num_train_workers + of_worker * figures.point.num_rollout_workers
     total = num_devices or of_now
-    if total < ranks_per_data + of_worker:
+    # more ranks on the same cores gain nothing that can be foreseen, nor fewer
+    num_ranks = ranks_per_data if num_cores is None else figures.point.num_train_workers
+    if total < num_ranks + of_worker:
         raise ConfigError(
-            f"{total} devices are too few: {ranks_per_data} for training and {of_worker} for "
+            f"{total} devices are too few: {num_ranks} for training and {of_worker} for "
             "generation are the least"
         )
     # nobody waits for a group that takes so many steps, even if they were half as long
@@ -123,8 +125,7 @@ def make_plan(
         return forecaster.at(OperatingPoint(num_ranks, num_workers, bound))
 
     tried = [present] if total >= of_now else []
-    if num_cores is not None:  # more ranks on the same cores gain nothing that can be foreseen
-        num_ranks = figures.point.num_train_workers
+    if num_cores is not None:
         most_workers = min(total - num_ranks, num_cores)
         tried += [
             forecaster.at(OperatingPoint(num_ranks, number, bound))

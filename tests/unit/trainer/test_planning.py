@@ -16,6 +16,7 @@ import pytest
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.schema import ActorConfig, AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.engines.busy_time import TurnSums
+from areal_sc.errors import ConfigError
 from areal_sc.trainer.advice import NUM_STEPS, Adviser
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.planning.advice import Plan, make_plan
@@ -314,3 +315,6 @@ def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> Non
     assert plan is not None
     assert {forecast.point.num_train_workers for forecast in plan.tried} == {1}
     assert {forecast.point.num_rollout_workers for forecast in plan.tried} == {1, 2}
+    two_ranks = make_steps(range(1, 41), num_train_workers=2, num_rollout_workers=4)
+    with pytest.raises(ConfigError, match="2 devices are too few: 2 for training and 1 for"):
+        make_plan(two_ranks, config_of(), 2, num_cores=4)

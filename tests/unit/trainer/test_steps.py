@@ -16,10 +16,15 @@ def failed(kind: RejectionKind, num_episodes: int) -> RejectedEpisodes:
     return RejectedEpisodes(num_episodes, Rejection(kind, "boom", "KeyError", "task.py:12"))
 
 
-def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() -> None:
+def sides(stats: list[dict[str, float]]) -> tuple[Any, Any]:
+    """What a step asks of both controllers.
+
+    Args:
+        stats: of living workers; as they are when they are asked for.
+    """
     ranks: Future[list[dict[str, float]]] = Future()
-    ranks.set_result([{"generated_tokens": 0.0, "cancelled_tokens": 0.0}])
-    actor: Any = SimpleNamespace(
+    ranks.set_result([])
+    actor = SimpleNamespace(
         version=0,
         engine=SimpleNamespace(num_workers=1),
         num_bytes=0,
@@ -27,7 +32,7 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
         publication_stats={},
         begin_worker_stats=lambda: ranks,
     )
-    rollout: Any = SimpleNamespace(
+    rollout = SimpleNamespace(
         rejections=Rejections(window=9, max_rate=1.0),
         groups=SimpleNamespace(admission=SimpleNamespace(lead=1.0, slack=None)),
         num_workers=2,
@@ -36,17 +41,34 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
         num_restarts=0,
         batch_metrics={},
         account=lambda: {"rejected": {}},
-        worker_stats=list,
+        worker_stats=lambda: stats,
     )
-    batch = BatchMetadata("b", 0, (), (RowMetadata(0, 0, 4, 1.0, 0, ((0, 2),), 0),))
+    return actor, rollout
+
+
+BATCH = BatchMetadata("b", 0, (), (RowMetadata(0, 0, 4, 1.0, 0, ((0, 2),), 0),))
+
+
+def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() -> None:
+    actor, rollout = sides([{"generated_tokens": 0.0, "cancelled_tokens": 0.0}])
     told: list[StepMetrics] = []
     rollout.rejections.add_group([failed(RejectionKind.reward_error, 5)], 8)
     step = Step(actor, rollout, count(actor, rollout), told.append)
-    step.record(batch, {})
+    step.record(BATCH, {})
     rollout.rejections.add_group([failed(RejectionKind.reward_error, 2)], 8)
     rollout.rejections.add_group([failed(RejectionKind.timeout, 1)], 8)
-    Step(actor, rollout, step.counters, told.append).record(batch, {})
+    Step(actor, rollout, step.counters, told.append).record(BATCH, {})
     assert [dict(metrics.rejected_episodes) for metrics in told] == [
         {},
         {"reward_error: KeyError at task.py:12": 2, "timeout: KeyError at task.py:12": 1},
     ]
+
+
+def test_no_worker_was_up_when_the_step_began() -> None:
+    stats: list[dict[str, float]] = []
+    actor, rollout = sides(stats)
+    told: list[StepMetrics] = []
+    step = Step(actor, rollout, count(actor, rollout), told.append)
+    stats.append({"generated_tokens": 7.0, "cancelled_tokens": 0.0})
+    step.record(BATCH, {})
+    assert told[0].num_generated_tokens == 7

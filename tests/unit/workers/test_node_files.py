@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import ConfigError
+from areal_sc.file_lock import take_lock
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping import node_cache
 from areal_sc.shipping.calls import FilesAddress, Shipped
@@ -67,13 +69,20 @@ def test_what_killed_agents_left_goes_and_what_living_ones_have_stays(
     left = Path(living.config.run_dir).with_name("killed-0")
     (left / "logs").mkdir(parents=True)
     trees = tmp_path / "node" / f"areal_sc-{os.geteuid()}" / "trees"
-    for name, age_s in (("old", 2 * node_cache.KEEP_S), ("new", node_cache.KEEP_S / 2)):
+    old_s = 2 * node_cache.KEEP_S
+    for name, age_s in (("old", old_s), ("used", old_s), ("new", node_cache.KEEP_S / 2)):
         (trees / name).mkdir()
         os.utime(trees / name, (0, time.time() - age_s))
+    use = take_lock(trees / ".used.use", fcntl.LOCK_SH)
+    assert use is not None
+    for lock in (".used.use", ".idle.use", ".idle.lock"):
+        (trees / lock).touch()
+        os.utime(trees / lock, (0, time.time() - old_s))
     other = folder_of(tmp_path, run_id="other")
     assert Path(living.config.run_dir).is_dir()
     assert not left.exists()
-    assert [it.name for it in trees.iterdir()] == ["new"]
+    assert {it.name for it in trees.iterdir()} == {"new", "used", ".used.use"}
+    use.close()
     monkeypatch.setattr(node_cache, "_END_LIMIT_S", 0.1)
     with pytest.raises(ConfigError, match="another agent of this run is on this node"):
         folder_of(tmp_path, run_id="living")
