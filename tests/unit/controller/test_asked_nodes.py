@@ -283,3 +283,34 @@ def test_autoscaling_does_not_ask_twice_and_withdraws_what_is_not_needed_any_mor
             assert run.rollout.num_workers == 1
 
     run_virtual(play(), max_turns=2_000_000)
+
+
+LONG_S = 5 * 3600.0
+"""Far longer than anything that the run itself bounds."""
+
+
+class Queue(ElasticCluster):
+    """The place of a lost machine is taken hours later."""
+
+    async def renew(self, node: Node, incarnation: str) -> None:
+        if node.is_there:
+            await asyncio.sleep(LONG_S)
+        await super().renew(node, incarnation)
+
+
+@pytest.mark.parametrize("machine", ["generator", "trainer"])
+def test_however_long_another_machine_takes_the_run_waits_for_it(machine: str) -> None:
+    run = ElasticRun(Queue, num_steps=6, group_timeout_s=600.0, behavior=Behavior(generation_s=5.0))
+
+    async def play() -> None:
+        async with run.started():
+            await run.step(checks_business=False)
+            began_s = run.cluster.now_s
+            run.cluster.lose_machine(machine)
+            if machine == "generator":
+                await run.until(lambda: not run.rollout._workers.set.states[0].is_up)
+            for _ in range(4):
+                await run.step(checks_business=False)
+            assert run.cluster.now_s > began_s + LONG_S
+
+    run_virtual(play(), max_virtual_s=10 * LONG_S, max_turns=20_000_000)
