@@ -225,7 +225,7 @@ class GeneratorHandle:
 
     def of_worker(self, index: int) -> RolloutConfig:
         """The settings of one worker of `rollout.num_workers`."""
-        return replace(self.config, seed=self.config.seed + index)
+        return replace(self.config, seed=self.config.seed + index * self.num_servers)
 
     def check_scaling(self) -> None:
         """Whether there can be more workers, or fewer, while a run goes on.

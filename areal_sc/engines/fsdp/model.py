@@ -51,7 +51,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
             found = model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
             if groups.is_model_split:
                 expected = probe_hidden(model, decoder_layers(model.causal_lm))
-        except ModelError as failure:
+        except Exception as failure:  # the other ranks wait
             error = failure
     message, abilities, expected = world.broadcast((str(error) if error else None, found, expected))
     if message is not None:

@@ -157,7 +157,7 @@ class MegatronEngine(RankEngine):
                 causal_lm = read_causal_lm(config)
                 expected = plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
                 whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
-            except ModelError as failure:
+            except Exception as failure:  # the other ranks wait
                 error = failure
         message, expected = world.broadcast((str(error) if error else None, expected))
         if message is not None:

@@ -163,7 +163,7 @@ def _differences(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield "biases in attention"
     if config.get("mlp_bias"):
         yield "biases in feed-forward layers"
-    if config.get("use_sliding_window"):
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         yield "layers that attend to a window"
     activation = config.get("hidden_act", "silu")
     if activation != "silu":

@@ -114,6 +114,8 @@ class Completer:
                 continue
             request.busy_since_s = None
             request.extend(part)
+            if part.token_ids:
+                request.num_losses = 0
             if part.finish == "stop":
                 return request.completion("stop")
             if request.num_missing_tokens <= 0:

@@ -48,6 +48,7 @@ UNKNOWN_VERSION = -1
 MAX_PORT_RACES = 3
 """Starts after one that lost a port: servers choose free ones long before they listen there."""
 _RECONNECT_POLL_S = 1.0
+_PROBE_TIMEOUT_S = 5.0
 _KEY_BYTES = 24
 
 
@@ -211,13 +212,30 @@ class Replica(ServerLoad):
         """As `ServerClient.generate`. Raises: PeerLost: the request is lost with the server."""
         client = self.client
         try:
-            return await client.generate(request, request_id, max_support)
+            return await self._generate(client, request, request_id, max_support)
         except PeerLost as error:
             if self._client is not client:
                 raise PeerLost(f"{self.name} was lost: {self._failure}") from error
             if self._watch is not None:  # nothing is placed there before it has answered
                 self.is_open = False
                 self._watch.suspect()
+            raise
+
+    async def _generate(
+        self,
+        client: ServerClient,
+        request: CompletionRequest,
+        request_id: str,
+        max_support: int | None,
+    ) -> AnswerPart:
+        """A server that refuses, and whose computing process is gone, is lost."""
+        try:
+            return await client.generate(request, request_id, max_support)
+        except EngineFailed as error:
+            try:
+                await client.probe(timeout_s=_PROBE_TIMEOUT_S)
+            except (ArealError, TimeoutError):
+                raise PeerLost(f"{self.name} has failed: {error}") from error
             raise
 
     def max_support(self, sampling: GenerationConfig) -> int:

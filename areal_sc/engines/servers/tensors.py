@@ -7,7 +7,6 @@ two buffers: one is filled while the servers load from the other.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -77,7 +76,7 @@ class TensorWeights(Weights):
     buckets: SharedBuckets
     bucket_bytes: int
     _in_buckets: Sequence[Sequence[NamedTensor]] = ()  # while it is open
-    _fills: deque[asyncio.Task[torch.Tensor]] = field(default_factory=deque)
+    _fills: dict[int, asyncio.Task[torch.Tensor]] = field(default_factory=dict)  # by bucket
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -87,11 +86,11 @@ class TensorWeights(Weights):
             try:
                 yield
             finally:
-                await asyncio.gather(*self._fills, return_exceptions=True)
-                self._fills.clear()
+                await self._drop_fills()
                 self._in_buckets = ()
 
     async def prepare(self) -> None:
+        await self._drop_fills()  # of a wave that has loaded nothing, or not all
         for number in range(min(NUM_BUFFERS, len(self._in_buckets))):
             self._begin_fill(number)
             await self._fills[number]
@@ -115,8 +114,8 @@ class TensorWeights(Weights):
         failed: dict[ServerClient, ArealError] = {}
         await for_each(servers, begin, failed)
         for number, bucket in enumerate(self._in_buckets):
-            flat = await self._fills[0]
-            self._fills.popleft()
+            flat = await self._fills[number]
+            del self._fills[number]
             layout, is_last = layout_of(bucket), number == len(self._in_buckets) - 1
             await for_each(servers, load_bucket, failed)
             times.update_bytes += flat.nbytes
@@ -126,7 +125,12 @@ class TensorWeights(Weights):
         return failed
 
     def _begin_fill(self, number: int) -> None:
-        self._fills.append(asyncio.create_task(self.buckets.fill(self._in_buckets[number], number)))
+        fill = self.buckets.fill(self._in_buckets[number], number)
+        self._fills[number] = asyncio.create_task(fill)
+
+    async def _drop_fills(self) -> None:
+        await asyncio.gather(*self._fills.values(), return_exceptions=True)
+        self._fills.clear()
 
 
 def _shared_bytes(size: int) -> torch.Tensor:

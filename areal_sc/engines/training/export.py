@@ -118,15 +118,13 @@ def begin_export(
         return Box.whole(tensors[name].shape) if rank == 0 else None  # a buffer: all have the same
 
     boxes = {name: given_by(name, group.rank) for name in tensors}
-    own = {
-        name: values(name) if name in parts.shapes else tensors[name]
-        for name, box in boxes.items()
-        if box is not None
-    }
+    own: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:
-        if is_staged:
-            own = {n: _in_host_memory(part, dtype, copy=True) for n, part in own.items()}
+        for name, box in boxes.items():
+            if box is not None:
+                part = values(name) if name in parts.shapes else tensors[name]
+                own[name] = _in_host_memory(part, dtype, copy=True) if is_staged else part
     except FAILURES as error:  # for lack of memory; the other ranks must hear of it
         failure = error
     shapes = {n: parts.shapes.get(n, v.shape) for n, v in tensors.items()}

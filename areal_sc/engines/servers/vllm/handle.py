@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.schema import GRPOConfig, WeightUpdateMethod
+from areal_sc.config.schema import Dtype, GRPOConfig, WeightUpdateMethod
 from areal_sc.config.worker_plan import DTYPE_BYTES, Plan, WorkerPlan
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.memory import MemoryShare
@@ -58,6 +58,11 @@ class VLLMEngine(ServersHandle):
 
     def check(self, run: GRPOConfig) -> None:
         super().check(run)
+        if self.config.float32_output_layer and self.config.dtype != Dtype.float32:
+            raise ConfigError(
+                "rollout.float32_output_layer: expected false with rollout.engine=vllm, which "
+                "rounds logits to rollout.dtype, got true"
+            )
         if self.servers.urls and run.weight_update.method != WeightUpdateMethod.disk:
             raise ConfigError(
                 "weight_update.method: expected disk with vllm.urls (the other ways need a part of "

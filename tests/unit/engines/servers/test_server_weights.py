@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,39 @@ async def test_a_load_that_breaks_off_leaves_the_buffers_to_the_next() -> None:
     client.on_load = None
     await load(buckets, named(4), 16, client)
     assert client.loads == [(16, False), (16, True)]
+    buckets.close()
+
+
+async def test_a_wave_that_loads_nothing_leaves_the_next_one_its_own_buckets() -> None:
+    """None of its servers stood still. Afterwards fills are slower than loads."""
+    buckets, client = SharedBuckets(), Client()
+    fill, fills = buckets.fill, 0
+    loaded: dict[str, float] = {}
+
+    async def slow_fill(bucket: Sequence[NamedTensor], number: int) -> torch.Tensor:
+        nonlocal fills
+        fills += 1
+        for _ in range(20 * fills):
+            await asyncio.sleep(0)
+        return await fill(bucket, number)
+
+    async def note(flat: torch.Tensor, layout: BucketLayout) -> None:
+        [name] = layout.names
+        loaded[name] = float(flat.view(torch.float32).mean())
+
+    async def source() -> list[NamedTensor]:
+        return named(*[4] * 6)
+
+    buckets.fill = slow_fill  # type: ignore[method-assign]
+    client.on_load = note
+    weights, server = TensorWeights(1, source, buckets, 16), client
+    async with weights.opened():
+        await weights.prepare()
+        for _ in range(2):
+            await weights.prepare()
+            assert await weights.load([server], UpdateTimes()) == {}  # type: ignore[list-item]
+            assert loaded == {f"p{number}": float(number) for number in range(6)}
+            loaded.clear()
     buckets.close()
 
 
