@@ -39,7 +39,12 @@ from integration.sglang.test_sglang_weights import (  # noqa: F401
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import VLLMConfig
 from areal_sc.engines.servers.engine import ServerEngine
-from areal_sc.engines.servers.process import mapped_files, read_process, session_members
+from areal_sc.engines.servers.process import (
+    ServerProcess,
+    mapped_files,
+    read_process,
+    session_members,
+)
 from areal_sc.engines.servers.vllm.handle import VLLMEngine
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
@@ -100,15 +105,34 @@ async def test_vllm_is_not_installed(engine: ServerEngine, tmp_path: Path) -> No
     await other.close()
 
 
+async def test_a_killed_core(
+    engine: ServerEngine, policies: Policies, until: Until, generating: Generating
+) -> None:
+    """The server answers running requests with an error before it ends, and is started again."""
+    await lose_server(engine, policies, until, generating, lambda server: server.schedulers[0])
+    await until(lambda: engine.stats()["serving_servers"] == 2)
+
+
 async def test_a_killed_server(
     engine: ServerEngine, policies: Policies, until: Until, generating: Generating
 ) -> None:
     """The last test: nobody waits for the server to come back."""
+    await lose_server(engine, policies, until, generating, lambda server: server.pid)
+
+
+async def lose_server(
+    engine: ServerEngine,
+    policies: Policies,
+    until: Until,
+    generating: Generating,
+    killed: Callable[[ServerProcess], int],
+) -> None:
+    """A process of one of two servers is killed: no answer is lost, and nothing of it is left."""
     scene = await set_scene(engine, until, generating)
     processes = session_members(scene.server.pid)
     shared = mapped_files(scene.server.pid, VLLMEngine.session_files)
     running = scene.victim.num_running
-    os.kill(scene.server.pid, signal.SIGKILL)
+    os.kill(killed(scene.server), signal.SIGKILL)
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
     assert noticed_s <= 10.0
     version = policies.add()
