@@ -9,11 +9,18 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import CheckpointError, NotPermitted, TransportError
+from areal_sc.errors import (
+    CheckpointError,
+    NotPermitted,
+    PeerLost,
+    StaleCall,
+    TransportError,
+)
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.shipping.calls import (
@@ -261,7 +268,7 @@ def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
 
 
 async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
-    script: Script, shipped: ShippedFiles, beside: FilesBeside, tmp_path: Path
+    script: Script, shipped: ShippedFiles, tmp_path: Path
 ) -> None:
     data = tmp_path / "elsewhere" / "data.jsonl"
     data.parent.mkdir()
@@ -276,12 +283,41 @@ async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
         assert reader.prompts(number)[0] == {"prompt": prompt}
     data.unlink()
     assert SourceReader(tmp_path / "here", shipped.place).prompts(named)[0] == {"prompt": "a"}
-    assert beside.pid is not None
-    os.kill(beside.pid, signal.SIGKILL)  # it is there again soon, and has listed nothing
     for index in (7, 3):
         await registry.make_readable(written, index)
         await asyncio.gather(*(shipped.bring_source(written) for _ in "abc"))
         assert reader.prompts(written)[index] == {"prompt": str(index)}
+
+
+async def test_what_is_not_answered_while_the_process_starts_again_is_asked_for_again(
+    script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = SourceRegistry(script.folder.path, "rollout").register_prompts([{"prompt": "b"}])
+    script.snapshot(1, "one")
+    list_run, read_all, failures = ScriptFiles.list_run, ScriptFiles.read_all, list[str]()
+
+    def failing_twice(original: Any, error: type[TransportError]) -> Any:
+        num_calls = 0
+
+        async def call(files: ScriptFiles, *words: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls <= 2:
+                failures.append(error.__name__)
+                raise error("it starts again")
+            return await original(files, *words)
+
+        return call
+
+    monkeypatch.setattr(ScriptFiles, "read_all", failing_twice(read_all, PeerLost))
+    await shipped.bring_source(number)
+    reader = SourceReader(tmp_path / "here", shipped.place)
+    assert reader.prompts(number)[0] == {"prompt": "b"}
+    monkeypatch.setattr(ScriptFiles, "list_run", failing_twice(list_run, StaleCall))
+    here = RunFolder(tmp_path / "here").snapshot_path(1) / "engine"
+    await shipped.bring_snapshot(here)
+    assert (here / "snapshot.json").read_text() == "one"
+    assert failures == ["PeerLost"] * 2 + ["StaleCall"] * 2
 
 
 async def test_a_snapshot_comes_and_another_one_of_the_same_step_in_its_place(

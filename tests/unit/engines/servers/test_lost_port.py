@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.servers.dispatch import Dispatcher
+from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.engines.servers.process import ServerProcess
 from areal_sc.engines.servers.replica import MAX_PORT_RACES, Replica, ReplicaSettings
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.errors import WorkerStartError
@@ -51,3 +55,21 @@ async def test_a_server_that_has_lost_a_port_starts_again(
         with pytest.raises(WorkerStartError):
             await replica.bring_up()
     assert len(begun) == num_starts
+
+
+async def test_what_an_earlier_life_has_logged_is_not_told_of_the_present_one(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    handle = SGLangEngine(RolloutConfig(path=str(tiny_model_folder)))
+    log = tmp_path / "server.log"
+    log.write_text("\n".join(LOST) + "\n")
+    begin = log.stat().st_size
+    with log.open("a") as file:
+        file.write("RuntimeError: no kernel\n")
+    ended: Any = SimpleNamespace(pid=0, returncode=1)
+    client: Any = None
+    instance = ServerInstance(0, 1, "key", is_cuda=False)
+    server = ServerProcess(ended, handle, instance, log, begin)
+    with pytest.raises(WorkerStartError) as told:
+        await server.wait_ready(client, 1.0)
+    assert list(told.value.log_tail) == ["RuntimeError: no kernel"]
