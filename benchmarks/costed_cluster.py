@@ -109,7 +109,8 @@ class CostedRolloutWorker(SimulatedRolloutWorker):
             )
             for number, (num_tokens, spans) in enumerate(ended)
         )
-        return calls.GroupReply(run, self._seal(group, rows), (), {})
+        num_waiting = sum(server.num_answers - server.num_running for server in self.servers)
+        return calls.GroupReply(run, self._seal(group, rows), num_waiting=num_waiting)
 
     async def _update(self, weights: WeightsReference) -> None:
         await self.spend(self.cluster.costs.publish_s)

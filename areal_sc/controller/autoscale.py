@@ -1,6 +1,6 @@
 """Autoscaling: how many rollout workers a run needs, found by trying. Pure.
 
-    the trainer waits, and admission is as far ahead as it may be      more workers
+    the trainer waits, and more work would not help the workers        more workers
     it never waits, and more are on their way                          these are not needed
     it never waits, and admission could be further ahead               one less, as a trial
     one less made it wait                                              back, and not again for long
@@ -55,7 +55,7 @@ class SeenStep(NamedTuple):
     Attributes:
         num_workers: that there are, but for those that leave, or wait for their node.
         slack: as `Admission.slack`.
-        spare_lead: of the steps that admission may be ahead, the share by which it is not.
+        spare_lead: as of `Admission`; 0: workers have all the work that they can take, or may get.
         is_steady: all these workers did their work, and nobody else, since the batch before.
         num_coming: further ones, which were asked for, and whose nodes are on their way.
     """

@@ -173,7 +173,7 @@ class Scaling:
         seen = SeenStep(
             num_workers,
             admission.slack,
-            1 - admission.lead / max(1, self._config.max_staleness),
+            admission.spare_lead,
             is_steady,
             len(self._workers.set.staying) - num_workers,
         )

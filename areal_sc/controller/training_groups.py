@@ -365,6 +365,7 @@ class TrainingGroups:
             self._end(group, worker, reply)
 
     def _end(self, group: Group, worker: RolloutWorkerState, reply: GroupReply) -> None:
+        self.admission.note_end(worker.name, reply.num_waiting)
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, main_cause(reply.rejected))

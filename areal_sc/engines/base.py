@@ -139,6 +139,11 @@ class GenerationEngine(Protocol):
         """Goes on after `pause`."""
         ...
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place, as all are taken."""
+        ...
+
     def stats(self) -> Mapping[str, float]:
         """Counters since start, `generated_tokens` and `cancelled_tokens` (lost) among them."""
         ...

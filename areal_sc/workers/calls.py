@@ -252,6 +252,7 @@ class GroupReply(Struct, frozen=True, array_like=True):
         rejected: one for each cause.
         metrics: metric of the workflow -> (sum, number of episodes).
         warning: what the user should know of the prompt; "" if there is nothing.
+        num_waiting: answers that wait for a place in the engine.
     """
 
     run: GroupAttempt
@@ -259,6 +260,7 @@ class GroupReply(Struct, frozen=True, array_like=True):
     rejected: tuple[RejectedEpisodes, ...] = ()
     metrics: dict[str, tuple[float, int]] = {}
     warning: str = ""
+    num_waiting: int = 0
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):

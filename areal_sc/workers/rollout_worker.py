@@ -170,7 +170,8 @@ class RolloutWorker(Worker):
             self._group_counters["group_s"] += time.perf_counter() - began_s
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
-        return calls.GroupReply(run, batch, causes, sums, self._warning(group.prompt, kept))
+        warning = self._warning(group.prompt, kept)
+        return calls.GroupReply(run, batch, causes, sums, warning, self.engine.num_waiting)
 
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, reward and metrics only; nothing is stored."""

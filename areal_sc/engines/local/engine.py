@@ -204,16 +204,19 @@ class LocalEngine(GenerationThread):
         self._update_times["update_open_s"] += at_hand - started
         self._update_times["update_bytes"] += sum(tensor.nbytes for _, tensor in tensors)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._generator.table.waiting)
+
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests of now."""
-        table = self._generator.table
         return {
             **self._generator.counters,
             **asdict(self._generator.turns),
             **self._update_times,
             "update_stall_s": self._update_times["update_load_s"],
-            "running_requests": table.num_running,
-            "waiting_requests": len(table.waiting),
+            "running_requests": self._generator.table.num_running,
+            "waiting_requests": self.num_waiting,
         }
 
     def _make_request(

@@ -168,9 +168,13 @@ class ServerEngine(ReplicaSet):
         size = self._group_sizes.get(group_name, 0)
         await self.publish(CollectiveWeights(version, group_name, size, buckets, late, give_up))
 
+    @property
+    def num_waiting(self) -> int:
+        return self.dispatcher.num_waiting
+
     def stats(self) -> Mapping[str, float]:
         """Counters since start, and the requests and servers of now."""
-        num_waiting = self.dispatcher.num_waiting
+        num_waiting = self.num_waiting
         for replica in self.replicas:
             replica.busy.note(replica.num_running)
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from statistics import mean
+from statistics import NormalDist, mean
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.errors import ConfigError
 
 BATCH = 16
+GROUP_SIZE = 4
 
 
 class Clock:
@@ -38,6 +39,7 @@ def make(
         generation=GenerationConfig(),
         max_staleness=max_staleness,
         train_batch_groups=BATCH,
+        group_size=GROUP_SIZE,
         admission=mode,
         total_steps=total_steps,
     )
@@ -54,14 +56,15 @@ def test_whatever_was_measured_eq_3_holds_and_a_batch_can_be_formed(
 ) -> None:
     clock = Clock()
     admission = make(eta, clock=clock)
-    for stood_s, waited_s, trained_s in history:
+    for number, (stood_s, waited_s, trained_s) in enumerate(history):
         admission.note_finished(BATCH)
         clock.now_s += stood_s
+        admission.note_end("rollout/0", num_waiting=100 * (number % 3))
         admission.note_asked(version)
         clock.now_s += waited_s
         admission.note_batch(0)
         clock.now_s += trained_s
-        assert 0 <= admission.lead <= eta
+        assert min(1, eta) <= admission.lead <= eta
     num_counted = version * BATCH + extra
     number = admission.num_admissible(version, num_counted)
     assert 0 <= number <= max(0, (version + eta + 1) * BATCH - num_counted)
@@ -96,7 +99,7 @@ def test_a_later_start_goes_on_with_the_lead_that_it_finds() -> None:
     admission.go_on(10, 10 * BATCH + BATCH * 7 // 2)
     assert admission.lead == 2.5
     admission.go_on(10, 0)
-    assert admission.lead == 0
+    assert admission.lead == 1
 
 
 @dataclass
@@ -109,27 +112,38 @@ class Run:
 
 
 def simulated(
-    mode: AdmissionMode, latency: float, load: float, num_steps: int = 80, doubles_at: int = 0
+    mode: AdmissionMode,
+    latency: float,
+    load: float,
+    num_steps: int = 80,
+    doubles_at: int = 0,
+    places: int = 1 << 30,
 ) -> Run:
     """Groups share the generators' rate, and none is faster than alone.
 
     Args:
-        latency: median time of a group alone, lognormal with sigma 0.9.
+        latency: median time of a group alone, lognormal with sigma 0.9; as many groups as a batch
+            has have the same times in another order.
         load: generation's work a step, as a share of what it can do meanwhile.
         doubles_at: from this step on all groups are twice as long.
+        places: groups that run at one time; others wait.
     """
-    rng, clock = random.Random(0), Clock()
+    rng, training, clock = random.Random(0), random.Random(1), Clock()
+    ranks = [(k + 0.5) / BATCH for k in range(BATCH)]
+    times = [latency * math.exp(0.9 * NormalDist().inv_cdf(rank)) for rank in ranks]
+    order: list[float] = []
     admission = make(8, mode, clock=clock)
-    rate = BATCH * latency * math.exp(0.9**2 / 2) / load
+    rate = sum(times) / load
     version = num_counted = num_batches = 0
     is_training, trained_s, batch_s, factor = False, math.inf, 0.0, 1.0
-    running: list[tuple[float, int]] = []  # work that is left, version of admission
+    open_groups: list[tuple[float, int]] = []  # work that is left, version of admission
     finished: list[int] = []
     run, steps, staleness = Run(0, 0, []), [], []
     admission.note_asked(0)
     while num_batches < num_steps:
         for _ in range(admission.num_admissible(version, num_counted)):
-            running.append((factor * latency * rng.lognormvariate(0, 0.9), version))
+            order = order or rng.sample(times, BATCH)
+            open_groups.append((factor * order.pop(), version))
             num_counted += 1
         if not is_training and len(finished) >= BATCH:
             finished.sort()
@@ -140,16 +154,19 @@ def simulated(
             run.leads.append(admission.lead)
             batch_s, num_batches, is_training = clock.now_s, num_batches + 1, True
             factor = 2.0 if 0 < doubles_at <= num_batches else 1.0
-            trained_s = clock.now_s + rng.uniform(0.95, 1.05)
+            trained_s = clock.now_s + training.uniform(0.95, 1.05)
             continue
+        running = open_groups[:places]
         speed = min(1.0, rate / max(1, len(running)))
         ends_s = clock.now_s + min((left for left, _ in running), default=math.inf) / speed
         passed_s = min(ends_s, trained_s) - clock.now_s
         clock.now_s += passed_s
         running = [(left - speed * passed_s, admitted) for left, admitted in running]
+        open_groups[:places] = running
         for group in [group for group in running if group[0] <= 1e-9]:
-            running.remove(group)
+            open_groups.remove(group)
             finished.append(group[1])
+            admission.note_end("rollout/0", GROUP_SIZE * max(0, len(open_groups) - places))
             admission.note_finished(len(finished))
         if clock.now_s >= trained_s:
             is_training, trained_s, version = False, math.inf, version + 1
@@ -176,6 +193,35 @@ def test_where_generation_is_the_slower_side_it_gets_all_that_the_bound_allows()
     )
     assert just.leads[-1] > 7.5
     assert just.step <= 1.01 * eager.step
+
+
+@pytest.mark.parametrize("load", [1.05, 1.3, 2.0])
+def test_where_engines_are_full_nothing_waits_in_a_queue_for_long(load: float) -> None:
+    places = math.ceil(BATCH * 0.2 * math.exp(0.9**2 / 2) / load)
+    just, eager = (
+        simulated(mode, 0.2, load, places=places)
+        for mode in (AdmissionMode.just_in_time, AdmissionMode.eager)
+    )
+    assert eager.staleness > 7.5
+    assert just.staleness < 2.5
+    assert just.step <= 1.01 * eager.step
+
+
+def test_the_autoscaler_hears_whether_workers_could_do_more() -> None:
+    clock = Clock()
+    admission = make(4, clock=clock)
+    for _ in range(2):
+        admission.note_asked(0)
+        clock.now_s += 0.5
+        admission.note_end("rollout/0", num_waiting=0)
+        admission.note_end("rollout/1", num_waiting=3)
+        clock.now_s += 0.5
+        admission.note_end("rollout/0", num_waiting=2)
+        admission.note_finished(BATCH)
+        admission.note_batch(0)
+    # one of the workers had free places for half of the step
+    assert admission.free_share == pytest.approx(0.25)
+    assert admission.spare_lead == pytest.approx((1 - admission.lead / 4) * 0.25)
 
 
 def test_it_follows_lengths_that_double() -> None:

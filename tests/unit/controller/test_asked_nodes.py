@@ -263,7 +263,7 @@ def test_a_node_that_never_comes_up_ends_the_run_as_a_lost_one() -> None:
 
 def test_autoscaling_does_not_ask_twice_and_withdraws_what_is_not_needed_any_more() -> None:
     """One worker is too slow, until answers get short while the asked node is on its way."""
-    slow, now = 4.0, {"generation_s": 4.0}
+    slow, now = 8.0, {"generation_s": 8.0}
     behavior = Behavior(generation_s=lambda rng: now["generation_s"], training_s=0.5)
     autoscale = AutoscaleConfig(1, 2)
     run = ElasticRun(num_steps=200, autoscale=autoscale, max_staleness=3, behavior=behavior)

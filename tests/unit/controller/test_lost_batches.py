@@ -115,7 +115,9 @@ def test_a_batch_whose_rows_are_gone_is_formed_anew(
     lose: Callable[[TrainingRun], Awaitable[None]], mode: OverBound, tmp_path: Path
 ) -> None:
     async def scenario() -> TrainingRun:
-        settings = Settings(num_steps=5, num_ranks=2, over_bound=mode, store_groups=6)
+        settings = Settings(
+            num_steps=5, num_ranks=2, over_bound=mode, max_staleness=1, store_groups=6
+        )
         run = TrainingRun(settings)
         async with run.started():
             for _ in range(2):
@@ -130,7 +132,7 @@ def test_a_batch_whose_rows_are_gone_is_formed_anew(
                 await run.step(checks_business=False)
             again = run.batches[2]
             assert again.global_step == lost.global_step
-            if mode is OverBound.wait:  # the others take those that are there
+            if mode is OverBound.wait:  # its groups are due; the others take those that are there
                 assert again.group_ids == lost.group_ids
                 assert {row.attempt for row in again.rows} == {1}
             await run.check_end()
