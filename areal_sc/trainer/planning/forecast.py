@@ -111,6 +111,10 @@ class _Server:
     def num_answers(self) -> int:
         return len(self._running) + len(self._waiting)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def add(self, num_tokens: float, group: int) -> None:
         """An answer begins, or waits for its place."""
         self._waiting.append((num_tokens, group))
@@ -262,6 +266,7 @@ class _Simulation:
         self._finished[number] = group
         if self._version >= NUM_SETTLING:
             self._group_times.append(self._now_s - began_s)
+        self._admission.note_end("", sum(server.num_waiting for server in self._servers))
         self._admission.note_finished(len(self._finished))
 
     def _ask(self) -> None:
