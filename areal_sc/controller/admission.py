@@ -10,7 +10,7 @@ trainer:
     free     share of the step in which engines had a free place, as no answer waited for one
     queue    answers that waited for a place when there were fewest, in steps
 
-    the batch was in time    lead += GAIN * (TARGET_SLACK - slack)
+    the batch was in time    lead += GAIN * (TARGET_SLACK - slack); FALL * (...) where it falls
     the trainer waited       lead += free * (what it waited, in times of the rest of its step, one
                              step at most, and a little more) - GAIN * (queue - KEPT_QUEUE)
 
@@ -25,6 +25,7 @@ Pure but for the clock that it is given.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from statistics import fmean
 from typing import Final
@@ -34,11 +35,13 @@ from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.errors import ConfigError
 
 GAIN: Final = 0.25
+FALL: Final = 0.1
+"""Instead of it where the lead falls: a wait costs more than a row that is a little older."""
 TARGET_SLACK: Final = 0.4
 """In steps. In simulations 0.3 costs up to 0.6 % of step time, and saves 10 % of staleness."""
 AFTER_WAIT: Final = 0.15
 """Steps that the lead grows by after any wait, beside the wait itself."""
-KEPT_QUEUE: Final = 0.4
+KEPT_QUEUE: Final = 0.6
 """In steps: what may wait for a place in engines, so that none is free when a step takes longer."""
 LEAST_LEAD: Final = 1.0
 """With less, a part of each batch begins only when the trainer already waits for it."""
@@ -53,7 +56,8 @@ class Admission:
     Attributes:
         total_steps: training steps that the run will make; nothing is admitted beyond what they
             need. None admits without end.
-        lead: steps that generation may be ahead of training, from 0 to `max_staleness`.
+        lead: steps that generation may be ahead of training, from 1 to `max_staleness`; 0 if
+            that is 0.
         slack: of the newest batch, in steps; None where it is not known.
         free_share: share of the time between the newest two batches in which engines had free
             places; 1 where no group ended.
@@ -70,7 +74,7 @@ class Admission:
         self._clock = clock
         self._is_eager = config.admission is AdmissionMode.eager
         self.lead = self._within(math.inf if self._is_eager else LEAST_LEAD)
-        self._complete_s: float | None = None
+        self._complete_s: deque[float] = deque()  # when each batch of finished groups was there
         self._asked_s: float | None = None
         self._formed_s: float | None = None
         self._queues: dict[str, _Queue] = {}
@@ -94,10 +98,11 @@ class Admission:
 
     def note_finished(self, num_finished: int) -> None:
         """So many groups are finished and not yet in a batch."""
-        if num_finished < self._policy.train_batch_groups:
-            self._complete_s = None
-        elif self._complete_s is None:
-            self._complete_s = self._clock()
+        num_batches = num_finished // self._policy.train_batch_groups
+        while len(self._complete_s) > num_batches:
+            self._complete_s.pop()
+        while len(self._complete_s) < num_batches:
+            self._complete_s.append(self._clock())
 
     def note_end(self, worker: str, num_waiting: int) -> None:
         """A group has ended on a worker.
@@ -126,8 +131,9 @@ class Admission:
         """The batch that was asked for is formed, and leaves so many finished groups."""
         asked_s, formed_s, now_s = self._asked_s, self._formed_s, self._clock()
         self.slack = None
-        if asked_s is not None and formed_s is not None and self._complete_s is not None:
-            slack_s = max(0.0, asked_s - self._complete_s) - (now_s - asked_s)
+        complete_s = self._complete_s.popleft() if self._complete_s else None
+        if asked_s is not None and formed_s is not None and complete_s is not None:
+            slack_s = max(0.0, asked_s - complete_s) - (now_s - asked_s)
             step_s = max(now_s - formed_s, 1e-9)
             self.slack = slack_s / step_s
             queues = self._queues.values()
@@ -137,7 +143,7 @@ class Admission:
             self._follow(
                 self.slack, num_waiting / (self._group_size * self._policy.train_batch_groups)
             )
-        self._complete_s, self._asked_s, self._formed_s = None, None, now_s
+        self._asked_s, self._formed_s = None, now_s
         self._queues.clear()
         self.note_finished(num_finished)
 
@@ -149,7 +155,8 @@ class Admission:
 
     def forget(self) -> None:
         """Times until now say nothing of the next batch; the lead stays."""
-        self._complete_s = self._asked_s = self._formed_s = None
+        self._asked_s = self._formed_s = None
+        self._complete_s.clear()
         self._queues.clear()
 
     def _follow(self, slack: float, queue: float) -> None:
@@ -157,7 +164,7 @@ class Admission:
         if self._is_eager:
             return
         if slack >= 0:
-            change = GAIN * max(-1.0, TARGET_SLACK - slack)
+            change = (GAIN if slack < TARGET_SLACK else FALL) * (TARGET_SLACK - slack)
         else:
             waited = min(0.5, -slack)
             change = self.free_share * (waited / (1 - waited) + AFTER_WAIT)
