@@ -170,6 +170,7 @@ def results(folder: Path) -> Results:
         "recomputed": scenario(qwen2, MESHES["pp2"], activation_checkpointing=True),
         "bfloat16": scenario(qwen2, MESHES["dp2"], dtype="bfloat16", without_memory=0),
         "swapped": scenario(qwen2, MESHES["pp2"], swaps_gate_and_up=True),
+        "unread": scenario(qwen2, MESHES["tp2"], fails_to_read=True),
         "too_many_stages": scenario(qwen2, {"pipeline": 2, "virtual_pipeline": 2}),
     }
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
@@ -282,6 +283,15 @@ def test_layers_that_compute_something_else_are_noticed_by_every_rank(results: R
     message = "ModelError: Megatron-core's layers do not compute .* pipeline=2.*differ"
     for rank in results["swapped"]:
         assert re.match(message, rank["error"]), rank["error"]
+
+
+def test_every_rank_says_what_kept_the_first_one_from_loading(
+    results: Results, folder: Path
+) -> None:
+    for rank in results["unread"]:
+        assert rank["error"] == (
+            f"ModelError: cannot load the model in {folder / 'qwen2'}: MemoryError"
+        )
 
 
 def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(results: Results) -> None:

@@ -35,7 +35,12 @@ from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_co
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
 from areal_sc.engines.training.background import BackgroundWriter
-from areal_sc.engines.training.causal_lm import build_unfilled, compute_dtype, read_causal_lm
+from areal_sc.engines.training.causal_lm import (
+    build_unfilled,
+    compute_dtype,
+    loading_error,
+    read_causal_lm,
+)
 from areal_sc.engines.training.export import begin_export
 from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.packed_attention import PackedLayout
@@ -158,7 +163,7 @@ class MegatronEngine(RankEngine):
                 expected = plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
                 whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
             except Exception as failure:  # the other ranks wait
-                error = failure
+                error = loading_error(failure, config)
         message, expected = world.broadcast((str(error) if error else None, expected))
         if message is not None:
             raise error or ModelError(message)
@@ -324,6 +329,7 @@ class MegatronEngine(RankEngine):
             compute_dtype(self.config),
             self._writer,
             is_staged=is_staged,
+            reads_late=True,
         )
 
     def _leave(self) -> None:
