@@ -237,8 +237,10 @@ def _differences(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield f"the activation {activation}"
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind not in _ROPE_TYPES or float(rope.get("partial_rotary_factor", 1.0)) != 1:
-        yield f"rotary embeddings other than {', '.join(_ROPE_TYPES)}"
+    if kind not in _ROPE_TYPES:
+        yield f"rotary embeddings of type {kind}, none of {', '.join(_ROPE_TYPES)}"
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1:
+        yield "rotary embeddings of a part of each head"
     is_normalized = config.get("norm_topk_prob", True)
     if family.has_experts and is_normalized and config.get("num_experts_per_tok") == 1:
         yield "one expert a token, whose weight is made 1"

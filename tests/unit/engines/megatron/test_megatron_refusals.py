@@ -95,10 +95,14 @@ def test_meshes_that_do_not_fit_the_model(
         (hf.LlamaConfig(attention_bias=True, mlp_bias=True), "biases in attention, and biases in"),
         (hf.Qwen3Config(hidden_act="gelu"), "the activation gelu"),
         (
+            hf.LlamaConfig(rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4}),
+            "rotary embeddings of a part of each head",
+        ),
+        (
             hf.LlamaConfig(
                 rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
             ),
-            "rotary embeddings other than default, linear, llama3",
+            "rotary embeddings of type dynamic, none of default, linear, llama3, yarn",
         ),
         (hf.Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True), "one expert a token"),
         (hf.MixtralConfig(num_experts_per_tok=1), "one expert a token"),
