@@ -7,7 +7,7 @@ log-probabilities of the trained tokens, then an update for each of two minibatc
 turns within the same processes; a ratio is the median of those of the rounds.
 
 - engine: `actor.parallel: {data: 1, tensor: 2}`, without a controller. With `--engine megatron` the
-  names of metrics begin with `megatron_`; it needs `MEGATRON_ON_CPU=1`.
+  names of metrics begin with `megatron_`, and the tests' shim takes CUDA's place.
 - handwritten: the loop of `train_handwritten.py` over a Hugging Face model whose layers are cut for
   it: heads and features by columns, then by rows, embeddings and output layer by the vocabulary.
   Maxima and sums of the logits' parts are reduced, not the logits.
@@ -17,6 +17,7 @@ Both sides must have the same log-probabilities at first, and gradients of the s
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
@@ -39,6 +40,7 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import Dtype, ParallelConfig
 from areal_sc.engines.handles import make_actor
+from areal_sc.engines.megatron.machine import ON_CPU
 
 NUM_RANKS = 2
 SAME_LOGPROBS = 1e-4
@@ -262,9 +264,11 @@ def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--engine", type=TrainEngineKind, default=TrainEngineKind.fsdp)
     arguments = parser.parse_args()
+    if arguments.engine == TrainEngineKind.megatron:
+        os.environ[ON_CPU] = "1"
     workload, rounds = workloads(quick=arguments.quick)[0], 1 if arguments.quick else 9
     metrics = measure(arguments.engine, workload, rounds)
-    if arguments.engine != TrainEngineKind.fsdp:
+    if arguments.engine == TrainEngineKind.megatron:
         metrics = {f"{arguments.engine}_{name}": value for name, value in metrics.items()}
     settings = {"rows": len(workload.lengths), "tokens": workload.num_tokens, "rounds": rounds}
     report.print_metrics(f"Two ranks, {workload.name}", settings, metrics)
