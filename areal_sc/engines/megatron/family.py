@@ -201,7 +201,8 @@ def check_ranks(parallel: ParallelConfig) -> None:
 
 def _window(config: Mapping[str, Any], family: Family) -> int:
     """0: no layer has a window."""
-    is_used = family.has_windows and config.get("use_sliding_window", not family.types_layers)
+    # Mistral and Mixtral have no switch beside the length
+    is_used = family.has_windows and config.get("use_sliding_window", True)
     return int(config.get("sliding_window") or 0) if is_used else 0
 
 
