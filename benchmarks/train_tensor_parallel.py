@@ -1,12 +1,13 @@
 """A training step on two ranks of tensor parallelism against a loop written by hand for it.
 
-    python benchmarks/train_tensor_parallel.py [--quick] [--json FILE]
+    python benchmarks/train_tensor_parallel.py [--quick] [--json FILE] [--engine megatron]
 
 Two processes of one thread each, connected by gloo. The step is that of `train_throughput.py`:
 log-probabilities of the trained tokens, then an update for each of two minibatches. The sides take
 turns within the same processes; a ratio is the median of those of the rounds.
 
-- engine: `actor.parallel: {data: 1, tensor: 2}`, without a controller.
+- engine: `actor.parallel: {data: 1, tensor: 2}`, without a controller. With `--engine megatron` the
+  names of metrics begin with `megatron_`, and the tests' shim takes CUDA's place.
 - handwritten: the loop of `train_handwritten.py` over a Hugging Face model whose layers are cut for
   it: heads and features by columns, then by rows, embeddings and output layer by the vocabulary.
   Maxima and sums of the logits' parts are reduced, not the logits.
@@ -16,6 +17,7 @@ Both sides must have the same log-probabilities at first, and gradients of the s
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
@@ -35,8 +37,10 @@ from train_workload import Workload, make_rows, minibatches_of, workloads
 from transformers.utils import logging as hf_logging
 
 from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import Dtype, ParallelConfig
-from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.handles import make_actor
+from areal_sc.engines.megatron.machine import ON_CPU
 
 NUM_RANKS = 2
 SAME_LOGPROBS = 1e-4
@@ -173,7 +177,12 @@ class TensorParallelLoop(HandwrittenLoop):
 
 
 def engine_step(
-    workload: Workload, model: Path, address: str, rank: int, grad_norms: list[float]
+    kind: TrainEngineKind,
+    workload: Workload,
+    model: Path,
+    address: str,
+    rank: int,
+    grad_norms: list[float],
 ) -> Step:
     """That of the engine; the ranks have met when this returns.
 
@@ -181,8 +190,8 @@ def engine_step(
         grad_norms: gets that of each update.
     """
     config = actor_config(workload, model, "cpu")
-    config.parallel = ParallelConfig(tensor=NUM_RANKS)
-    engine = FSDPEngine(config)
+    config.engine, config.parallel = kind, ParallelConfig(tensor=NUM_RANKS)
+    engine = make_actor(config).build()
     engine.initialize(rank, NUM_RANKS, address)
     rows, loss = make_rows(workload), loss_of(config.ppo)
 
@@ -198,12 +207,18 @@ def engine_step(
 
 
 def run_rank(
-    rank: int, workload: Workload, model: Path, address: str, rounds: int, found: Any
+    rank: int,
+    kind: TrainEngineKind,
+    workload: Workload,
+    model: Path,
+    address: str,
+    rounds: int,
+    found: Any,
 ) -> None:
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
     of_engine: list[float] = []
-    steps = {"engine": engine_step(workload, model, address, rank, of_engine)}
+    steps = {"engine": engine_step(kind, workload, model, address, rank, of_engine)}
     by_hand = TensorParallelLoop(workload, model, "cpu", torch.float32)
     steps["handwritten"] = by_hand.step
     times: dict[str, list[float]] = {side: [] for side in steps}
@@ -224,14 +239,14 @@ def run_rank(
         found.put({side: seconds[2:] for side, seconds in times.items()})
 
 
-def measure(workload: Workload, rounds: int) -> report.Metrics:
+def measure(kind: TrainEngineKind, workload: Workload, rounds: int) -> report.Metrics:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     with model_folder(workload.shape, Dtype.float32) as model:
-        words = workload, model, address, rounds, found
+        words = kind, workload, model, address, rounds, found
         ranks = multiprocessing.spawn(run_rank, words, NUM_RANKS, join=False)
         while not ranks.join():
             pass
@@ -246,9 +261,15 @@ def measure(workload: Workload, rounds: int) -> report.Metrics:
 
 
 def main() -> None:
-    arguments = report.make_parser(__doc__).parse_args()
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--engine", type=TrainEngineKind, default=TrainEngineKind.fsdp)
+    arguments = parser.parse_args()
+    if arguments.engine == TrainEngineKind.megatron:
+        os.environ[ON_CPU] = "1"
     workload, rounds = workloads(quick=arguments.quick)[0], 1 if arguments.quick else 9
-    metrics = measure(workload, rounds)
+    metrics = measure(arguments.engine, workload, rounds)
+    if arguments.engine == TrainEngineKind.megatron:
+        metrics = {f"{arguments.engine}_{name}": value for name, value in metrics.items()}
     settings = {"rows": len(workload.lengths), "tokens": workload.num_tokens, "rounds": rounds}
     report.print_metrics(f"Two ranks, {workload.name}", settings, metrics)
     report.write(metrics, arguments.json)

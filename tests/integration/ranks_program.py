@@ -116,6 +116,15 @@ def swap_gate_and_up() -> None:
     state.write = write_swapped
 
 
+def fail_to_read() -> None:
+    """Lets Megatron-core's ranks raise an error without words when they read the model."""
+
+    def read(_: ActorConfig) -> None:
+        raise MemoryError
+
+    importlib.import_module("areal_sc.engines.megatron.engine").read_causal_lm = read  # type: ignore[attr-defined]
+
+
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:
     return ActorConfig(
         engine=TrainEngineKind(scenario.get("engine", "fsdp")),
@@ -148,6 +157,8 @@ def run_rank(
     config = actor_config(scenario)
     if scenario.get("swaps_gate_and_up"):
         swap_gate_and_up()
+    if scenario.get("fails_to_read"):
+        fail_to_read()
     engine = WeighedEngine(config) if is_weighed else make_actor(config).build()
     if address == "" and rank == 0:
         address = engine.create_rendezvous()
@@ -162,7 +173,7 @@ def run_rank(
         result["logprobs"] = engine.forward(rows, "logprobs")
 
         if "save_first" in scenario:
-            engine.begin_save_hf(Path(scenario["save_first"])).result(60)
+            engine.begin_save_hf(Path(scenario["save_first"]), is_staged=False).result(60)
 
         def train_step(step: int) -> dict[str, float]:
             minibatches = [

@@ -39,6 +39,7 @@ PROMISED = {
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
     "train_memory": {"data_2_dry_run", "data_2_loading_others"},
     "train_tensor_parallel": {"tensor2_step_vs_handwritten"},
+    "train_tensor_parallel --engine megatron": {"megatron_tensor2_step_vs_handwritten"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
     "weight_update --engine local": {"pull_publish_s", "disk_total_s"},
     "weight_update --engine sglang": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},

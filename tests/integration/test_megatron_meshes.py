@@ -40,6 +40,13 @@ LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOW = {"sliding_window": 6}  # most rows are longer
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -48,10 +55,16 @@ EXPERTS = {
 }
 MODELS = {
     "qwen2": hf.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3": hf.Qwen3Config(**{**SIZES, "num_hidden_layers": 4}, tie_word_embeddings=False),
-    "llama": hf.LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA_ROPE),
-    "moe": hf.Qwen3MoeConfig(**{**SIZES, **EXPERTS}, tie_word_embeddings=False),
+    "qwen3": hf.Qwen3Config(
+        **{**SIZES, **WINDOW, "num_hidden_layers": 4},
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "llama": hf.LlamaConfig(**{**SIZES, "num_key_value_heads": 1}, rope_parameters=LLAMA_ROPE),
+    "mistral": hf.MistralConfig(**SIZES, **WINDOW, rope_parameters=YARN_ROPE),
+    "moe": hf.Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0]),
     "moe_plain": hf.Qwen3MoeConfig(**{**SIZES, **EXPERTS, "norm_topk_prob": False}),
+    "mixtral": hf.MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=True),
 }
 MESHES = {
     "tp2": {"tensor": 2},
@@ -59,15 +72,19 @@ MESHES = {
     "pp2": {"pipeline": 2},
     "vpp": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "dp2_pp2": {"data": 2, "pipeline": 2},
     "ep2": {"data": 2, "expert": 2},
     "tp2_ep2": {"tensor": 2, "expert": 2},
+    "ep2_pp2": {"data": 2, "expert": 2, "pipeline": 2},
 }
 MESHES_OF = {
-    "qwen2": ("tp2_pp2", "dp2"),
+    "qwen2": ("tp2_pp2", "dp2", "dp2_pp2"),
     "qwen3": ("vpp",),
-    "llama": ("tp2",),
-    "moe": ("tp2_ep2",),
+    "llama": ("tp2",),  # its key-value head is on both ranks
+    "mistral": ("pp2",),
+    "moe": ("tp2_ep2", "ep2_pp2"),  # with experts in the second stage alone
     "moe_plain": ("ep2",),
+    "mixtral": ("ep2_pp2",),
 }
 RESUMED = {  # what others have saved before
     "qwen2_tp2_pp2": ("fsdp",),
@@ -153,6 +170,7 @@ def results(folder: Path) -> Results:
         "recomputed": scenario(qwen2, MESHES["pp2"], activation_checkpointing=True),
         "bfloat16": scenario(qwen2, MESHES["dp2"], dtype="bfloat16", without_memory=0),
         "swapped": scenario(qwen2, MESHES["pp2"], swaps_gate_and_up=True),
+        "unread": scenario(qwen2, MESHES["tp2"], fails_to_read=True),
         "too_many_stages": scenario(qwen2, {"pipeline": 2, "virtual_pipeline": 2}),
     }
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
@@ -265,6 +283,15 @@ def test_layers_that_compute_something_else_are_noticed_by_every_rank(results: R
     message = "ModelError: Megatron-core's layers do not compute .* pipeline=2.*differ"
     for rank in results["swapped"]:
         assert re.match(message, rank["error"]), rank["error"]
+
+
+def test_every_rank_says_what_kept_the_first_one_from_loading(
+    results: Results, folder: Path
+) -> None:
+    for rank in results["unread"]:
+        assert rank["error"] == (
+            f"ModelError: cannot load the model in {folder / 'qwen2'}: MemoryError"
+        )
 
 
 def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(results: Results) -> None:

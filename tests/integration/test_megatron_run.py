@@ -24,12 +24,15 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_main_job_learns_with_another_engine(tmp_path: Path) -> None:
-    """Warm start and reinforcement learning; the script and all else are unchanged."""
+    """Warm start and reinforcement learning, and a killed rank; script and all else are as ever."""
     arguments = (*SMALL_JOB, "actor.engine=megatron", f"actor.path={tmp_path / 'model'}")
     with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
+        run.wait_for_step(8)
+        os.kill(run.worker_pid("train/0"), signal.SIGKILL)
         run.finish()
         summary = run.summary()
         assert summary["num_steps"] == 20
+        assert summary["num_worker_restarts"] == 1
         assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1, summary
         AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
 

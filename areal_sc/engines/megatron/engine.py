@@ -31,11 +31,16 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.engines.megatron.family import ModelSizes
 from areal_sc.engines.megatron.machine import is_on_cpu
 from areal_sc.engines.megatron.mapping import MegatronParts, Place, Slot
-from areal_sc.engines.megatron.model import build_stages, transformer_config, virtual_stages
+from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_config, virtual_stages
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
 from areal_sc.engines.training.background import BackgroundWriter
-from areal_sc.engines.training.causal_lm import build_unfilled, compute_dtype, read_causal_lm
+from areal_sc.engines.training.causal_lm import (
+    build_unfilled,
+    compute_dtype,
+    loading_error,
+    read_causal_lm,
+)
 from areal_sc.engines.training.export import begin_export
 from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.packed_attention import PackedLayout
@@ -158,7 +163,7 @@ class MegatronEngine(RankEngine):
                 expected = plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
                 whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
             except Exception as failure:  # the other ranks wait
-                error = failure
+                error = loading_error(failure, config)
         message, expected = world.broadcast((str(error) if error else None, expected))
         if message is not None:
             raise error or ModelError(message)
@@ -171,9 +176,9 @@ class MegatronEngine(RankEngine):
             shapes, sizes, config.parallel, world.rank, has_fused_norms=self.is_cuda
         )
         device = world.device
-        for_megatron = transformer_config(config, sizes, device)
-        frequencies = rotary_frequencies(causal_lm)
-        self._stages = build_stages(for_megatron, config, sizes, frequencies, device)
+        rotary = Rotary.of(causal_lm)
+        for_megatron = transformer_config(config, sizes, rotary, device)
+        self._stages = build_stages(for_megatron, config, sizes, rotary, device)
         self._optimizer = DistributedAdamW(self._stages, config.optimizer, compute_dtype(config))
         parameters = {
             Slot(chunk, name): parameter
@@ -324,6 +329,7 @@ class MegatronEngine(RankEngine):
             compute_dtype(self.config),
             self._writer,
             is_staged=is_staged,
+            reads_late=True,
         )
 
     def _leave(self) -> None:
@@ -331,15 +337,3 @@ class MegatronEngine(RankEngine):
             parallel_state.destroy_model_parallel()
             if self._is_owner:
                 dist.destroy_process_group()
-
-
-def rotary_frequencies(causal_lm: Any) -> torch.Tensor:
-    """[head_dim / 2] float32: by how much each pair of features turns from token to token.
-
-    Args:
-        causal_lm: Hugging Face model whose frequencies do not depend on lengths; without values.
-    """
-    rotary = type(causal_lm.base_model.rotary_emb)(causal_lm.config)
-    assert rotary.attention_scaling == 1, "the families' kinds of scaling change frequencies alone"
-    found: torch.Tensor = rotary.inv_freq.clone()  # no buffer
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.errors import ConfigError, ModelError
@@ -21,23 +21,41 @@ class Family:
     Attributes:
         has_qkv_bias: queries, keys and values have biases.
         normalizes_heads: queries and keys of each head are normalised.
-        has_experts: feed-forward layers are mixtures of experts.
+        has_experts: feed-forward layers are mixtures of experts, unless a model says otherwise.
+        has_windows: a model may say that tokens attend to a window of the last ones.
+        types_layers: it says of which layers this is so; otherwise it is so of all.
     """
 
     has_qkv_bias: bool = False
     normalizes_heads: bool = False
     has_experts: bool = False
+    has_windows: bool = False
+    types_layers: bool = False
 
 
 FAMILIES = {
     "llama": Family(),
-    "qwen2": Family(has_qkv_bias=True),
-    "qwen3": Family(normalizes_heads=True),
-    "qwen3_moe": Family(normalizes_heads=True, has_experts=True),
+    "mistral": Family(has_windows=True),
+    "mixtral": Family(has_experts=True, has_windows=True),
+    "qwen2": Family(has_qkv_bias=True, has_windows=True, types_layers=True),
+    "qwen3": Family(normalizes_heads=True, has_windows=True, types_layers=True),
+    "qwen3_moe": Family(normalizes_heads=True, has_experts=True, has_windows=True),
 }
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _OTHERWISE = "set actor.engine=fsdp"
+
+
+class LayerKind(NamedTuple):
+    """In what the layers of a model differ.
+
+    Attributes:
+        has_experts: its feed-forward layer is a mixture of experts.
+        has_window: its tokens attend to a window.
+    """
+
+    has_experts: bool
+    has_window: bool
 
 
 @dataclass(frozen=True)
@@ -45,14 +63,17 @@ class ModelSizes:
     """What a mesh has to divide, and what the decoder is built from.
 
     Attributes:
-        feed_forward: inner width of a feed-forward layer, or of one expert.
-        num_experts: of a layer; 0: it has none.
+        layers: from the first to the last one.
+        window: tokens that a token attends to, itself included, in layers with a window.
+        feed_forward: inner width of a feed-forward layer without experts.
+        expert_width: inner width of one expert.
+        num_experts: of each layer that has them; 0: no layer has.
         experts_per_token: that a token goes through.
         normalizes_experts: the weights of a token's experts add up to 1.
     """
 
     family: Family
-    num_layers: int
+    layers: tuple[LayerKind, ...]
     hidden: int
     heads: int
     kv_heads: int
@@ -61,6 +82,8 @@ class ModelSizes:
     vocabulary: int
     norm_eps: float
     is_tied: bool
+    window: int = 0
+    expert_width: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     normalizes_experts: bool = False
@@ -68,7 +91,8 @@ class ModelSizes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSizes:
         """Args:
-            config: `config.json`, or a Hugging Face configuration as a mapping.
+            config: a Hugging Face configuration as a mapping; or `config.json`, which may not say
+                which layers have windows: no mesh depends on that.
         Raises: ModelError: such a model cannot be mapped.
         """
         name = str(config.get("model_type"))
@@ -84,27 +108,49 @@ class ModelSizes:
                 f"{', and '.join(reasons)}; {_OTHERWISE}"
             )
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        width = "moe_intermediate_size" if family.has_experts else "intermediate_size"
+        window, layers = _window(config, family), _layers(config, family)
+        experts: dict[str, Any] = {}
+        if any(layer.has_experts for layer in layers):
+            experts = {
+                "expert_width": int(
+                    config.get("moe_intermediate_size") or config["intermediate_size"]
+                ),
+                "num_experts": _num_experts(config),
+                "experts_per_token": int(config["num_experts_per_tok"]),
+                "normalizes_experts": bool(config.get("norm_topk_prob", True)),
+            }
         return cls(
             family,
-            num_layers=int(config["num_hidden_layers"]),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            feed_forward=int(config[width]),
+            feed_forward=int(config["intermediate_size"]),
             vocabulary=int(config["vocab_size"]),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             is_tied=bool(config.get("tie_word_embeddings", False)),
-            num_experts=_num_experts(config) if family.has_experts else 0,
-            experts_per_token=int(config["num_experts_per_tok"]) if family.has_experts else 0,
-            normalizes_experts=bool(config.get("norm_topk_prob", False)),
+            window=window,
+            **experts,
         )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def rows_of_heads(self) -> int:
+        """Of the matrix that makes queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def check_mesh(self, parallel: ParallelConfig) -> None:
         """Raises: ConfigError: the model does not come out even on the ranks."""
         tensor, expert = parallel.tensor, parallel.expert
         parallel.check_heads(self.heads, self.kv_heads)
+        if expert > 1 and not self.num_experts:
+            raise ConfigError(
+                f"actor.parallel.expert: expected 1 for a model without experts, got {expert}"
+            )
         if self.num_experts and tensor > 1 and expert == 1:
             raise ConfigError(
                 f"actor.parallel.expert: expected at least 2 for a model with experts on "
@@ -115,18 +161,18 @@ class ModelSizes:
                 f"actor.parallel.tensor: expected ranks that each get some of the model's "
                 f"{self.vocabulary} tokens, got {tensor}"
             )
+        is_dense = not all(layer.has_experts for layer in self.layers)
         stages = parallel.pipeline * parallel.virtual_pipeline
+        times = " times virtual_pipeline" if parallel.virtual_pipeline > 1 else ""
         for setting, size, number, what in (
-            ("tensor", tensor, self.kv_heads, "key-value heads"),
-            ("tensor", 1 if self.num_experts else tensor, self.feed_forward, "features"),
+            ("tensor", tensor, self.rows_of_heads, "rows for queries, keys and values"),
+            ("tensor", tensor if is_dense else 1, self.feed_forward, "features"),
             ("expert", expert, self.num_experts, "experts"),
-            ("pipeline", stages, self.num_layers, "layers"),
+            (f"pipeline{times}", stages, self.num_layers, "layers"),
         ):
-            if number % size or (setting == "expert" and not number and size > 1):
-                product = " times virtual_pipeline" if parallel.virtual_pipeline > 1 else ""
-                times = product if setting == "pipeline" else ""
+            if number % size:
                 raise ConfigError(
-                    f"actor.parallel.{setting}{times}: expected a divisor of the model's {number} "
+                    f"actor.parallel.{setting}: expected a divisor of the model's {number} "
                     f"{what}, got {size}"
                 )
 
@@ -153,8 +199,32 @@ def check_ranks(parallel: ParallelConfig) -> None:
         )
 
 
+def _window(config: Mapping[str, Any], family: Family) -> int:
+    """0: no layer has a window."""
+    # Mistral and Mixtral have no switch beside the length
+    is_used = family.has_windows and config.get("use_sliding_window", True)
+    return int(config.get("sliding_window") or 0) if is_used else 0
+
+
+def _layers(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
+    number = int(config["num_hidden_layers"])
+    types = config.get("layer_types") if family.types_layers else None
+    with_window = [
+        _window(config, family) > 0 and (types is None or types[index] == "sliding_attention")
+        for index in range(number)
+    ]
+    num_experts = _num_experts(config) if family.has_experts else 0
+    dense = set(config.get("mlp_only_layers") or ())
+    step = int(config.get("decoder_sparse_step", 1))
+    with_experts = [
+        num_experts > 0 and index not in dense and (index + 1) % step == 0
+        for index in range(number)
+    ]
+    return tuple(map(LayerKind, with_experts, with_window))
+
+
 def _num_experts(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_experts") or config["num_local_experts"])
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def _differences(config: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -163,17 +233,15 @@ def _differences(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield "biases in attention"
     if config.get("mlp_bias"):
         yield "biases in feed-forward layers"
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        yield "layers that attend to a window"
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         yield f"the activation {activation}"
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind not in _ROPE_TYPES or float(rope.get("partial_rotary_factor", 1.0)) != 1:
-        yield f"rotary embeddings other than {', '.join(_ROPE_TYPES)}"
-    if family.has_experts:
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            yield "layers without experts"
-        if config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1:
-            yield "one expert a token, whose weight is made 1"
+    if kind not in _ROPE_TYPES:
+        yield f"rotary embeddings of type {kind}, none of {', '.join(_ROPE_TYPES)}"
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1:
+        yield "rotary embeddings of a part of each head"
+    is_normalized = config.get("norm_topk_prob", True)
+    if family.has_experts and is_normalized and config.get("num_experts_per_tok") == 1:
+        yield "one expert a token, whose weight is made 1"

@@ -10,20 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
-from areal_sc.engines.megatron.family import ModelSizes
 from areal_sc.engines.plain_attention import AttentionRule
 from areal_sc.engines.training.packed_attention import PackedLayout, attend_rows
 
@@ -50,9 +43,16 @@ class RowsParams(PackedSeqParams):  # type: ignore[misc]
 class RowAttention(nn.Module):
     """Causal attention within each packed row, of this rank's heads."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float, **_: Any
+    ) -> None:
         super().__init__()
-        self.rule = AttentionRule(config.kv_channels**-0.5)
+        window = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            window = config.window_size[0] + 1  # Megatron-core does not count the token itself
+        self.rule = AttentionRule(softmax_scale, window)
 
     def forward(
         self,
@@ -90,26 +90,24 @@ class RMSNorm(nn.Module):
 
 
 def layer_specs(
-    config: TransformerConfig, sizes: ModelSizes, chunk: int | None, *, on_gpu: bool
-) -> TransformerBlockSubmodules | ModuleSpec:
+    config: TransformerConfig, chunk: int | None, *, on_gpu: bool
+) -> TransformerBlockSubmodules:
     """The layers of one stage of a pipeline, and the norm behind the last one.
 
     Args:
         chunk: which of this rank's stages; None: it has one.
         on_gpu: TransformerEngine's layers, whose norms belong to the linear layers behind them.
     """
-    settings: dict[str, Any] = {
-        "num_experts": sizes.num_experts or None,
-        "moe_grouped_gemm": False,
-        "qk_layernorm": sizes.family.normalizes_heads,
-    }
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=on_gpu, normalization="RMSNorm", vp_stage=chunk
+    )
     if on_gpu:
-        return get_gpt_layer_with_transformer_engine_spec(**settings)
-    spec = get_gpt_layer_local_spec(**settings, normalization="RMSNorm")
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = RowAttention
-    if sizes.family.normalizes_heads:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+        return block
+    for spec in block.layer_specs:  # layers of a kind are one object
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = RowAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block.layer_norm = RMSNorm
+    return block

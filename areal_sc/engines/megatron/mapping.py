@@ -1,7 +1,9 @@
 """Which values of which Hugging Face tensor a Megatron-core parameter holds, on every rank.
 
     q_proj, k_proj, v_proj   one parameter, linear_qkv: of each key-value head its queries, itself,
-                             its values, and then the next head's
+                             its values, and then the next head's; of each rank its share of the
+                             rows, which is less than one head's where there are more ranks than
+                             key-value heads
     gate_proj, up_proj       one parameter, linear_fc1: one after the other, of each rank its part
     experts' gate_up_proj    one parameter an expert
     embed_tokens, lm_head    padded with rows that nothing reads, to come out even on the ranks;
@@ -22,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from areal_sc.config.parallel_settings import ParallelConfig
-from areal_sc.engines.megatron.family import ModelSizes
+from areal_sc.engines.megatron.family import LayerKind, ModelSizes
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.errors import ModelError
 
@@ -188,7 +190,8 @@ def _pieces(
     for chunk in range(parallel.virtual_pipeline):
         first = (chunk * parallel.pipeline + place.stage) * num_layers
         for index in range(num_layers):
-            layer = _Layer(shapes, sizes, parallel, place, has_fused_norms, chunk, index)
+            kind = sizes.layers[first + index]
+            layer = _Layer(shapes, sizes, parallel, place, has_fused_norms, kind, chunk, index)
             found += layer.pieces(f"model.layers.{first + index}.")
     if place.stage == last[0]:
         norm = "model.norm.weight"
@@ -211,6 +214,7 @@ class _Layer:
     parallel: ParallelConfig
     place: Place
     has_fused_norms: bool
+    kind: LayerKind
     chunk: int
     index: int
 
@@ -220,7 +224,7 @@ class _Layer:
         Args:
             prefix: of its names in the Hugging Face model.
         """
-        fused, has_experts = self.has_fused_norms, self.sizes.family.has_experts
+        fused, has_experts = self.has_fused_norms, self.kind.has_experts
         attention_norm = "self_attention.linear_qkv.layer_norm_weight"
         mlp_norm = "mlp.linear_fc1.layer_norm_weight"
         yield self._whole(
@@ -239,9 +243,8 @@ class _Layer:
             yield from self._feed_forward(prefix + "mlp.")
 
     def _attention(self, prefix: str) -> Iterator[Piece]:
-        sizes, count = self.sizes, self.parallel.tensor
-        groups = sizes.kv_heads // count  # of this rank
-        queries = sizes.heads // sizes.kv_heads * sizes.head_dim  # rows of a group
+        sizes = self.sizes
+        queries = sizes.heads // sizes.kv_heads * sizes.head_dim  # rows of a key-value head
         bounds = {"q": (0, queries)}
         bounds |= {"k": (queries, queries + sizes.head_dim)}
         bounds |= {"v": (queries + sizes.head_dim, queries + 2 * sizes.head_dim)}
@@ -249,8 +252,7 @@ class _Layer:
         for kind in kinds:
             for letter, (start, stop) in bounds.items():
                 name = f"{prefix}{letter}_proj.{kind}"
-                slot = self._slot(f"self_attention.linear_qkv.{kind}")
-                yield Piece(name, self._cut(name, 0), slot, start, stop, groups)
+                yield from self._of_heads(name, f"self_attention.linear_qkv.{kind}", start, stop)
         name = prefix + "o_proj.weight"
         slot = self._slot("self_attention.linear_proj.weight")
         yield Piece(name, self._cut(name, 1), slot, 0, sizes.hidden)
@@ -259,6 +261,20 @@ class _Layer:
                 yield self._whole(
                     f"{prefix}{letter}_norm.weight", f"self_attention.{letter}_layernorm.weight"
                 )
+
+    def _of_heads(self, name: str, parameter: str, start: int, stop: int) -> Iterator[Piece]:
+        """What this rank has of queries, keys or values: rows `start` to `stop` of each head's."""
+        sizes, count, slot = self.sizes, self.parallel.tensor, self._slot(parameter)
+        if count <= sizes.kv_heads:
+            yield Piece(name, self._cut(name, 0), slot, start, stop, sizes.kv_heads // count)
+            return
+        share = sizes.rows_of_heads // count
+        head, number = divmod(self.place.tensor, count // sizes.kv_heads)
+        first, last = max(start, number * share), min(stop, (number + 1) * share)
+        if first < last:
+            begin = head * (stop - start) + first - start
+            box = Box.whole(self.shapes[name]).narrowed(0, begin, last - first)
+            yield Piece(name, box, slot, first - number * share, last - number * share)
 
     def _feed_forward(self, prefix: str) -> Iterator[Piece]:
         own = self.sizes.feed_forward // self.parallel.tensor

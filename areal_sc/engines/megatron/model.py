@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,27 @@ from areal_sc.engines.training.rank_engine import Outputs
 _CUT_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
+class Rotary(NamedTuple):
+    """The rotary embeddings of a Hugging Face model.
+
+    Attributes:
+        frequencies: [head_dim / 2] float32: by how much each pair of features turns from token to
+            token.
+        scale: a factor of queries and keys (YaRN's).
+    """
+
+    frequencies: torch.Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, causal_lm: Any) -> Rotary:
+        """Those of a model whose frequencies do not depend on lengths; it needs no values."""
+        rotary = type(causal_lm.base_model.rotary_emb)(causal_lm.config)
+        return cls(rotary.inv_freq.clone(), float(rotary.attention_scaling))  # no buffer
+
+
 def transformer_config(
-    config: ActorConfig, sizes: ModelSizes, device: torch.device
+    config: ActorConfig, sizes: ModelSizes, rotary: Rotary, device: torch.device
 ) -> TransformerConfig:
     """What Megatron-core is told of the model and its mesh.
 
@@ -47,13 +66,19 @@ def transformer_config(
     if sizes.num_experts:
         further |= {
             "num_moe_experts": sizes.num_experts,
-            "moe_ffn_hidden_size": sizes.feed_forward,
+            "moe_layer_freq": [int(layer.has_experts) for layer in sizes.layers],
+            "moe_ffn_hidden_size": sizes.expert_width,
             "moe_router_topk": sizes.experts_per_token,
             "moe_router_pre_softmax": not sizes.normalizes_experts,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_token_dispatcher_type": "allgather",
+        }
+    if sizes.window:
+        further |= {
+            "window_size": (sizes.window - 1, 0),  # before and behind the token
+            "window_attn_skip_freq": [int(layer.has_window) for layer in sizes.layers],
         }
     if config.activation_checkpointing:
         further |= {
@@ -68,6 +93,7 @@ def transformer_config(
         num_attention_heads=sizes.heads,
         num_query_groups=sizes.kv_heads,
         kv_channels=sizes.head_dim,
+        softmax_scale=sizes.head_dim**-0.5 * rotary.scale**2,
         normalization="RMSNorm",
         layernorm_epsilon=sizes.norm_eps,
         gated_linear_unit=True,
@@ -112,7 +138,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     Args:
         config: for Megatron-core.
         actor: settings of the engine.
-        inverse_frequencies: [head_dim / 2] of the rotary embeddings.
         chunk: which of this rank's stages; None: it has one.
         device: of this rank.
     """
@@ -122,7 +147,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         config: TransformerConfig,
         actor: ActorConfig,
         sizes: ModelSizes,
-        inverse_frequencies: torch.Tensor,
+        rotary: Rotary,
         chunk: int | None,
         device: torch.device,
     ) -> None:
@@ -130,7 +155,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
         super().__init__(
             config,
-            layer_specs(config, sizes, chunk, on_gpu=device.type == "cuda"),
+            layer_specs(config, chunk, on_gpu=device.type == "cuda"),
             vocab_size=padded_vocabulary(sizes, actor.parallel),
             max_sequence_length=actor.max_tokens_per_micro_batch,
             pre_process=is_first,
@@ -140,7 +165,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             vp_stage=chunk,
         )
         # those of the Hugging Face model, which knows more ways to scale them
-        self.rotary_pos_emb.inv_freq = inverse_frequencies.to(device)
+        self.rotary_pos_emb.inv_freq = rotary.frequencies.to(device)
         self._chunk_tokens = actor.logprob_chunk_tokens
         self._is_tied = sizes.is_tied
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -193,7 +218,7 @@ def build_stages(
     config: TransformerConfig,
     actor: ActorConfig,
     sizes: ModelSizes,
-    inverse_frequencies: torch.Tensor,
+    rotary: Rotary,
     device: torch.device,
 ) -> list[DistributedDataParallel]:
     """This rank's stages, without values, with one buffer for all gradients of a stage."""
@@ -203,7 +228,7 @@ def build_stages(
     )
     stages = []
     for chunk in chunks:
-        model = PackedGPT(config, actor, sizes, inverse_frequencies, chunk, device).to(device)
+        model = PackedGPT(config, actor, sizes, rotary, chunk, device).to(device)
         assert math.prod(model.rotary_pos_emb.inv_freq.shape) * 2 == sizes.head_dim
         _mark_cut_parameters(model)
         stages.append(DistributedDataParallel(config, of_gradients, model))

@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import ActorConfig
-from areal_sc.errors import ModelError
+from areal_sc.errors import ArealError, ModelError
 
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:
@@ -64,3 +64,13 @@ def _from_config(folder: Path) -> Any:
     return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.float32
     )
+
+
+def loading_error(failure: Exception, config: ActorConfig) -> ArealError:
+    """What a rank raises that could not load the model: its words tell other ranks what failed."""
+    if isinstance(failure, ArealError):
+        return failure
+    what = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
+    error = ModelError(f"cannot load the model in {config.path}: {what}")
+    error.__cause__ = failure
+    return error

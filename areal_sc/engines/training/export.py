@@ -90,6 +90,7 @@ def begin_export(
     writer: BackgroundWriter,
     *,
     is_staged: bool = True,
+    reads_late: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Future[None]:
     """Takes the weights as they are now, and writes them with config and tokenizer files.
@@ -105,6 +106,9 @@ def begin_export(
         dtype: of the floating-point weights in the files.
         is_staged: the weights are copied first. Without it they must not change until the future
             is done, and no memory is needed but for one tensor; all ranks must see the folder.
+        reads_late: weights that are not staged are read one after the other by the thread that
+            writes. It is for an engine whose `values` makes copies, which must not all be there at
+            once, and whose tensors are the same while it computes.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.
     """
@@ -120,11 +124,16 @@ def begin_export(
     boxes = {name: given_by(name, group.rank) for name in tensors}
     own: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
+
+    def read(name: str) -> torch.Tensor:
+        return values(name) if name in parts.shapes else tensors[name]
+
     try:
-        for name, box in boxes.items():
-            if box is not None:
-                part = values(name) if name in parts.shapes else tensors[name]
-                own[name] = _in_host_memory(part, dtype, copy=True) if is_staged else part
+        for name in (name for name, box in boxes.items() if box is not None):
+            if is_staged:
+                own[name] = _in_host_memory(read(name), dtype, copy=True)
+            elif not reads_late:
+                own[name] = read(name)
     except FAILURES as error:  # for lack of memory; the other ranks must hear of it
         failure = error
     shapes = {n: parts.shapes.get(n, v.shape) for n, v in tensors.items()}
@@ -154,6 +163,10 @@ def begin_export(
                 target.mkdir(exist_ok=True)
                 files.create(target)
 
+        def for_file(name: str) -> torch.Tensor:
+            part = own[name] if name in own else read(name)
+            return _in_host_memory(part, dtype, copy=False)
+
         def write() -> None:
             for name, layout in files.layouts.items():
                 mine = [
@@ -163,10 +176,7 @@ def begin_export(
                 ]
                 layout.write_parts(
                     target / name,
-                    (
-                        (named[n], box, _in_host_memory(own[n], dtype, copy=False))
-                        for n, box in mine
-                    ),
+                    ((named[n], box, for_file(n)) for n, box in mine),
                 )
 
         def send_and_write() -> None:

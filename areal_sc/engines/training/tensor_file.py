@@ -99,9 +99,9 @@ class TensorFile:
                 firsts, length = box.runs(self.shapes[name])
                 num_bytes = length * values.element_size()
                 for number, first in enumerate(firsts):
-                    piece = content[number * num_bytes : (number + 1) * num_bytes]
                     position = self.starts[name] + first * values.element_size()
-                    _write_all(descriptor, piece, position)
+                    begin = number * num_bytes
+                    _write_all(descriptor, content[begin : begin + num_bytes], position)
                 del values, content
         finally:
             os.close(descriptor)

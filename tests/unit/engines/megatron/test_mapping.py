@@ -18,7 +18,7 @@ SIZES = {
     "vocab_size": 31,
     "hidden_size": 24,
     "num_hidden_layers": 4,
-    "intermediate_size": 20,
+    "intermediate_size": 40,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 6,
@@ -28,12 +28,15 @@ MODELS = {
     "qwen2": hf.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": hf.Qwen3Config(**SIZES, tie_word_embeddings=False),
     "llama": hf.LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "qwen3_moe": hf.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3_moe": hf.Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2),
+    "mixtral": hf.MixtralConfig(**SIZES, num_local_experts=4),
 }
+WITH_EXPERTS = ("qwen3_moe", "mixtral")
 MESHES = [
     ParallelConfig(),
     ParallelConfig(tensor=2),
     ParallelConfig(tensor=4, data=2),
+    ParallelConfig(tensor=8),  # more than key-value heads
     ParallelConfig(pipeline=2),
     ParallelConfig(pipeline=2, virtual_pipeline=2, tensor=2),
     ParallelConfig(pipeline=4, data=2),
@@ -44,7 +47,7 @@ EXPERT_MESHES = [
     ParallelConfig(tensor=2, data=2, expert=4, pipeline=2),
 ]
 CASES = [
-    (name, mesh) for name in MODELS for mesh in (EXPERT_MESHES if name == "qwen3_moe" else MESHES)
+    (name, mesh) for name in MODELS for mesh in (EXPERT_MESHES if name in WITH_EXPERTS else MESHES)
 ]
 
 
@@ -66,12 +69,7 @@ def megatron_parameters(model: Any, parts: MegatronParts) -> dict[Slot, torch.Te
     """Those of a rank, filled with the model's values; what is not filled is NaN."""
     heights: dict[Slot, int] = {}
     for piece in parts.pieces:
-        rows = piece.num_groups * piece.stop
-        if piece.slot.parameter.endswith(("linear_qkv.weight", "linear_qkv.bias")):
-            config = model.config
-            per_group = config.num_attention_heads // config.num_key_value_heads + 2
-            rows = piece.num_groups * per_group * config.head_dim
-        heights[piece.slot] = max(rows, heights.get(piece.slot, 0))
+        heights[piece.slot] = max(piece.num_groups * piece.stop, heights.get(piece.slot, 0))
     parameters = {
         piece.slot: torch.full(
             (heights[piece.slot], *piece.box.sizes[len(piece.box.sizes) - _width(piece) :]),
@@ -125,15 +123,29 @@ def test_queries_keys_and_values_lie_group_by_group() -> None:
         assert torch.equal(found, torch.cat(expected))
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_tensor_ranks_have_equally_many_rows_of_heads(count: int) -> None:
+    """Also where key-value heads are fewer: 4 here, whose rows two ranks then share."""
+    model = model_of("qwen2")
+
+    def parameter(mesh: ParallelConfig, rank: int) -> torch.Tensor:
+        slot = Slot(0, "decoder.layers.1.self_attention.linear_qkv.weight")
+        return megatron_parameters(model, parts_of(model, mesh, rank))[slot]
+
+    shares = [parameter(ParallelConfig(tensor=count), rank) for rank in range(count)]
+    assert {len(share) for share in shares} == {16 * 6 // count}
+    assert torch.equal(torch.cat(shares), parameter(ParallelConfig(), 0))
+
+
 def test_tensor_ranks_have_their_heads_features_and_tokens() -> None:
     model, mesh = model_of("qwen3"), ParallelConfig(tensor=2)
     second = megatron_parameters(model, parts_of(model, mesh, 1))
     layer = model.model.layers[0]
     feed_forward = second[Slot(0, "decoder.layers.0.mlp.linear_fc1.weight")]
     gate, up = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
-    assert torch.equal(feed_forward, torch.cat([gate[10:], up[10:]]))
+    assert torch.equal(feed_forward, torch.cat([gate[20:], up[20:]]))
     down = second[Slot(0, "decoder.layers.0.mlp.linear_fc2.weight")]
-    assert torch.equal(down, layer.mlp.down_proj.weight[:, 10:])
+    assert torch.equal(down, layer.mlp.down_proj.weight[:, 20:])
     outputs = second[Slot(0, "decoder.layers.0.self_attention.linear_proj.weight")]
     assert torch.equal(outputs, layer.self_attn.o_proj.weight[:, 24:])
     assert torch.equal(second[Slot(0, "output_layer.weight")], model.lm_head.weight[16:])
@@ -153,7 +165,7 @@ def test_interleaved_stages_take_turns() -> None:
 
 def test_experts_are_spread_over_tensor_ranks_and_shares_of_rows() -> None:
     model, mesh = model_of("qwen3_moe"), ParallelConfig(tensor=2, data=2, expert=4)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
+    name = "model.layers.1.mlp.experts.gate_up_proj"
     starts = [parts_of(model, mesh, 0).box(name, rank).starts[0] for rank in range(4)]
     assert starts == [0, 1, 2, 3]
     assert [Place.of(rank, mesh) for rank in (1, 2)] == [Place(1, 0, 0, 1), Place(0, 1, 0, 2)]
@@ -162,7 +174,7 @@ def test_experts_are_spread_over_tensor_ranks_and_shares_of_rows() -> None:
 def test_transformer_engine_has_norms_in_the_layers_behind_them() -> None:
     for name, second in (
         ("qwen2", "mlp.linear_fc1.layer_norm_weight"),
-        ("qwen3_moe", "pre_mlp_layernorm.weight"),
+        ("mixtral", "pre_mlp_layernorm.weight"),
     ):
         model = model_of(name)
         parts = parts_of(model, ParallelConfig(), 0, has_fused_norms=True)

@@ -53,7 +53,16 @@ def test_meshes_that_fit_no_model(parallel: dict[str, int], message: str) -> Non
     [
         (DENSE, {"tensor": 3}, "tensor: expected a divisor .* 8 attention heads.* got 3"),
         ({**DENSE, "vocab_size": 5}, {"tensor": 4}, "tensor: .*some of .* 5 tokens, got 4"),
-        (DENSE, {"tensor": 8}, "tensor: expected a divisor .* 4 key-value heads, got 8"),
+        (
+            {**DENSE, "num_key_value_heads": 8, "num_attention_heads": 24},
+            {"tensor": 12},
+            "tensor: .* 8 key-value heads, got 12",
+        ),
+        (
+            {**DENSE, "num_key_value_heads": 1, "head_dim": 6},
+            {"tensor": 8},
+            "tensor: expected a divisor .* 60 rows for queries.* got 8",
+        ),
         ({**DENSE, "intermediate_size": 22}, {"tensor": 4}, "tensor: .* 22 features.* got 4"),
         (DENSE, {"pipeline": 8}, "pipeline: expected a divisor .* 4 layers, got 8"),
         (
@@ -61,9 +70,14 @@ def test_meshes_that_fit_no_model(parallel: dict[str, int], message: str) -> Non
             {"pipeline": 2, "virtual_pipeline": 4},
             "pipeline times virtual_pipeline: expected a divisor .* 4 layers, got 8",
         ),
-        (DENSE, {"data": 2, "expert": 2}, "expert: expected a divisor of .* 0 experts, got 2"),
+        (DENSE, {"data": 2, "expert": 2}, "expert: expected 1 for .* without experts, got 2"),
         (MOE, {"data": 8, "expert": 8}, "expert: expected a divisor of .* 4 experts, got 8"),
         (MOE, {"tensor": 2}, "expert: expected at least 2 .* actor.parallel.tensor=2"),
+        (
+            {**MOE, "mlp_only_layers": [0], "intermediate_size": 22},
+            {"tensor": 4, "expert": 4},
+            "tensor: .* 22 features.* got 4",
+        ),
     ],
 )
 def test_meshes_that_do_not_fit_the_model(
@@ -77,16 +91,21 @@ def test_meshes_that_do_not_fit_the_model(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (hf.GPT2Config(), "models of type 'gpt2'; it maps llama, qwen2, qwen3, qwen3_moe; set"),
+        (hf.GPT2Config(), "models of type 'gpt2'; it maps llama, mistral, .*, qwen3_moe; set"),
         (hf.LlamaConfig(attention_bias=True, mlp_bias=True), "biases in attention, and biases in"),
-        (hf.Qwen2Config(use_sliding_window=True, max_window_layers=0), "attend to a window"),
         (hf.Qwen3Config(hidden_act="gelu"), "the activation gelu"),
         (
-            hf.LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-            "rotary embeddings other than default, linear, llama3",
+            hf.LlamaConfig(rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4}),
+            "rotary embeddings of a part of each head",
         ),
-        (hf.Qwen3MoeConfig(mlp_only_layers=[0]), "layers without experts"),
+        (
+            hf.LlamaConfig(
+                rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+            ),
+            "rotary embeddings of type dynamic, none of default, linear, llama3, yarn",
+        ),
         (hf.Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True), "one expert a token"),
+        (hf.MixtralConfig(num_experts_per_tok=1), "one expert a token"),
     ],
 )
 def test_models_that_cannot_be_mapped(config: Any, message: str, check_model: Check) -> None:
@@ -96,8 +115,10 @@ def test_models_that_cannot_be_mapped(config: Any, message: str, check_model: Ch
 
 def test_models_of_the_families_are_taken(check_model: Check) -> None:
     check_model(hf.Qwen2Config(**DENSE), tensor=4, pipeline=2, virtual_pipeline=2)
-    check_model(hf.LlamaConfig(**DENSE), data=3)
+    check_model(hf.LlamaConfig(**DENSE, hidden_size=128), data=3, tensor=8)
     check_model(hf.Qwen3MoeConfig(**MOE), tensor=2, data=2, expert=4)
+    dense = hf.Qwen3MoeConfig(**MOE, mlp_only_layers=[0, 1, 2, 3])
+    check_model(dense, tensor=2)  # no experts are left
 
 
 def test_a_broken_config_is_the_models_fault(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,36 @@ def test_weights_are_those_of_the_moment(
     written.result(WAIT_S)
     found = reloaded(tmp_path / "exported").state_dict()
     assert all(torch.equal(found[name], values) for name, values in before.items())
+
+
+def test_weights_that_are_read_late_are_copied_one_after_the_other(
+    random_model: Callable[..., Any], writer: BackgroundWriter, tmp_path: Path
+) -> None:
+    model = random_model()
+    copies: list[weakref.ref[Any]] = []
+    num_alive: list[int] = []
+
+    def copied(name: str) -> torch.Tensor:
+        num_alive.append(sum(copy() is not None for copy in copies))
+        copy = model.get_parameter(name).detach().clone()
+        copies.append(weakref.ref(copy.untyped_storage()))
+        return copy
+
+    (tmp_path / "source").mkdir()
+    begin_export(
+        model,
+        CutParts.of_one_rank(model),
+        copied,
+        tmp_path / "source",
+        tmp_path / "exported",
+        torch.float32,
+        writer,
+        is_staged=False,
+        reads_late=True,
+    ).result(WAIT_S)
+    assert_same(reloaded(tmp_path / "exported"), model)
+    assert len(num_alive) == len(list(model.parameters()))
+    assert not any(num_alive)
 
 
 def test_a_file_of_many_dtypes_and_shapes_is_read_by_safetensors(tmp_path: Path) -> None:
