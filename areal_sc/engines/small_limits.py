@@ -13,8 +13,9 @@ SMALL_LIMIT = 4
 """Tokens; trials have longer rows."""
 
 _LENGTH_LIMITS = (
-    *("sliding_window", "window_size", "attention_chunk_size", "keep_window_size"),
-    *("floor_scale", "original_max_position_embeddings"),
+    *("sliding_window", "sliding_window_size", "window_size", "attention_window_size"),
+    *("local_attention", "keep_window_size", "attention_chunk_size"),
+    *("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings"),
 )
 """Settings. What a model computes may change where a row, or all rows together, are longer."""
 

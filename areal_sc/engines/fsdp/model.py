@@ -30,7 +30,7 @@ from areal_sc.engines.training.whole_tensors import receive_part
 from areal_sc.errors import ModelError
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
-_SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
+_SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
 
 
 def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[PackedModel, CutParts]:
@@ -85,7 +85,8 @@ def _check_supported(causal_lm: Any, max_tokens: int) -> None:
             f"row beyond {limit} tokens; expected actor.max_tokens_per_micro_batch of at most "
             f"{limit}, got {max_tokens}"
         )
-    for layer_type in sorted(set(getattr(config, "layer_types", None) or ())):
+    lists = [getattr(config, each, None) or () for each in ("layer_types", "attn_layers")]
+    for layer_type in sorted({layer_type for each in lists for layer_type in each}):
         if any(word in layer_type for word in _SELECTIVE_ATTENTION):
             raise ModelError(
                 f"{name} has layers of type {layer_type}: which tokens they attend to depends "
