@@ -238,7 +238,8 @@ def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
     Args:
         model: whole (not sharded), in float32; its `abilities` are left as they were.
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
-    Raises: ModelError: not even a padded batch gives what single rows give, or these are not causal.
+    Raises: ModelError: not even a padded batch gives what single rows give, or what they give
+        depends on later tokens.
     """
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:

@@ -168,7 +168,7 @@ def _cuts_of_experts(causal_lm: Any, name: str, module: Any, num_ranks: int) -> 
     if count < num_ranks:
         raise _refusal(causal_lm, f"has {count} experts in {name}, fewer than ranks")
     for own, parameter in module.named_parameters():
-        if len(parameter) != count:
+        if parameter.dim() < 2 or len(parameter) != count:
             raise _refusal(causal_lm, f"has {name}.{own}, which is shared by the experts")
     return _cut_along(name, module, 0, _even_sizes(count, num_ranks))
 
