@@ -135,7 +135,7 @@ class PackedModel(nn.Module):
             positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
             targets: [N] int64, token ids.
             temperatures: [N] > 0, divide the logits at each position; None: 1.
-        Returns: logprobs [N] float32, entropy [N] float32 without gradient; nats.
+        Returns: logprobs [N] float32, entropy [N] float32; nats.
         """
         output, hidden = self._hidden(input_ids, layout)
         hidden = hidden[positions]
