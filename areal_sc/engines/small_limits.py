@@ -33,6 +33,7 @@ def with_small_limits(causal_lm: Any, attention: str, longest_input: int) -> Any
     if not _make_small(vars(config.get_text_config()), longest_input):
         return causal_lm
     config._attn_implementation = attention
+    config.dtype = causal_lm.dtype  # some layers make their buffers by it
     name = type(causal_lm).__name__
     try:
         with no_init_weights():

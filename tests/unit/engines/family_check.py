@@ -123,7 +123,7 @@ def row_logprobs(model: Any, rows: PackedRows) -> list[torch.Tensor]:
 
 
 def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
-    """Tries everything on a model in float32; writes to `folder`.
+    """Tries everything on a model in float32, whose weights change; writes to `folder`.
 
     Args:
         attention: of the reference.
@@ -160,7 +160,7 @@ def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
     finally:
         engine.close()
     generated = EXACT
-    if refusal := check_generation(source, before, after, published):
+    if refusal := check_generation(model, source, before, after, published):
         refusals.append(refusal)
         generated = REFUSED
     return Verdict(
@@ -213,16 +213,20 @@ def check_export(engine: FSDPEngine, reference: Any, folder: Path) -> None:
 
 
 def check_generation(
-    source: Path, before: Any, after: Any, published: list[tuple[str, torch.Tensor]] | None
+    model: Any,
+    source: Path,
+    before: Any,
+    after: Any,
+    published: list[tuple[str, torch.Tensor]] | None,
 ) -> str:
     """Answers across a publication and one by the folder, greedy and sampled.
 
     Args:
+        model: with the weights in `source`; they change.
         before, after: references of the weights in `source`, and of `published`.
         published: new weights, as trainers give them; None: none.
     Returns: "", or the refusal.
     """
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     tokenizer: Any = Tokenizer()
     config = RolloutConfig(path="", max_context_tokens=MAX_CONTEXT, seed=0)
     try:
