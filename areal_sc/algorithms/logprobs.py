@@ -106,7 +106,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (logprobs,) = ctx.saved_tensors
+        logprobs: torch.Tensor = ctx.saved_tensors[0]
         return (logprobs + 1).mul_(logprobs.exp()).mul_(-grad[:, None])
 
 
@@ -274,7 +274,7 @@ def _entropy_gradient(
     probabilities: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
     """[N, V] d H / d logit_v = -p_v (log p_v + H), times `grad`. A p_v of 0 has none."""
-    weighed = torch.special.xlogy(probabilities, probabilities)
+    weighed: torch.Tensor = torch.special.xlogy(probabilities, probabilities)
     return weighed.addcmul_(probabilities, entropy[:, None]).mul_(-grad[:, None])
 
 

@@ -44,6 +44,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     """
     world = groups.world
     model = error = found = expected = None
+    trained: set[str] = set()
     if world.rank == 0:
         try:
             model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
@@ -51,15 +52,21 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
             found = model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
             if groups.is_model_split:
                 expected = probe_hidden(model, decoder_layers(model.causal_lm))
+            named = model.causal_lm.named_parameters()
+            trained = {name for name, p in named if p.requires_grad}
         except Exception as failure:  # the other ranks wait
             error = failure
-    message, abilities, expected = world.broadcast((str(error) if error else None, found, expected))
+    message, abilities, expected, trained = world.broadcast(
+        (str(error) if error else None, found, expected, trained)
+    )
     if message is not None:
         raise error or ModelError(message)
     if model is None:
         model = PackedModel(
             build_unfilled(Path(config.path)), chunk_tokens=config.logprob_chunk_tokens
         )
+        for name, parameter in model.causal_lm.named_parameters():
+            parameter.requires_grad_(name in trained)  # loading changes it, building does not
     model.abilities = abilities
     cuts = plan_cuts(model.causal_lm, groups.tensor.size, cuts_vocabulary=abilities.has_linear_head)
     check_sequence_parallel(model.causal_lm, config.parallel, packs=model.attends_by_interface)
