@@ -61,8 +61,7 @@ def chunked_logprobs(
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
         vocabulary: of which `weight` and `bias` are a part; None: all of it.
-    Returns: logprobs [N] in nats, differentiable in `hidden`, `weight` and `bias`; entropy [N] in
-        nats, without gradient.
+    Returns: logprobs [N] and entropy [N] in nats, differentiable in `hidden`, `weight` and `bias`.
     Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
@@ -93,9 +92,22 @@ def logprobs_of_logits(
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     logprobs = logits.log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    entropy: torch.Tensor = _Entropy.apply(logprobs)  # type: ignore[no-untyped-call]
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+class _Entropy(torch.autograd.Function):
+    """[N] of log-probabilities [N, V]; keeps these alone, which their own gradient needs anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logprobs)
+        return -torch.einsum("nv,nv->n", logprobs.exp(), logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        logprobs: torch.Tensor = ctx.saved_tensors[0]
+        return (logprobs + 1).mul_(logprobs.exp()).mul_(-grad[:, None])
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
@@ -201,20 +213,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if exponentials is not None and num_tokens <= chunk_tokens:
             keep = exponentials.div_(total[:, None])
         ctx.save_for_backward(
-            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, keep
+            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, keep
         )
         ctx.chunk_tokens = chunk_tokens
         ctx.vocabulary = vocabulary
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor, _grad_entropy: torch.Tensor | None
+        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, kept = (
+        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, kept = (
             ctx.saved_tensors
         )
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normalizer.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -231,7 +245,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             scale = grad_logprobs[part, None]
             if temperatures is not None:
                 scale = scale / temperatures[part, None]
+            if grad_entropy is not None:
+                of_entropy = _entropy_gradient(probabilities, entropy[part], grad_entropy[part])
+                if temperatures is not None:
+                    of_entropy.div_(temperatures[part, None])
             grad_logits = probabilities.mul_(-scale) if kept is None else probabilities * -scale
+            if grad_entropy is not None:
+                grad_logits += of_entropy
             if is_foreign is not None:
                 scale = scale.masked_fill(is_foreign[part, None], 0)
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
@@ -248,6 +268,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _entropy_gradient(
+    probabilities: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """[N, V] d H / d logit_v = -p_v (log p_v + H), times `grad`. A p_v of 0 has none."""
+    weighed: torch.Tensor = torch.special.xlogy(probabilities, probabilities)
+    return weighed.addcmul_(probabilities, entropy[:, None]).mul_(-grad[:, None])
 
 
 def _part(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:

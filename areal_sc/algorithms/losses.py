@@ -61,6 +61,7 @@ class LossTokens:
 
     Attributes:
         logprobs: [N] float32, nats, of the weights that are trained; requires grad.
+        entropy: [N] float32, nats, of the distributions that the tokens are from; requires grad.
         fields: looked up by name: [N] values of the rows' field at these tokens, of
             `behavior_logprobs`, say; `advantages` are float32, each of the token or of its row,
             `proximal_logprobs` those of the weights before the first minibatch.
@@ -69,6 +70,7 @@ class LossTokens:
     """
 
     logprobs: torch.Tensor
+    entropy: torch.Tensor
     fields: Mapping[str, torch.Tensor]
     num_loss_tokens: int
 

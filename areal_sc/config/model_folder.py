@@ -14,7 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from areal_sc.errors import CheckpointError, ModelError
 
-_OTHER_THAN_TEXT = ("vision", "visual", "image", "video", "audio", "speech")
+_OTHER_THAN_TEXT = (
+    *("vision", "visual", "vlm", "image", "video", "vq", "audio", "speech", "codec"),
+    *("thinker", "protein"),
+)
 """How sections of `config.json` begin that set up encoders of something else."""
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -57,7 +60,7 @@ def check_model_folder(path: str | Path) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
-        lack a file; names what is missing. Or a model of more than text.
+        lack a file; names what is missing. Or a model of more than text, or with an encoder.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -72,6 +75,11 @@ def check_model_folder(path: str | Path) -> None:
                 "text alone is trained and generated: save its language model in a folder of its "
                 "own, as docs/models.md shows"
             )
+    if config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"model folder {path}: the model has an encoder (its config.json says "
+            "is_encoder_decoder); expected a decoder alone"
+        )
     if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
         raise ModelError(
             f"model folder {path}: it has no weights; "

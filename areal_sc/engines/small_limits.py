@@ -13,8 +13,9 @@ SMALL_LIMIT = 4
 """Tokens; trials have longer rows."""
 
 _LENGTH_LIMITS = (
-    *("sliding_window", "window_size", "attention_chunk_size", "keep_window_size"),
-    *("floor_scale", "original_max_position_embeddings"),
+    *("sliding_window", "sliding_window_size", "window_size", "attention_window_size"),
+    *("local_attention", "keep_window_size", "attention_chunk_size"),
+    *("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings"),
 )
 """Settings. What a model computes may change where a row, or all rows together, are longer."""
 
@@ -32,6 +33,7 @@ def with_small_limits(causal_lm: Any, attention: str, longest_input: int) -> Any
     if not _make_small(vars(config.get_text_config()), longest_input):
         return causal_lm
     config._attn_implementation = attention
+    config.dtype = causal_lm.dtype  # some layers make their buffers by it
     name = type(causal_lm).__name__
     try:
         with no_init_weights():

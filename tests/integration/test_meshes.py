@@ -42,7 +42,11 @@ SIZES = {  # neither the vocabulary nor the layers' width comes out even
     "max_position_embeddings": 64,
 }
 PHI3_SIZES = {name: size for name, size in SIZES.items() if name != "head_dim"}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SHARED_EXPERTS = {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 12}
 MESHES_OF = {
+    "experts": ("one", "tp2"),
+    "shared_experts": ("one", "dp2_tp2"),
     "untied": ("one", "tp2", "sp2", "dp2_tp2"),
     "capped": ("one", "tp2", "sp2"),
     "fused": ("one", "tp2"),
@@ -97,6 +101,10 @@ def results(folder: Path) -> Results:
     tied = save_model(folder / "tied", hf.Qwen2Config(**SIZES, tie_word_embeddings=True))
     one_kv_head = {**SIZES, "num_key_value_heads": 1}
     models = {
+        "experts": hf.Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0]),
+        "shared_experts": hf.Ernie4_5_MoeConfig(
+            **SIZES, **SHARED_EXPERTS, moe_layer_start_index=1, pad_token_id=0
+        ),
         "untied": hf.Qwen3Config(**one_kv_head, tie_word_embeddings=False),
         "capped": hf.Gemma2Config(**SIZES, sliding_window=4, pad_token_id=0),
         "fused": hf.Phi3Config(**PHI3_SIZES, pad_token_id=0),
@@ -121,6 +129,12 @@ def results(folder: Path) -> Results:
     for name, config in models.items():
         model = save_model(folder / name, config)
         scenarios |= {f"{name}_{mesh}": scenario(model, mesh) for mesh in MESHES_OF[name]}
+    scenarios["experts_tp2"]["activation_checkpointing"] = True
+    by_one = str(folder / "shared_experts_by_one")
+    scenarios["shared_experts_one"] |= {"snapshot_after": 0, "snapshot": by_one}
+    scenarios["shared_experts_dp2_tp2"]["save_hf"] = str(folder / "exported_experts")
+    for mesh in MESHES_OF["shared_experts"]:
+        scenarios[f"shared_experts_{mesh}"] |= {"resumes": [by_one], "resumes_step": 1}
     scenarios |= {
         "resumed_by_one": scenario(tied, "one", steps=[], **resumes(MESHES)),
         "bfloat16": scenario(tied, "dp2_tp2", dtype="bfloat16"),
@@ -186,6 +200,26 @@ def test_copies_of_a_parameter_stay_the_same_to_the_bit(results: Results) -> Non
     copies = [name for name in whole if first[name].shape == whole[name].shape]
     assert {"model.norm.weight", "model.layers.1.self_attn.k_proj.weight"} <= set(copies)
     assert [name for name in copies if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize("case", ["experts_tp2", "shared_experts_dp2_tp2"])
+def test_ranks_have_some_of_the_experts_each(case: str, results: Results) -> None:
+    """One of 3, and two. Also where activations are recomputed, on tp2."""
+    model = case.partition("_dp2")[0].partition("_tp2")[0]
+    ranks, (alone,) = results[case], results[f"{model}_one"]
+    assert_same_training(ranks, alone)
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert sum(len(rank["parts"][name]) for rank in ranks) == len(alone["weights"][name])
+
+
+def test_snapshots_and_exports_have_whole_experts(results: Results, folder: Path) -> None:
+    """And no moments of what is not trained (a bias that picks experts), on any rank."""
+    saved = str(folder / "shared_experts_by_one")
+    (alone,), ranks = results["shared_experts_one"], results["shared_experts_dp2_tp2"]
+    for rank in ranks:
+        assert difference(rank[saved], alone[saved]) <= 1e-6
+        assert difference(rank[saved], alone["weights"]) <= 1e-5
+    assert difference(loaded_weights(folder / "exported_experts"), ranks[0]["weights"]) == 0
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "sp2"])

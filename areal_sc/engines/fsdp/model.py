@@ -30,7 +30,7 @@ from areal_sc.engines.training.whole_tensors import receive_part
 from areal_sc.errors import ModelError
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
-_SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed")
+_SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
 
 
 def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[PackedModel, CutParts]:
@@ -44,6 +44,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     """
     world = groups.world
     model = error = found = expected = None
+    trained: set[str] = set()
     if world.rank == 0:
         try:
             model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
@@ -51,15 +52,21 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
             found = model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
             if groups.is_model_split:
                 expected = probe_hidden(model, decoder_layers(model.causal_lm))
+            named = model.causal_lm.named_parameters()
+            trained = {name for name, p in named if p.requires_grad}
         except Exception as failure:  # the other ranks wait
             error = failure
-    message, abilities, expected = world.broadcast((str(error) if error else None, found, expected))
+    message, abilities, expected, trained = world.broadcast(
+        (str(error) if error else None, found, expected, trained)
+    )
     if message is not None:
         raise error or ModelError(message)
     if model is None:
         model = PackedModel(
             build_unfilled(Path(config.path)), chunk_tokens=config.logprob_chunk_tokens
         )
+        for name, parameter in model.causal_lm.named_parameters():
+            parameter.requires_grad_(name in trained)  # loading changes it, building does not
     model.abilities = abilities
     cuts = plan_cuts(model.causal_lm, groups.tensor.size, cuts_vocabulary=abilities.has_linear_head)
     check_sequence_parallel(model.causal_lm, config.parallel, packs=model.attends_by_interface)
@@ -85,7 +92,8 @@ def _check_supported(causal_lm: Any, max_tokens: int) -> None:
             f"row beyond {limit} tokens; expected actor.max_tokens_per_micro_batch of at most "
             f"{limit}, got {max_tokens}"
         )
-    for layer_type in sorted(set(getattr(config, "layer_types", None) or ())):
+    lists = [getattr(config, each, None) or () for each in ("layer_types", "attn_layers")]
+    for layer_type in sorted({layer_type for each in lists for layer_type in each}):
         if any(word in layer_type for word in _SELECTIVE_ATTENTION):
             raise ModelError(
                 f"{name} has layers of type {layer_type}: which tokens they attend to depends "

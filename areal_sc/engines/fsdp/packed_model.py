@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 # Models that fail the probe do so by far: 0.66 where attention crosses rows.
 _PROBE_TOLERANCE = 3e-4  # nats, float32
 
+# Of a model's forward that lacks what a way needs, or takes rows of some lengths only.
+_FORWARD_ERRORS = (TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
 
 @dataclass(frozen=True)
 class ModelAbilities:
@@ -106,9 +109,10 @@ class PackedModel(nn.Module):
     def _body(self) -> Any:
         """The model without its head."""
         decoder = self.causal_lm.get_decoder()
-        if decoder is not self.causal_lm:
+        if decoder is not self.causal_lm and isinstance(decoder, PreTrainedModel):
             return decoder
-        # it is named as in the multimodal model that this one is a part of (Llama 4)
+        # It is named as in the multimodal model that this one is a part of (Llama 4), or its
+        # output layer is named `decoder` (ModernBERT).
         inner = (it for it in self.causal_lm.children() if isinstance(it, PreTrainedModel))
         return next(inner, decoder)
 
@@ -131,7 +135,7 @@ class PackedModel(nn.Module):
             positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
             targets: [N] int64, token ids.
             temperatures: [N] > 0, divide the logits at each position; None: 1.
-        Returns: logprobs [N] float32, entropy [N] float32 without gradient; nats.
+        Returns: logprobs [N] float32, entropy [N] float32; nats.
         """
         output, hidden = self._hidden(input_ids, layout)
         hidden = hidden[positions]
@@ -234,25 +238,28 @@ def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
     Args:
         model: whole (not sharded), in float32; its `abilities` are left as they were.
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
-    Raises: ModelError: not even a padded batch gives what single rows give.
+    Raises: ModelError: not even a padded batch gives what single rows give, or what they give
+        depends on later tokens.
     """
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:
         model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens)
     vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
+    name = type(model.causal_lm).__name__
     rows = probe_rows(vocabulary, model.device)
-    with _trying(model, _SLOWEST):
-        expected = torch.cat(
-            [
-                causal_lm(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1)[:, 1]
-                for row in rows
-            ]
-        )
+    try:
+        with _trying(model, _SLOWEST):
+            expected = [_single_row(causal_lm, row) for row in rows]
+            shorter = _single_row(causal_lm, rows[0][:-1])
+    except _FORWARD_ERRORS as error:
+        raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
+    if not bool((expected[0][:-1] - shorter).abs().max() <= _PROBE_TOLERANCE):
+        raise ModelError(f"{name} is not causal here: a token changes what comes before it")
 
     def agrees(abilities: ModelAbilities) -> bool:
         try:
-            difference = (_probe(model, rows, abilities) - expected).abs().max()
-        except (TypeError, AttributeError) as error:  # the forward lacks what this way needs
+            difference = (_probe(model, rows, abilities) - torch.cat(expected)).abs().max()
+        except _FORWARD_ERRORS as error:
             logger.info("model_probe abilities=%s error=%r", abilities, error)
             return False
         return bool(difference <= _PROBE_TOLERANCE)
@@ -263,7 +270,6 @@ def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
         has_linear_head=_gives_outputs_of_head(model, rows[0])
         and agrees(ModelAbilities(packs, has_linear_head=True)),
     )
-    name = type(model.causal_lm).__name__
     if not packs:
         if not agrees(found):
             raise ModelError(f"{name}: rows of a padded batch do not give what single rows give")
@@ -271,6 +277,13 @@ def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
     if not found.has_linear_head:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
     return found
+
+
+def _single_row(causal_lm: Any, row: torch.Tensor) -> torch.Tensor:
+    """[T] log-probabilities of token 1 after each of a row's, by the model's own forward."""
+    logits = causal_lm(input_ids=row[None], use_cache=False).logits[0]
+    logprobs: torch.Tensor = logits.log_softmax(-1)[:, 1]
+    return logprobs
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from areal_sc.engines.local.generator import SlotGenerator
@@ -26,12 +28,31 @@ _TOLERANCE_HALF_PRECISION = 0.5
 def check_generation(model: PreTrainedModel, longest_input: int) -> None:
     """Generates tokens of two prompts together and compares their log-probabilities.
 
-    The prompts are longer than the model's windows and the like: these are made small.
+    The prompts are longer than the model's windows and the like: these are made small. In half
+    precision rounding may hide a wrong attention, so that a float32 copy on the CPU is tried, too.
 
     Args:
         longest_input: most tokens of a sequence or a pass; longer windows stay as they are.
     Raises: ModelError: they differ from those of the model's own forward pass.
     """
+    if model.dtype == torch.float32:
+        _compare(model, longest_input, _TOLERANCE)
+        return
+    _compare(_in_float32(model), longest_input, _TOLERANCE)
+    _compare(model, longest_input, _TOLERANCE_HALF_PRECISION)
+
+
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    converted = {
+        id(p): nn.Parameter(p.detach().to("cpu", torch.float32), requires_grad=False)
+        for p in model.parameters()
+    }
+    copied: Any = copy.deepcopy(model, converted)
+    whole: PreTrainedModel = copied.to("cpu", torch.float32)  # its buffers, too
+    return whole
+
+
+def _compare(model: PreTrainedModel, longest_input: int, limit: float) -> None:
     model = with_small_limits(model, model.config._attn_implementation, longest_input)
     local = LocalModel(model)
     generator = SlotGenerator(
@@ -52,7 +73,6 @@ def check_generation(model: PreTrainedModel, longest_input: int) -> None:
             expected = _own_logprobs(model, [*request.prompt.tolist(), *completion.token_ids])
             differences.append(np.subtract(completion.logprobs, expected[-_NEW_TOKENS:]))
     worst = float(np.abs(np.concatenate(differences)).max())
-    limit = _TOLERANCE if local.dtype == torch.float32 else _TOLERANCE_HALF_PRECISION
     if not worst <= limit:
         raise ModelError(
             f"{type(model).__name__}: log-probabilities of embedded generation differ by "

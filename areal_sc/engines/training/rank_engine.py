@@ -52,7 +52,7 @@ OUTPUTS = ("logprobs", "entropy")
 """What a forward gives of each asked token."""
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-"""[N] log-probabilities with gradient, and [N] entropies without; nats."""
+"""[N] log-probabilities and [N] entropies, with gradient; nats."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class MinibatchLoss:
         fields = TokenFields(batch, self.rows)
         if self.is_first and "proximal_logprobs" not in self.rows.fields:
             fields["proximal_logprobs"] = logprobs.detach()
-        value, of_loss = self.compute_loss(LossTokens(logprobs, fields, self.num_loss_tokens))
+        value, of_loss = self.compute_loss(
+            LossTokens(logprobs, entropy, fields, self.num_loss_tokens)
+        )
         self.metrics.add(
             loss=Metric.sum(value),
             entropy=Metric.mean(entropy),

@@ -27,6 +27,31 @@ async def check_answers(engine: ServerEngine, policies: Policies, version: int) 
     policies.check_all(PROMPTS, answers)
 
 
+async def check_every_method(engine: ServerEngine, policies: Policies, folder: Path) -> None:
+    """Answers are those of the weights that the server started with, and of each that it gets.
+
+    Args:
+        policies: of which the engine has version 0, the only one.
+        folder: for weights that come by a folder.
+    """
+    await check_answers(engine, policies, 0)
+    await engine.update_weights(1, policies.source(policies.add()))
+    await check_answers(engine, policies, 1)
+
+    trainer = Trainer(policies, "group", num_ranks=1 + engine.count_ranks())
+    await trainer.meet(engine)
+    policies.add()
+    await asyncio.gather(trainer.send(2), trainer.receive(engine, 2))
+    assert engine.has_whole_group("group")  # it did not get them another way
+    await check_answers(engine, policies, 2)
+    await engine.leave_group("group")
+    trainer.broadcaster.close()
+
+    saved = policies.save(policies.add(), folder / "new")
+    await engine.update_weights_from_disk(3, saved)
+    await check_answers(engine, policies, 3)
+
+
 async def test_fused_experts_reach_a_server_by_every_method(
     rollout_config: RolloutConfig, tmp_path: Path
 ) -> None:
@@ -42,24 +67,8 @@ async def test_fused_experts_reach_a_server_by_every_method(
     engine = ServerEngine(SGLangEngine(settings), log_folder=tmp_path, name="experts")
     await engine.start()
     try:
-        await check_answers(engine, policies, 0)
-
         names = [name for name, _ in policies.named_tensors(0)]
         assert "model.layers.0.mlp.experts.gate_up_proj" in names  # one tensor of all experts
-        await engine.update_weights(1, policies.source(policies.add()))
-        await check_answers(engine, policies, 1)
-
-        trainer = Trainer(policies, "experts", num_ranks=1 + engine.count_ranks())
-        await trainer.meet(engine)
-        policies.add()
-        await asyncio.gather(trainer.send(2), trainer.receive(engine, 2))
-        assert engine.has_whole_group("experts")  # it did not get them another way
-        await check_answers(engine, policies, 2)
-        await engine.leave_group("experts")
-        trainer.broadcaster.close()
-
-        folder = policies.save(policies.add(), tmp_path / "new")
-        await engine.update_weights_from_disk(3, folder)
-        await check_answers(engine, policies, 3)
+        await check_every_method(engine, policies, tmp_path)
     finally:
         await engine.close()

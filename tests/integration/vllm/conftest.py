@@ -50,12 +50,10 @@ def vllm_python() -> Path:
     return PYTHON
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engine(
-    policies: Policies, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[ServerEngine]:
-    """Two servers; a test leaves both serving, and not paused. The last one ends a server."""
-    config = RolloutConfig(
+@pytest.fixture(scope="session")
+def rollout_config(policies: Policies, vllm_python: Path) -> RolloutConfig:
+    """Of two servers."""
+    return RolloutConfig(
         path=str(policies.folder),
         dtype=Dtype.float32,
         device=Device.cpu,
@@ -66,8 +64,15 @@ async def engine(
         # an update that fails must not make the tests wait for long
         weight_update=WeightUpdateConfig(bucket_bytes=BUCKET_BYTES, step_timeout_s=60.0),
     )
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(
+    rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ServerEngine]:
+    """Two servers; a test leaves both serving, and not paused. The last one ends a server."""
     logs = tmp_path_factory.mktemp("vllm_logs")
-    engine = ServerEngine(VLLMEngine(config), log_folder=logs, name="rollout-0")
+    engine = ServerEngine(VLLMEngine(rollout_config), log_folder=logs, name="rollout-0")
     await engine.start()
     yield engine
     await engine.close()

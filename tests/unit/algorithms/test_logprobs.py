@@ -20,6 +20,11 @@ def upstream() -> torch.Tensor:
     return torch.linspace(-1, 2, NUM_TOKENS, dtype=torch.float64)
 
 
+def weighed(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """A scalar whose gradient reaches both, with another factor at each token."""
+    return (logprobs * upstream() + entropy * upstream().flip(0)).sum()
+
+
 def mixed_temperatures() -> torch.Tensor:
     return torch.tensor([0.5, 1.0, 1.7])[torch.arange(NUM_TOKENS) % 3]
 
@@ -33,9 +38,9 @@ def reference(
     divisor = torch.ones(NUM_TOKENS) if temperatures is None else temperatures
     logits = hidden @ weight.t() / divisor[:, None].double()
     distribution = torch.distributions.Categorical(logits=logits)
-    logprobs = distribution.log_prob(targets)
-    (logprobs * upstream()).sum().backward()
-    return [logprobs.detach(), distribution.entropy().detach(), hidden.grad, weight.grad]
+    logprobs, entropy = distribution.log_prob(targets), distribution.entropy()
+    weighed(logprobs, entropy).backward()
+    return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad]
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 10, 37, 1000])
@@ -47,7 +52,7 @@ def test_agrees_with_float64_full_logits(
     logprobs, entropy = chunked_logprobs(
         hidden, weight, targets, temperatures=temperatures, chunk_tokens=chunk_tokens
     )
-    (logprobs * upstream()).sum().backward()
+    weighed(logprobs, entropy).backward()
     found = [logprobs, entropy, hidden.grad, weight.grad]
     for value, expected in zip(found, reference(temperatures), strict=True):
         assert value.dtype == torch.float32
@@ -64,23 +69,23 @@ def test_gradient_is_exact_in_float64(chunk_tokens: int) -> None:
     targets = torch.tensor([0, 6, 3, 3, 1])
     temperatures = mixed_temperatures()[:5].double()
 
-    def logprobs(*parts: torch.Tensor) -> torch.Tensor:
+    def both(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked_logprobs(
             *parts[:2],
             targets,
             bias=parts[2],
             temperatures=temperatures,
             chunk_tokens=chunk_tokens,
-        )[0]
+        )
 
-    assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))  # each alone
 
 
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
 def test_bfloat16_inputs_are_accumulated_in_float32(chunk_tokens: int) -> None:
     hidden, weight, targets = inputs(torch.bfloat16)
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens)
-    (logprobs * upstream()).sum().backward()
+    weighed(logprobs, entropy).backward()
     expected = reference(None, torch.bfloat16)
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert torch.allclose(logprobs.double(), expected[0], atol=2e-5)
@@ -98,9 +103,25 @@ def test_backward_twice_gives_the_same() -> None:
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_entropy_carries_no_gradient() -> None:
-    hidden, weight, targets = inputs()
-    assert not chunked_logprobs(hidden, weight, targets)[1].requires_grad
+def test_full_logits_give_the_same() -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets, temperatures = torch.tensor([0, 6, 3, 3, 1]), mixed_temperatures()[:5].double()
+
+    def both(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logprobs_of_logits(logits, targets, temperatures=temperatures)
+
+    distribution = torch.distributions.Categorical(logits=logits / temperatures[:, None])
+    torch.testing.assert_close(both(logits)[1], distribution.entropy())
+    assert torch.autograd.gradcheck(both, (logits.requires_grad_(),))
+
+
+def test_a_certain_token_has_a_finite_gradient() -> None:
+    """The probabilities of the others are 0 in float32."""
+    hidden = torch.tensor([[1e3, 0.0]], requires_grad=True)
+    _, entropy = chunked_logprobs(hidden, torch.eye(2), torch.tensor([0]))
+    entropy.sum().backward()
+    assert entropy.item() == 0
+    assert hidden.grad.abs().max() == 0
 
 
 def test_no_tokens() -> None:

@@ -15,6 +15,7 @@ from areal_sc.errors import ConfigError
 NUM_TOKENS = 200
 SETTINGS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
 NUM_LOSS_TOKENS = 243
+NO_ENTROPY = torch.zeros(0)
 
 
 def random_tokens(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -65,7 +66,7 @@ def by_hand(
 
 
 def loss_tokens(tokens: dict[str, torch.Tensor]) -> LossTokens:
-    return LossTokens(tokens["logprobs"], tokens, NUM_LOSS_TOKENS)
+    return LossTokens(tokens["logprobs"], NO_ENTROPY, tokens, NUM_LOSS_TOKENS)
 
 
 @pytest.mark.parametrize("cap", [1.5, 5.0, math.inf])
@@ -131,7 +132,10 @@ def test_a_weight_that_overflows_is_capped_without_nan() -> None:
         "advantages": torch.tensor([1.0, 1.0]),
     }
     loss, metrics = decoupled_ppo(
-        LossTokens(logprobs, fields, 2), clip_low=0.2, clip_high=0.2, behavior_weight_cap=5.0
+        LossTokens(logprobs, NO_ENTROPY, fields, 2),
+        clip_low=0.2,
+        clip_high=0.2,
+        behavior_weight_cap=5.0,
     )
     loss.backward()
     assert loss.item() == -0.5

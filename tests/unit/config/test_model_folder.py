@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,25 @@ def test_check_names_what_is_missing(tmp_path: Path) -> None:
         check_model_folder(folder)
     (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
     check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"vision_config": {"hidden_size": 8}},
+            r"multimodal \(its config\.json has vision_config\)",
+        ),
+        ({"vq_config": {"embed_dim": 4}}, r"multimodal \(its config\.json has vq_config\)"),
+        ({"is_encoder_decoder": True}, "the model has an encoder"),
+    ],
+)
+def test_models_of_more_than_a_decoder(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        check_model_folder(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00"])

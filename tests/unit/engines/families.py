@@ -265,13 +265,73 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_window_size=LIMIT,
         lru_width=32,
     ),
+    "falcon_h1": lambda: hf.FalconH1Config(
+        **HEADS_OF_8,
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=LIMIT,
+    ),
+    "olmo_hybrid": lambda: hf.OlmoHybridConfig(
+        **SIZES, **LINEAR_ATTENTION, layer_types=["linear_attention", "full_attention"]
+    ),
+    "kimi_linear": lambda: hf.KimiLinearConfig(
+        **SAME_HEADS,
+        **LOCAL_EXPERTS,
+        **{**LATENT, "q_lora_rank": None},
+        moe_intermediate_size=16,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "zamba2": lambda: hf.Zamba2Config(
+        **SAME_HEADS,
+        layers_block_type=["linear_attention", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=8,
+        chunk_size=LIMIT,
+        use_mamba_kernels=False,
+    ),
+    "xlstm": lambda: hf.xLSTMConfig(
+        **OTHER_NAMES,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=4,
+        chunk_size=LIMIT,
+        ffn_round_up_to_multiple_of=8,
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(**SAME_HEADS, **LATENT),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**SAME_HEADS, **LATENT, **ROUTED_EXPERTS),
+    "mimo_v2_flash": lambda: hf.MiMoV2FlashConfig(
+        **{**HEADS_OF_8, **ROUTED_EXPERTS, **WINDOW_THEN_FULL},
+        v_head_dim=12,
+        mlp_layer_types=["sparse", "dense"],
+    ),
+    "minimax_m3": lambda: hf.MiniMaxM3VLTextConfig(
+        **HEADS_OF_8,
+        **LOCAL_EXPERTS,
+        index_block_size=2,
+        index_topk_blocks=2,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+    ),
+    "nanochat": lambda: hf.NanoChatConfig(**HEADS_OF_8),
+    "modernbert_decoder": lambda: hf.ModernBertDecoderConfig(
+        **SIZES,
+        cls_token_id=0,
+        sep_token_id=0,
+        local_attention=2 * LIMIT,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "bert": lambda: hf.BertConfig(**SIZES),  # each token attends to all
     "rwkv": lambda: hf.RwkvConfig(
         **OTHER_NAMES, hidden_size=32, num_hidden_layers=2, context_length=64
     ),
 }
 
 
-GENTLER = {"gemma4": 2.0, "mamba": 2.0, "recurrent_gemma": 2.0, "rwkv": 1.5}
+GENTLER = {"gemma4": 2.0, "mamba": 2.0, "minicpm3": 2.0, "recurrent_gemma": 2.0, "rwkv": 1.5}
 """They multiply rounding: with larger weights float32 is no longer near float64."""
 
 OWN_ATTENTION = {"falcon_alibi"}

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from unit.engines.families import LIMIT, VOCABULARY
 
-from areal_sc.algorithms.named_loss import CROSS_ENTROPY
+from areal_sc.algorithms.losses import LossTokens, Metrics
+from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.model import decoder_layers
@@ -40,6 +41,7 @@ MAX_CONTEXT = 64
 WRITE_TIMEOUT_S = 60.0
 LR, EPS = 1e-2, 0.1  # with a large eps, rounding of a small gradient does not turn its step
 MIN_CHANGE = 100 * TOLERANCE  # of log-probabilities by the update
+BONUS = 0.3
 
 
 REFUSED = "refused"
@@ -95,20 +97,33 @@ def make_rows() -> PackedRows:
     return PackedRows(fields, ROW_LENGTHS)
 
 
-def row_logprobs(model: Any, rows: PackedRows) -> list[torch.Tensor]:
-    """Of each row [T] the [T - 1] of its tokens but the first, at their temperatures."""
+def loss_with_bonus(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+    """Cross entropy, less a share of the distributions' entropy."""
+    return -(tokens.logprobs + BONUS * tokens.entropy).sum() / tokens.num_loss_tokens, {}
+
+
+LOSS = NamedLoss(f"{__name__}:{loss_with_bonus.__name__}")
+
+
+def row_distributions(model: Any, rows: PackedRows) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each row [T] log-probabilities and entropies [T - 1] of its tokens but the first."""
     found = []
     for index in range(rows.num_rows):
         fields = rows.take([index]).fields
         token_ids = fields["input_ids"].long()
         logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]
         logprobs = (logits / fields["temperatures"][1:, None]).log_softmax(-1)
-        found.append(logprobs.gather(1, token_ids[1:, None])[:, 0])
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        found.append((logprobs.gather(1, token_ids[1:, None])[:, 0], entropy))
     return found
 
 
+def row_logprobs(model: Any, rows: PackedRows) -> list[torch.Tensor]:
+    return [logprobs for logprobs, _ in row_distributions(model, rows)]
+
+
 def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
-    """Tries everything on a model in float32; writes to `folder`.
+    """Tries everything on a model in float32, whose weights change; writes to `folder`.
 
     Args:
         attention: of the reference.
@@ -145,7 +160,7 @@ def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
     finally:
         engine.close()
     generated = EXACT
-    if refusal := check_generation(source, before, after, published):
+    if refusal := check_generation(model, source, before, after, published):
         refusals.append(refusal)
         generated = REFUSED
     return Verdict(
@@ -157,11 +172,12 @@ def check(model: Any, folder: Path, attention: str = "eager") -> Verdict:
 def check_training(engine: FSDPEngine, model: Any, reference: Any) -> None:
     """Log-probabilities before and after an update; the reference is updated, too."""
     rows = make_rows()
-    expected = row_logprobs(reference, rows)
+    expected, entropies = zip(*row_distributions(reference, rows), strict=True)
     assert_close("the model before it was saved", row_logprobs(model, rows), expected)
     assert_close("forward", engine_logprobs(engine, rows), expected)
 
-    loss = -torch.cat(expected).mean()
+    entropy = torch.cat(entropies).mean()
+    loss = -torch.cat(expected).mean() - BONUS * entropy
     loss.backward()
     squares = 0.0
     with torch.no_grad():
@@ -170,9 +186,10 @@ def check_training(engine: FSDPEngine, model: Any, reference: Any) -> None:
             if gradient is not None:  # the first step of Adam
                 squares += float(gradient.square().sum())
                 parameter -= LR * gradient / (gradient.abs() + EPS)
-    metrics = engine.update([rows], CROSS_ENTROPY, step=0)
+    metrics = engine.update([rows], LOSS, step=0)
     norm = math.sqrt(squares)
     assert abs(metrics["grad_norm"] - norm) <= TOLERANCE * norm, (metrics, norm)
+    assert abs(metrics["entropy"] - entropy) <= TOLERANCE, (metrics, entropy)
     with torch.no_grad():
         changed = row_logprobs(reference, rows)
     assert (
@@ -196,16 +213,20 @@ def check_export(engine: FSDPEngine, reference: Any, folder: Path) -> None:
 
 
 def check_generation(
-    source: Path, before: Any, after: Any, published: list[tuple[str, torch.Tensor]] | None
+    model: Any,
+    source: Path,
+    before: Any,
+    after: Any,
+    published: list[tuple[str, torch.Tensor]] | None,
 ) -> str:
     """Answers across a publication and one by the folder, greedy and sampled.
 
     Args:
+        model: with the weights in `source`; they change.
         before, after: references of the weights in `source`, and of `published`.
         published: new weights, as trainers give them; None: none.
     Returns: "", or the refusal.
     """
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     tokenizer: Any = Tokenizer()
     config = RolloutConfig(path="", max_context_tokens=MAX_CONTEXT, seed=0)
     try:

@@ -10,6 +10,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.worker_plan import DTYPE_BYTES
 from areal_sc.engines.servers.command_line import as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
+from areal_sc.errors import ModelError
 
 OLDEST_VERSION = (0, 32, 0)
 """The first that tells which weights sampled which token, and holds requests for an update."""
@@ -50,7 +51,8 @@ SETTINGS_OF: Mapping[str, str] = {
 def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[str]:
     """What follows vLLM's main program; `vllm.args` overrides our defaults.
 
-    Raises: ConfigError: `vllm.args` holds an argument that has a setting of its own.
+    Raises: ConfigError: `vllm.args` holds an argument that has a setting of its own. ModelError: on
+        a CPU, a mixture of experts.
     """
     servers = config.vllm
     given = given_arguments(servers.args, SETTINGS_OF, "vllm")
@@ -77,6 +79,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "worker_extension_cls": "areal_sc_in_vllm.weights.WeightLoader",
     }
     if not instance.is_cuda:
+        _check_has_no_experts(config.path)
         tokens = max(
             config.max_context_tokens, min(slots * config.max_context_tokens, MAX_CPU_KV_TOKENS)
         )
@@ -86,6 +89,19 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
             "kv_cache_memory_bytes": _kv_bytes(config, tokens),
         }
     return as_command_line(arguments | given)
+
+
+def _check_has_no_experts(path: str) -> None:
+    """vLLM packs their weights for its CPU kernels when it starts, but not when they are replaced.
+
+    It would answer with others than it was given (vLLM 0.32).
+    """
+    shape = read_model_shape(path)
+    if shape is not None and shape.num_expert_parameters:
+        raise ModelError(
+            f"model folder {path}: it is a mixture of experts, whose weights vLLM cannot replace "
+            "on a CPU; set rollout.engine=sglang or rollout.engine=local"
+        )
 
 
 def _kv_bytes(config: RolloutConfig, num_tokens: int) -> int:

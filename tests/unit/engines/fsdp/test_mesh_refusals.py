@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from unit.engines.families import EXPERTS, LIMIT, LONGROPE, SIZES
 
@@ -13,6 +14,7 @@ from areal_sc.engines.fsdp.tensor_parallel import plan_cuts
 from areal_sc.engines.training.sequence_parallel import check_sequence_parallel
 from areal_sc.errors import ConfigError, ModelError
 
+ONE_EXPERT = hf.Qwen3MoeConfig(**SIZES, **{**EXPERTS, "num_experts": 1, "num_experts_per_tok": 1})
 GPT2 = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=64)
 
 
@@ -24,13 +26,28 @@ def model_of(config: Any) -> Any:
     ("config", "message"),
     [
         (GPT2, "GPT2LMHeadModel has no plan for tensor parallelism"),
-        (hf.Qwen3MoeConfig(**SIZES, **EXPERTS), r"plans model\.layers\.0\.mlp\.experts.* as 'moe_"),
+        (ONE_EXPERT, r"has 1 experts in model\.layers\.0\.mlp\.experts, fewer than ranks"),
         (hf.PhiConfig(**SIZES, qk_layernorm=True), r"self_attn\.q_layernorm\.weight, which its pl"),
         (hf.ApertusConfig(**SIZES), r"mlp\.act_fn\.alpha_p, which its plan does not say"),
     ],
 )
 def test_models_that_are_not_cut(config: Any, message: str) -> None:
     with pytest.raises(ModelError, match=f"{message}.*tensor=1, and more actor.parallel.data"):
+        plan_cuts(model_of(config), 2, cuts_vocabulary=True)
+
+
+def test_experts_are_cut_where_other_ranks_can_be_skipped() -> None:
+    config = hf.Qwen3MoeConfig(**SIZES, **EXPERTS)
+    model = model_of(config)
+    cuts = plan_cuts(model, 2, cuts_vocabulary=True)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert [box.starts[0] for box in cuts[name].boxes] == [0, 2]
+    assert {box.sizes[0] for box in cuts[name].boxes} == {2}
+    model.model.layers[0].mlp.experts.norm = torch.nn.LayerNorm(EXPERTS["num_experts"])
+    with pytest.raises(ModelError, match=r"mlp\.experts\.norm\.weight, which is shared by the exp"):
+        plan_cuts(model, 2, cuts_vocabulary=True)
+    config._experts_implementation = "eager"  # a loop over the experts that tokens go to
+    with pytest.raises(ModelError, match=r"plans model\.layers\.0\.mlp\.experts as 'moe_tp_exp"):
         plan_cuts(model_of(config), 2, cuts_vocabulary=True)
 
 

@@ -41,6 +41,25 @@ def test_dynamic_rope_is_refused_where_rows_can_be_too_long(tmp_path: Path) -> N
     assert load(tmp_path, config, max_tokens_per_micro_batch=64).abilities == FAST
 
 
+def test_a_model_that_sees_what_comes_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.BertConfig(**sizes, intermediate_size=32, initializer_range=0.3)
+    with pytest.raises(ModelError, match="BertLMHeadModel is not causal here: a token changes"):
+        load(tmp_path, config)
+    config.is_decoder = True
+    assert load(tmp_path, config).abilities == OWN_HEAD
+
+
+def test_a_model_that_takes_rows_of_some_lengths_only_is_refused(tmp_path: Path) -> None:
+    config = hf.xLSTMConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4},
+        chunk_size=8,
+        mode="train",
+    )
+    with pytest.raises(ModelError, match="xLSTMForCausalLM does not compute rows of any length"):
+        load(tmp_path, config)
+
+
 def test_attention_that_picks_tokens_by_score_is_refused(tmp_path: Path) -> None:
     config = hf.DeepseekV32Config(
         **SAME_HEADS,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_sc.engines.fsdp.tensor_parallel import _Entry
+from areal_sc.engines.fsdp.tensor_regions import Entry
 from areal_sc.engines.training.process_group import ProcessGroup
 
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 def test_nothing_is_kept_of_a_forward_that_backward_computes_again(group: ProcessGroup) -> None:
     """It stops at the last tensor that is saved, before the hook at the region's end."""
-    layer, entry = Layer(), _Entry(group)
+    layer, entry = Layer(), Entry(group)
     layer.register_forward_hook(entry.leave)
     for linear in (layer.up, layer.gate):
         linear.register_forward_pre_hook(entry)

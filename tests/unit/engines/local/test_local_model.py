@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    BlenderbotSmallConfig,
+    BlenderbotSmallForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     PhimoeConfig,
@@ -137,6 +139,23 @@ def test_a_window_that_the_attention_is_not_told_of_is_noticed() -> None:
     start(32)  # never longer than the window
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM: log-prob.* in a way that"):
         start(33)
+
+
+def test_half_precision_does_not_hide_a_wrong_attention() -> None:
+    """Positions that the model counts otherwise change less than bfloat16 could round."""
+    config = BlenderbotSmallConfig(
+        vocab_size=32,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=16,
+        max_position_embeddings=64,
+    )
+    model = BlenderbotSmallForCausalLM(config).to(torch.bfloat16)
+    settings = RolloutConfig(path="", max_context_tokens=64, max_prefill_tokens=16, seed=0)
+    with pytest.raises(ModelError, match=r"BlenderbotSmallForCausalLM: log-prob.* most 0\.0003"):
+        LocalEngine.from_model(model, NoEos(), settings)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 class NoEos:

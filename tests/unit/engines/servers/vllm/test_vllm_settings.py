@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
@@ -15,7 +17,7 @@ from areal_sc.config.server_settings import VLLMConfig
 from areal_sc.engines.handles import VLLMEngine, handle_from_plain, make_generator
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.vllm.arguments import server_arguments
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, ModelError
 
 PLACE = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=False)
 ON_GPU = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=True)
@@ -67,6 +69,17 @@ def test_the_cache_of_a_server_on_a_cpu_is_what_its_slots_need(tiny_model_folder
     )
     on_gpu = server_arguments(config, ON_GPU)
     assert not any(a.startswith(("--kv-cache", "--enforce-eager")) for a in on_gpu)
+
+
+def test_experts_are_not_served_on_a_cpu(tmp_path: Path) -> None:
+    """Their new weights would be read as if they were packed."""
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((4, 4), np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = rollout(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"mixture of experts, whose weights vLLM cannot replace"):
+        server_arguments(config, PLACE)
+    server_arguments(config, ON_GPU)
 
 
 def test_its_processes_find_what_runs_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
