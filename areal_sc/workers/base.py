@@ -17,7 +17,9 @@ from typing import Any, Final, TypeVar
 
 from msgspec import msgpack
 
+from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
+from areal_sc.engines.weight_group import tell_nccl
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
@@ -54,6 +56,8 @@ class Worker:
         self._agent = agent
         self.transport_config = spec.run.transport
         self.handle: Any = handle_from_plain(spec.order.engine, spec.order.engine_config)
+        if self.handle.config.weight_update.method == WeightUpdateMethod.collective:
+            tell_nccl()  # its servers get this process's environment
         self.transport = ZmqTransport(client=CurveClient.of_worker(spec.keys))
         self.files = files_of(spec.shipped, spec.run, self.transport)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
