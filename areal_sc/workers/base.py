@@ -56,8 +56,6 @@ class Worker:
         self._agent = agent
         self.transport_config = spec.run.transport
         self.handle: Any = handle_from_plain(spec.order.engine, spec.order.engine_config)
-        if self.handle.config.weight_update.method == WeightUpdateMethod.collective:
-            tell_nccl()  # its servers get this process's environment
         self.transport = ZmqTransport(client=CurveClient.of_worker(spec.keys))
         self.files = files_of(spec.shipped, spec.run, self.transport)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
@@ -79,6 +77,8 @@ class Worker:
         self._server: RpcServer | None = None
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        if self.handle.config.weight_update.method == WeightUpdateMethod.collective:
+            tell_nccl()  # its servers get this process's environment
         self._done = asyncio.Event()
 
     def methods(self) -> list[Served]:
