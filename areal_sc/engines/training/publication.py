@@ -92,15 +92,24 @@ def through_pinned_memory(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Ten
     """
     copies: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     for tensor in tensors:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
-        has_arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        has_arrived.record()
-        copies.append((copy, has_arrived))
+        try:
+            copies.append(_begin_copy(tensor))
+        except RuntimeError:  # there is no such memory; other ranks may wait for the rest
+            for _ in tensors:
+                pass
+            raise
         if len(copies) > 1:
             yield _arrived(*copies.popleft())
     for arriving in copies:
         yield _arrived(*arriving)
+
+
+def _begin_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event
 
 
 def _arrived(copy: torch.Tensor, event: torch.cuda.Event) -> torch.Tensor:

@@ -44,3 +44,23 @@ def test_each_copy_is_awaited_while_the_next_one_is_on_its_way(
         *("copied 2", "awaited 1", "read 1"),
         *("awaited 2", "read 2"),
     ]
+
+
+def test_without_pinned_memory_the_other_ranks_are_not_left_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_gathered = 0
+
+    def gathered() -> Iterator[torch.Tensor]:
+        nonlocal num_gathered
+        for _ in range(3):
+            num_gathered += 1
+            yield torch.zeros(3)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        list(through_pinned_memory(gathered()))
+    assert num_gathered == 3
