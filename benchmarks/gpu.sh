@@ -6,7 +6,8 @@
 # FOLDER gets the output and the JSON of each, and the run folder of the main job. What needs SGLang
 # is left out without SGLANG_PYTHON, the interpreter of an environment that has it. PYTHON is the
 # interpreter of areal_sc (default: .venv/bin/python). Each part has a time limit of its own, and
-# what remains of LIMIT_S (default: 1200). The exit code is the number of failures.
+# what remains of LIMIT_S (default: 1140); one that is stopped has a minute to end. The exit code is
+# the number of failures.
 set -u
 folder=${1:?usage: benchmarks/gpu.sh FOLDER [--quick]}
 quick=${2:-}
@@ -14,7 +15,7 @@ cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$folder"
 failures=0
-deadline=$(($(date +%s) + ${LIMIT_S:-1200}))
+deadline=$(($(date +%s) + ${LIMIT_S:-1140}))
 
 # measure NAME SECONDS COMMAND...
 measure() {

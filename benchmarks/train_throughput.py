@@ -23,9 +23,9 @@ waiting, and more when something else runs on the machine.
 
 The letter-sort workload is the small model of the quickstart.
 
-On a GPU controller, dynamic and handwritten train a model of half a billion parameters in bfloat16
-over float32 parameters and AdamW state. `share_of_peak` is model FLOPs a second over the data
-sheet's rate.
+On a GPU controller, dynamic, fixed and handwritten train a model of half a billion parameters in
+bfloat16 over float32 parameters and AdamW state, each with memory of its own. `share_of_peak` is
+model FLOPs a second over the data sheet's rate.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Case:
 def cases_of(device: str, *, quick: bool) -> list[Case]:
     if device == "cuda":
         rounds = 3 if quick else 7
-        return [Case("gpu_", gpu_workload(quick=quick), rounds, ("dynamic",), "cuda")]
+        return [Case("gpu_", gpu_workload(quick=quick), rounds, ("dynamic", "fixed"), "cuda")]
     few, many = (1, 2) if quick else (9, 27)  # steps of the small model are short
     sides = ("dynamic", "fixed", "padded")[: 2 if quick else 3]
     wide, letters, prompts = workloads(quick=quick)

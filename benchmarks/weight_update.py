@@ -14,6 +14,8 @@ Meanwhile each server, or the engine, generates some answers. Values are medians
   `load`.
 - vs copy: rate of the load over that of a copy of as many bytes into memory that is there, by one
   thread, timed before each update while generation is paused.
+- publish vs pinned copy: on a GPU, the rate of `publish` over that of a copy of as many bytes from
+  it into pinned memory.
 - trainer private, trainer shared: what the trainer's process takes at most over what it had before
   its first publication, in buckets of `weight_update.bucket_bytes`. Shared memory is that of its
   store, where `pull` and `collective` keep the last version; private memory is what comes on top.
@@ -151,6 +153,10 @@ def measure(
     for method, found in updates.items():
         medians = {name: statistics.median(u[name] for u in found) for name in found[0]}
         measured[method] = medians | measured[method]
+        if actor.device == Device.cuda:
+            pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            pinned_s = copy_seconds(memory[0].cuda(), pinned)
+            measured[method]["publish_vs_pinned_copy"] = pinned_s / medians["publish_s"]
     return measured
 
 

@@ -1,4 +1,7 @@
-"""Snapshots of the ranks in their node's memory, every few steps, beside training.
+"""Snapshots of the ranks in their nodes' memory, every few steps, beside training.
+
+Each node has what its own ranks need to go on. So a snapshot counts when all ranks have written it,
+and is of use as long as all of them come back to the nodes that they were on.
 
 consumes     new versions
 waits for    the ranks: to copy their state, which updates wait for, and to write it, which nobody
@@ -73,16 +76,6 @@ class MemorySnapshots:
         if every and version % every == 0 and not (self.is_writing or self._history.is_writing):
             self._is_taken.clear()
             self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
-
-    def turn_off(self) -> None:
-        """The ranks share no memory."""
-        if self._every_steps:
-            self._warn(
-                f"checkpoint.memory_every_steps={self._every_steps} has no effect: the ranks are "
-                "on several nodes; train workers that die begin from the newest snapshot on the "
-                "disk"
-            )
-        self._every_steps, self._history.has_memory_snapshots = 0, False
 
     async def wait_until_taken(self) -> None:
         """Returns when the ranks may change their state."""

@@ -124,8 +124,6 @@ class Ranks:
         return self._begin_recovery()
 
     def _begin_recovery(self) -> Recovery:
-        if len({member.worker.node for member in self._fleet.members}) > 1:
-            self.memory.turn_off()
         members = self._fleet.members
         self._recovery = Recovery(
             self._fleet,

@@ -169,9 +169,11 @@ class TrainEngine(Protocol):
         shares_files: whether every rank sees the folders that it is told to write to; set before
             `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
             the one of rank 0 with an export.
+        node: names the machine whose memory this rank sees; set before `initialize`.
     """
 
     shares_files: bool
+    node: str
 
     def create_rendezvous(self, host: str) -> str:
         """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
@@ -256,12 +258,20 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def begin_snapshot(self, folder: Path) -> Future[None]:
-        """Takes the engine's whole state as it is now. The future: when it has been written."""
+    def begin_snapshot(self, folder: Path, *, is_local: bool = False) -> Future[None]:
+        """Takes the engine's whole state as it is now. The future: when it has been written.
+
+        Args:
+            is_local: the folder is in the memory of each rank's node.
+        """
         ...
 
-    def load_snapshot(self, folder: Path) -> None:
-        """Becomes what `begin_snapshot` wrote, maybe by another number of ranks."""
+    def load_snapshot(self, folder: Path, *, is_local: bool = False) -> None:
+        """Becomes what `begin_snapshot` wrote, maybe by another number of ranks.
+
+        Args:
+            is_local: as it was written: then by the same ranks, on the same nodes.
+        """
         ...
 
     def close(self) -> None:

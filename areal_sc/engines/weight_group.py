@@ -3,14 +3,20 @@
 The trainer's side (`WeightBroadcaster`) and the receivers' (`WeightReceiver` in a worker, SGLang's
 weight-update group in its servers) cut the same buckets, and each bucket is one broadcast of
 bytes. A broadcast waits for all ranks; every wait here has a limit and can be given up.
+
+gloo connects the ranks when they meet. NCCL does it in their first broadcast: SGLang has no call
+in which its ranks take part without loading something.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from typing import Any, Final, Literal
@@ -28,6 +34,9 @@ NamedTensor = tuple[str, torch.Tensor]
 NCCL: Final = "nccl"
 GLOO: Final = "gloo"
 Backend = Literal["nccl", "gloo"]
+NCCL_SETTINGS: Final = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""All ranks of a group must have the same. These are what SGLang gives its servers."""
+
 MEETING_TIMEOUT_S = 120.0
 _POLL_S = 0.001
 _DROP_POLL_S = 1.0
@@ -79,6 +88,12 @@ def _sizes(layout: BucketLayout) -> list[int]:
     return [prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in both]
 
 
+def tell_nccl(environment: MutableMapping[str, str] = os.environ) -> None:
+    """`NCCL_SETTINGS` for this process, unless the user has others; before NCCL is first used."""
+    for name, value in NCCL_SETTINGS.items():
+        environment.setdefault(name, value)
+
+
 class _GroupMember:
     """A rank of a weight group. Blocking: to be used from a thread."""
 
@@ -87,35 +102,54 @@ class _GroupMember:
         self._is_nccl = backend == NCCL
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
-        self._work: Any = None
+        self._begun: Future[Any] | None = None  # the last broadcast
 
     def close(self) -> None:
         """Leaves, at once; a broadcast that goes on ends by itself, or at its time limit."""
         group, self._group = [self._group], None
-        work, self._work = self._work, None  # which keeps the connections, too
+        begun, self._begun = self._begun, None  # which keeps the connections, too
         if group[0] is not None:
-            _leave(group, work, is_nccl=self._is_nccl)
+            _leave(group, begun, is_nccl=self._is_nccl)
 
     def _broadcast(self, flat: torch.Tensor, cancelled: threading.Event | None = None) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._timeout
+        limit_s = self._timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
         try:
-            work = self._work = self._group.broadcast([flat], options)
-            deadline = time.monotonic() + self._timeout.total_seconds()
+            begun = self._begun = self._begin(flat)
             # NCCL's `wait` returns at once, so that nothing would bound the use of what came
-            while not work.is_completed():
+            while not _has_ended(begun):
                 if cancelled is None:
                     time.sleep(_POLL_S)
                 elif cancelled.wait(_POLL_S):
                     raise RuntimeError("it was given up")
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"it took more than {self._timeout.total_seconds():g} s")
-            work.wait()
+                    raise RuntimeError(f"it took more than {limit_s:g} s")
+            begun.result().wait()
         except RuntimeError as error:
             raise EngineFailed(
                 f"a broadcast in weight group {self.name} failed: {error}"
             ) from error
+
+    def _begin(self, flat: torch.Tensor) -> Future[Any]:
+        """torch's handle of a broadcast, once it is begun.
+
+        In a thread: NCCL's first one returns when all ranks are connected, maybe never.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        group, begun = self._group, Future[Any]()
+        if group is None:
+            raise RuntimeError("this rank has left it")
+
+        def begin() -> None:
+            try:
+                begun.set_result(group.broadcast([flat], options))
+            except (RuntimeError, ValueError) as error:
+                begun.set_exception(error)
+
+        threading.Thread(target=begin, name="weight group", daemon=True).start()
+        return begun
 
 
 class WeightBroadcaster(_GroupMember):
@@ -139,7 +173,7 @@ class WeightBroadcaster(_GroupMember):
         return WeightGroup(self.name, self._host, self._store.port, world_size, self._backend)
 
     def meet(self, world_size: int) -> None:
-        """Returns when all ranks are there.
+        """With gloo, returns when all ranks are there.
 
         Raises: EngineFailed: they were not in time.
         """
@@ -230,9 +264,7 @@ def _join(group: WeightGroup, rank: int, store: Any, timeout: timedelta) -> Any:
         store = PrefixStore(prefix, store)
     try:
         if group.backend == NCCL:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, group.world_size, options)
+            return _nccl_group(store, rank, group.world_size, timeout)
         return dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
     except (RuntimeError, ValueError) as error:
         raise EngineFailed(
@@ -240,7 +272,35 @@ def _join(group: WeightGroup, rank: int, store: Any, timeout: timedelta) -> Any:
         ) from error
 
 
-def _leave(group: list[Any], work: Any, *, is_nccl: bool) -> None:
+def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of NCCL without torch's watchdog.
+
+    That one would end this process, and so the training, when another rank dies or is late.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):  # read when a group is made
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _has_ended(begun: Future[Any]) -> bool:
+    """Whether a broadcast is over, or could not be begun."""
+    return begun.done() and (begun.exception() is not None or begun.result().is_completed())
+
+
+def _leave(group: list[Any], begun: Future[Any] | None, *, is_nccl: bool) -> None:
     """Drops a group once its last broadcast has ended: until then its end would block everything.
 
     gloo cannot break a broadcast off; it ends at its time limit.
@@ -248,11 +308,11 @@ def _leave(group: list[Any], work: Any, *, is_nccl: bool) -> None:
     Args:
         group: holds the only reference to it.
     """
-    if is_nccl:
-        group[0].abort()
 
     def drop_later() -> None:
-        while work is not None and not work.is_completed():
+        if is_nccl:
+            group[0].abort()
+        while begun is not None and not _has_ended(begun):
             time.sleep(_DROP_POLL_S)
         group.clear()
 

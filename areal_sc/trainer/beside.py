@@ -9,7 +9,7 @@ class BesideTraining:
     """Base of what a `Run` tells so; by itself it does nothing about it."""
 
     def take_over(self, history: History) -> None:
-        """An earlier start was killed, and its workers go on; `history` is what it has recorded."""
+        """The run goes on where an earlier start was; `history` is what that one has recorded."""
 
     def before_going_back(self) -> None:
         """The run is about to go back to a snapshot: what reads or writes later steps ends."""

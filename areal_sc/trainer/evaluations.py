@@ -38,6 +38,8 @@ class Evaluations(BesideTraining):
         self._workflow = workflow
         self._running: Future[EvaluationOutcome] | None = None
         self._named: dict[str, Any] = {}  # what is known of its result
+        self._asked_temperature: float | None = None
+        self._is_lost = False  # it gave nothing, and is to be begun again
         self._recorded: set[tuple[str, int]] = set()
         run.beside.append(self)
         if prompts is not None:
@@ -59,6 +61,7 @@ class Evaluations(BesideTraining):
             num_prompts=self._run.config.evaluation.num_prompts,
             temperature=temperature,
         )
+        self._asked_temperature = temperature
         if temperature is None:
             temperature = self._run.config.generation.temperature
         self._named = {"name": name, "step": self._rollout.version, "temperature": temperature}
@@ -74,6 +77,7 @@ class Evaluations(BesideTraining):
         try:
             outcome = running.result()  # bounded by the groups' own time limit
         except StepsLost as error:  # the next call that trains says so, and the run goes back
+            self._is_lost = True
             self._run.display.warning(
                 f"the evaluation of step {self._named['step']} is lost: {error}"
             )
@@ -94,7 +98,7 @@ class Evaluations(BesideTraining):
         self._run.tell(lambda tracker: tracker.on_evaluation(result))
 
     def take_over(self, history: History) -> None:
-        """What an earlier start has recorded is not done again; what it had begun is."""
+        """What an earlier start has recorded is not done again; what it had begun, or lost, is."""
         evaluations = history.evaluations
         self._recorded = {(result.name, result.step) for result in evaluations}
         version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
@@ -104,11 +108,20 @@ class Evaluations(BesideTraining):
             self.begin("periodic")
 
     def gone_back(self, step: int) -> None:
-        """The run has gone back to a step; an evaluation of a later one is of no use any more."""
-        self._recorded = {(name, at) for name, at in self._recorded if at <= step}
-        if self._running is not None and self._named["step"] > step:
+        """The run has gone back to a step.
+
+        An evaluation that went on, or was lost on the way, begins again: at once, or, if it was of
+        a later step, when that step is made.
+        """
+        if self._running is not None and self._named["step"] <= step:
+            self.collect(wait=False)
+        if self._running is not None:
             self._running.cancel()
-            self._running = None
+            self._running, self._is_lost = None, True
+        is_lost, self._is_lost = self._is_lost, False
+        self._recorded = {(name, at) for name, at in self._recorded if at <= step}
+        if is_lost and self._named["step"] <= step:
+            self.begin(self._named["name"], self._asked_temperature)
 
     def after_step(self) -> None:
         """Every `evaluation.every_steps` steps but the last begins one."""

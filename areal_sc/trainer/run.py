@@ -272,6 +272,8 @@ class Run:
         lost = f"; {last - step} later steps are lost, and trained again" if last > step else ""
         self.display.note(f"resumed after step {step}{lost}")
         self.log.event("resumed", step=step)
+        for other in self.beside:
+            other.take_over(History.read(self.folder.metrics_path))
 
     def _go_back(self, actor: TrainController, rollout: RolloutController, lost: StepsLost) -> None:
         """In place, to the newest snapshot, or to the initial model; workers stay."""

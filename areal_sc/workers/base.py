@@ -17,7 +17,9 @@ from typing import Any, Final, TypeVar
 
 from msgspec import msgpack
 
+from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
+from areal_sc.engines.weight_group import tell_nccl
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
@@ -75,6 +77,8 @@ class Worker:
         self._server: RpcServer | None = None
         self.address = ""
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        if self.handle.config.weight_update.method == WeightUpdateMethod.collective:
+            tell_nccl()  # its servers get this process's environment
         self._done = asyncio.Event()
 
     def methods(self) -> list[Served]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +27,8 @@ PRELOAD: Final = (
 )
 """What the fork server does to make workers start fast, where there are no CUDA devices."""
 
+_ALLOCATOR_VARIABLES: Final = frozenset(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+
 
 def prepare_model_loading() -> None:
     """Compiles the patterns by which transformers renames the tensors of all its models.
@@ -35,6 +38,16 @@ def prepare_model_loading() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("")  # type: ignore[no-untyped-call]
+
+
+def tell_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has torch keep a GPU's memory in segments that grow, unless the user has set its allocator.
+
+    Micro-batches differ in size; otherwise what one has freed may be in pieces too small for
+    another. Not for servers, which would get it from their worker, and set their own.
+    """
+    if not environment.keys() & _ALLOCATOR_VARIABLES:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:
@@ -48,6 +61,9 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     setup_logging(spec.name)
     Interface.of(spec.run.transport.bind).tell_libraries()
+    is_rollout = spec.order.role == ROLLOUT_ROLE
+    if spec.visible_devices and not is_rollout:
+        tell_allocator()
     # After the environment is set: torch reads it when it is first used.
     from transformers.utils.logging import disable_progress_bar
 
@@ -55,6 +71,6 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     from areal_sc.workers.train_worker import TrainWorker
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    kind = RolloutWorker if spec.order.role == ROLLOUT_ROLE else TrainWorker
+    kind = RolloutWorker if is_rollout else TrainWorker
     asyncio.run(kind(spec, agent).serve())
     return 0

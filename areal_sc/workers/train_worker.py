@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +45,7 @@ class TrainWorker(Worker):
         super().__init__(spec, agent)
         self.engine: TrainEngine = self.handle.build()
         self.engine.shares_files = self.files.are_shared
+        self.engine.node = self.node
         self.operations = Operations(spec.name)
         self._writes: dict[Operation, _Write] = {}
         self._position = RankPosition(0, is_head=True)
@@ -239,17 +240,17 @@ class TrainWorker(Worker):
         return self.files.script_path(folder)
 
     async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
-        operation = snapshot.operation
-        if snapshot.place is SnapshotPlace.memory:
+        operation, is_local = snapshot.operation, snapshot.place is SnapshotPlace.memory
+        if is_local:
             folder = self._memory_path(operation)
-            if self._rank == 0:
-                kept = folder.with_name(_memory_name(operation.lineage, snapshot.kept))
-                await asyncio.to_thread(_remove_but, kept)
+            # ranks of this node that came here earlier may have begun the new one
+            kept = {_memory_name(operation.lineage, snapshot.kept), partial_of(folder).name}
+            await asyncio.to_thread(_remove_but, folder.parent, kept)
         else:
             folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
         await self._begin_write(
             operation,
-            lambda: self.engine.begin_snapshot(folder),
+            lambda: self.engine.begin_snapshot(folder, is_local=is_local),
             lambda: self._bring_snapshot_back(snapshot.place, folder),
         )
 
@@ -264,15 +265,16 @@ class TrainWorker(Worker):
 
     async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
         operation = snapshot.operation
+        is_local = snapshot.place is SnapshotPlace.memory
         folder = self._snapshot_path(operation) / self._snapshot_name
-        if snapshot.place is SnapshotPlace.memory:
+        if is_local:
             folder = self._memory_path(operation)
 
         async def load() -> None:
             if snapshot.place is SnapshotPlace.disk:
                 await self.files.bring_snapshot(folder)
             if snapshot.place is not SnapshotPlace.initial:
-                await self.compute(lambda: self.engine.load_snapshot(folder))
+                await self.compute(lambda: self.engine.load_snapshot(folder, is_local=is_local))
 
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
@@ -356,10 +358,10 @@ def _memory_name(lineage: int, version: int) -> str:
     return f"{lineage}-{version}"
 
 
-def _remove_but(kept: Path) -> None:
-    """All else in its folder, also what is left of a snapshot that was not completed."""
-    for folder in kept.parent.glob("*"):
-        if folder.name != kept.name:
+def _remove_but(root: Path, kept: Container[str]) -> None:
+    """All folders of other names, also what is left of a snapshot that was not completed."""
+    for folder in root.glob("*"):
+        if folder.name not in kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 

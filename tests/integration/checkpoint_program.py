@@ -26,7 +26,7 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.training.export import begin_export
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, CheckpointError
 
 LENGTHS = (11, 6, 14, 3, 9, 20, 5, 8)
 VOCABULARY = 30
@@ -56,6 +56,25 @@ class Rank:
 
     def begin_snapshot(self, path: str) -> None:
         self._written = self.engine.begin_snapshot(self._place(path))
+
+    def begin_local(self, path: str) -> None:
+        """In the memory of this rank's node."""
+        self._written = self.engine.begin_snapshot(self._place(path), is_local=True)
+
+    def load_local(self, path: str) -> None:
+        self.engine.load_snapshot(self._place(path), is_local=True)
+
+    def refuse_local(self, path: str) -> None:
+        """Why it cannot be loaded, under the name of the folder."""
+        try:
+            self.load_local(path)
+        except CheckpointError as error:
+            self.recorded[Path(path).name] = str(error)
+
+    def copy(self, ranks_and_paths: list[Any]) -> None:
+        ranks, *paths = ranks_and_paths
+        if self.rank in ranks:
+            shutil.copytree(*map(self._place, paths))
 
     def begin_save_hf(self, path: str) -> None:
         self._written = self.engine.begin_save_hf(self._place(path))
@@ -160,6 +179,7 @@ def run_rank(
     config = actor_config({"parallel": {"data": world_size}, **scenario})
     engine = FSDPEngine(config)
     engine.shares_files = scenario.get("shares_files", [True] * world_size)[rank]
+    engine.node = scenario.get("nodes", [""] * world_size)[rank]
     if rank == 0 and world_size > 1:
         address = engine.create_rendezvous()
         (folder / f"{name}.address.part").write_text(address)

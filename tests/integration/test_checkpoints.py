@@ -218,6 +218,33 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
         "shares_files": [False] * 2,
         "actions": [[snapshot, path], ["wait", "written"], ["load", path]],
     }
+    # rank 0 on a node of its own; norms are copies of tensor parallelism, which both nodes need
+    path = str(folder / "node-*")
+    nodes = {"world_size": 4, "parallel": {"data": 2, "tensor": 2}, "nodes": ["0", "1", "1", "1"]}
+    scenarios["on_nodes"] = nodes | {
+        "actions": [
+            *train(0, 1),
+            *(["seed", 7], [weights, "two_steps"], ["begin_local", f"{path}/of_2"]),
+            *train(2),  # while it is written
+            *(["wait", "written"], ["begin_local", f"{path}/of_3"], ["wait", "again"]),
+        ],
+    }
+    scenarios["on_nodes_again"] = nodes | {
+        "actions": [
+            *(["load_local", f"{path}/of_2"], [weights, "two_steps"], ["random", "random"]),
+            *(*train(2), [weights, "three_steps"]),
+            ["copy", [[0], f"{path}/of_2", f"{path}/lost"]],
+            ["copy", [[0], f"{path}/of_2", f"{path}/mixed"]],
+            ["copy", [[1], f"{path}/of_3", f"{path}/mixed"]],
+            *(["refuse_local", f"{path}/lost"], ["refuse_local", f"{path}/mixed"]),
+            [weights, "still_three_steps"],
+        ],
+    }
+    scenarios["on_fewer_ranks"] = {
+        "world_size": 2,
+        "nodes": ["0", "1"],
+        "actions": [["refuse_local", f"{path}/of_2"]],
+    }
     (folder / "scenarios.json").write_text(
         json.dumps({name: {**common, **scenario} for name, scenario in scenarios.items()})
     )
@@ -347,6 +374,36 @@ def test_ranks_that_do_not_see_a_folder_that_they_are_to_share_write_nothing(
             assert "(train rank 1): FileNotFoundError" in rank[what]
             assert "is not seen here; it must be on a shared file system" in rank[what]
     assert [*folder.glob("apart_by_mistake-*/*")] == []
+
+
+def test_nodes_keep_what_their_own_ranks_need(results: Results, folder: Path) -> None:
+    written, again = results["on_nodes"], results["on_nodes_again"]
+    assert [(rank["written"], rank["again"]) for rank in written] == [("", "")] * 4
+    for node, ranks in {"first": [0], "others": [1, 2, 3]}.items():
+        found = {it.name for it in (folder / f"node-{node}" / "of_2").iterdir()}
+        assert found == {"snapshot.json", *(f"rank-{rank}.safetensors" for rank in ranks)}
+    norm = "parameter.model.norm.weight"
+    stored = {rank: stored_names(folder, rank) for rank in range(4)}
+    assert [rank for rank in range(4) if norm in stored[rank]] == [0, 1, 2]  # 3 has what 2 has
+    assert difference(whole(again, "two_steps"), whole(written, "two_steps")) == 0
+    expected = whole(results["never_stopped"], "three_steps")
+    assert difference(whole(again, "three_steps"), expected) <= SAME_STEP
+    assert len({tuple(rank["random"].tolist()) for rank in again}) == 4
+
+
+def test_a_snapshot_of_which_a_node_lacks_its_part_is_refused_by_all(results: Results) -> None:
+    again = results["on_nodes_again"]
+    for rank in again:
+        assert "(train rank 1): FileNotFoundError" in rank["lost"]
+        assert "what the nodes hold was not written together" in rank["mixed"]
+    assert difference(whole(again, "still_three_steps"), whole(again, "three_steps")) == 0
+    for rank in results["on_fewer_ranks"]:
+        assert "4 ranks have written it, not 2" in rank["of_2"]
+
+
+def stored_names(folder: Path, rank: int) -> set[str]:
+    place = folder / ("node-others" if rank else "node-first")
+    return set(load_file(place / "of_2" / f"rank-{rank}.safetensors"))
 
 
 def test_bfloat16_training_keeps_its_float32_weights(results: Results, folder: Path) -> None:

@@ -68,7 +68,9 @@ class FSDPEngine(RankEngine):
         self._optimizer = ShardedAdamW(
             parameters, self.config.optimizer, self._parts, groups.world, groups.tensor
         )
-        self._writer = BackgroundWriter(groups.world, shares_files=self.shares_files)
+        self._writer = BackgroundWriter(
+            groups.world, shares_files=self.shares_files, node=self.node
+        )
         state = ShardedState(self._model.causal_lm, self._parts, self._optimizer)
         self._snapshots = Snapshots(state, self._writer)
         self._publication = Publication(

@@ -117,7 +117,7 @@ class MegatronEngine(RankEngine):
         self.counts_rows = True
         model_parallel_cuda_manual_seed(self.config.seed)
         self._causal_lm = self._load()
-        self._writer = BackgroundWriter(self.world, shares_files=self.shares_files)
+        self._writer = BackgroundWriter(self.world, shares_files=self.shares_files, node=self.node)
         self._snapshots = Snapshots(self._state, self._writer)
         parts = self._state.parts
         self._publication = Publication(

@@ -165,19 +165,20 @@ class CollectiveWeights(Weights):
     async def load(
         self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
-        """After a broadcast that failed, the servers that are left load `other_way`.
+        """After a broadcast that failed, the servers that lack something load `other_way`.
 
         One member that is missing fails it: all ranks of a group take part, or none can.
         """
         failed: dict[ServerClient, ArealError] = {}
+        done: list[ServerClient] = []
         members = [server for server in servers if self.group_name in server.groups]
         if self.num_members == len(members) == len(servers):
-            await self._receive(members, failed)
+            done = await self._receive(members, failed)
             if not failed:
                 return {}
         else:
             await self.give_up()
-        left = [server for server in servers if not isinstance(failed.get(server), _LOST)]
+        left = [s for s in servers if s not in done and not isinstance(failed.get(s), _LOST)]
         if failed:
             # a server that has no update open refuses to end it, which is no failure
             await for_each(left, lambda s: s.end_update(), {})
@@ -192,16 +193,19 @@ class CollectiveWeights(Weights):
 
     async def _receive(
         self, servers: Sequence[ServerClient], failed: dict[ServerClient, ArealError]
-    ) -> None:
+    ) -> list[ServerClient]:
+        """Returns those that have all of it; adds to `failed`."""
         await for_each(servers, lambda server: server.begin_update(), failed)
         for number, layout in enumerate(self.buckets):
             if failed:
                 await self.give_up()
-                return
+                return []
             is_last = number == len(self.buckets) - 1
             failed |= await self._receive_bucket(servers, layout, is_last)
-        if not failed:
-            await for_each(servers, lambda s: s.end_update(), failed)
+        if failed:
+            return []
+        await for_each(servers, lambda s: s.end_update(), failed)
+        return [server for server in servers if server not in failed]
 
     async def _receive_bucket(
         self, servers: Sequence[ServerClient], layout: BucketLayout, is_last: bool

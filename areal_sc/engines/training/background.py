@@ -52,18 +52,28 @@ class SideGroup:
     Args:
         shares_files: whether this rank sees the folders that others, of which the same is true,
             write to.
+        node: names the machine whose memory this rank sees.
 
     Attributes:
         ranks: for collectives on the CPU.
         shares_files: of each rank.
+        nodes: of each rank.
     """
 
-    def __init__(self, group: ProcessGroup, *, shares_files: bool = True) -> None:
+    def __init__(self, group: ProcessGroup, *, shares_files: bool = True, node: str = "") -> None:
         self.rank = group.rank
         self.size = group.size
         gloo = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if group.size > 1 else None
         self.ranks = replace(group, handle=gloo, device=torch.device("cpu"))
-        self.shares_files: list[bool] = self.ranks.gather(shares_files)
+        places = self.ranks.gather((shares_files, node))
+        self.shares_files: list[bool] = [shares for shares, _ in places]
+        self.nodes: list[str] = [name for _, name in places]
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks on this one's node, in their order."""
+        own = self.nodes[self.rank]
+        return [rank for rank, node in enumerate(self.nodes) if node == own]
 
     def together(self, what: str, action: Callable[[], T]) -> list[T]:
         """Runs `action` on every rank; if it fails anywhere, every rank raises.
@@ -93,8 +103,8 @@ class SideGroup:
 class BackgroundWriter:
     """Runs one write after the other on a thread; made by all ranks together. As `SideGroup`."""
 
-    def __init__(self, group: ProcessGroup, *, shares_files: bool = True) -> None:
-        self.group = SideGroup(group, shares_files=shares_files)
+    def __init__(self, group: ProcessGroup, *, shares_files: bool = True, node: str = "") -> None:
+        self.group = SideGroup(group, shares_files=shares_files, node=node)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
@@ -136,6 +146,7 @@ def replace_folder(
     fill: Callable[[Path, bool], None],
     *,
     is_common: bool = False,
+    is_local: bool = False,
 ) -> None:
     """Fills a folder beside `folder` on all ranks, then puts it in its place: `commit_folder`.
 
@@ -145,6 +156,7 @@ def replace_folder(
         fill: gets the folder to write to, and whether it is one for all ranks; itself agrees with
             the other ranks on how that ended.
         is_common: it must be one for all ranks.
+        is_local: it is in the memory of each rank's node.
     Raises: CheckpointError: the former content stays; unless that was committed elsewhere already.
     """
     what = f"cannot write {folder}"
@@ -155,8 +167,17 @@ def replace_folder(
         if owners[group.rank] == group.rank:
             commit_folder(partial, folder)
 
+    def make() -> None:
+        if owners[group.rank] == group.rank:
+            remove(partial)
+            partial.mkdir(parents=True)
+
     try:
-        _make_folders(partial, group, what, owners, is_common=is_common)
+        if is_local:
+            owners[:] = map(group.nodes.index, group.nodes)
+            group.together(what, make)
+        else:
+            _make_folders(partial, group, what, owners, is_common=is_common)
         fill(partial, set(owners) == {0})
         group.together(what, lambda: sync_folder(partial))  # each rank what its machine has written
         group.together(what, commit)

@@ -190,7 +190,7 @@ def packed_attention(
         s_aux = None if s_aux is None else part.own_heads(s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, sliding_window, softcap, s_aux)
-    if rule.is_plain and _has_varlen_kernel(query):
+    if rule.is_plain and _has_varlen_kernel(query, value):
         attended = _varlen_attention(query, key, value, scaling, sliding_window, layout)
     else:
         # [T, H, D]: rows of memory, so that gathering tokens is gathering rows
@@ -276,11 +276,19 @@ def _varlen_function() -> Any:
     return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
-def _has_varlen_kernel(query: torch.Tensor) -> bool:
+@functools.cache
+def _takes_few_key_heads(varlen: Any) -> bool:
+    return "enable_gqa" in inspect.signature(varlen).parameters
+
+
+def _has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    head_dim = query.shape[-1]
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] <= 256
+        and head_dim <= 256
+        and head_dim % 8 == 0
+        and head_dim == value.shape[-1]
         and _varlen_function() is not None
     )
 
@@ -294,9 +302,13 @@ def _varlen_attention(
     layout: PackedLayout,
 ) -> torch.Tensor:
     """[1, T, H, D] by one kernel over all rows."""
-    key, value = with_all_heads(key, query), with_all_heads(value, query)
+    varlen, options = _varlen_function(), {}
+    if _takes_few_key_heads(varlen):
+        options["enable_gqa"] = True
+    else:
+        key, value = with_all_heads(key, query), with_all_heads(value, query)
     longest = max(layout.lengths)
-    outputs = _varlen_function()(
+    outputs = varlen(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
         layout.row_starts,
         layout.row_starts,
@@ -304,5 +316,6 @@ def _varlen_attention(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
+        **options,
     )
     return outputs[None]  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -62,7 +63,8 @@ class Publication:
                     if name in unfilled:
                         yield whole.flatten()[ranges[name].start : ranges[name].stop]
 
-        return unfilled, values()
+        own = values()
+        return unfilled, through_pinned_memory(own) if self._world.device.type == "cuda" else own
 
     def layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         return [layout_of(bucket) for bucket in split_into_buckets(self._unfilled(), bucket_bytes)]
@@ -80,3 +82,36 @@ class Publication:
     def _unfilled(self) -> Iterator[NamedTensor]:
         for name in self._names:
             yield name, torch.empty(self._parts.shapes[name], dtype=self._dtype, device="meta")
+
+
+def through_pinned_memory(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Copies on the host of tensors on a GPU, which may be overwritten afterwards.
+
+    A GPU writes to pinned memory much faster than to other memory, and while one copy is read, the
+    next one is on its way. torch keeps the memory for later ones.
+    """
+    copies: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+    for tensor in tensors:
+        try:
+            copies.append(_begin_copy(tensor))
+        except RuntimeError:  # there is no such memory; other ranks may wait for the rest
+            for _ in tensors:
+                pass
+            raise
+        if len(copies) > 1:
+            yield _arrived(*copies.popleft())
+    for arriving in copies:
+        yield _arrived(*arriving)
+
+
+def _begin_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event
+
+
+def _arrived(copy: torch.Tensor, event: torch.cuda.Event) -> torch.Tensor:
+    event.synchronize()
+    return copy

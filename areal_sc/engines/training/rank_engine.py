@@ -117,7 +117,7 @@ class RankEngine(ABC):
         rows: ranks that compute different tokens, and together all of them.
         counts_rows: whether this rank is the one of its model group that counts for its rows in
             sums over `rows`.
-        shares_files: as in `TrainEngine`.
+        shares_files, node: as in `TrainEngine`.
     """
 
     world: ProcessGroup
@@ -127,6 +127,7 @@ class RankEngine(ABC):
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.shares_files = True
+        self.node = ""
         self._hosted: TCPStore | None = None
         self._writer: BackgroundWriter
         self._snapshots: Snapshots
@@ -293,13 +294,13 @@ class RankEngine(ABC):
             what was at `folder` then stays.
         """
 
-    def begin_snapshot(self, folder: Path) -> Future[None]:
+    def begin_snapshot(self, folder: Path, *, is_local: bool = False) -> Future[None]:
         """Takes weights, optimizer state and random state as they are now; see `Snapshots`."""
-        return self._snapshots.begin(folder)
+        return self._snapshots.begin(folder, is_local=is_local)
 
-    def load_snapshot(self, folder: Path) -> None:
-        """Restores what `begin_snapshot` took, also with another number of ranks."""
-        self._snapshots.load(folder)
+    def load_snapshot(self, folder: Path, *, is_local: bool = False) -> None:
+        """Restores what `begin_snapshot` took; also, if not local, with other ranks."""
+        self._snapshots.load(folder, is_local=is_local)
 
     def close(self) -> None:
         """Waits for what is being written, and leaves the group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import msgspec
@@ -52,9 +52,11 @@ class SnapshotIndex(Struct, frozen=True):
         return msgspec.json.encode(_Checked(FORMAT, zlib.crc32(content), msgspec.Raw(content)))
 
     @classmethod
-    def read(cls, folder: Path) -> SnapshotIndex:
-        """Reads `snapshot.json` and checks that all files are there with their sizes.
+    def read(cls, folder: Path, ranks: Container[int] | None = None) -> SnapshotIndex:
+        """Reads `snapshot.json` and checks that files are there with their sizes.
 
+        Args:
+            ranks: whose files are wanted; None: all.
         Raises: ValueError, OSError: it is no snapshot, incomplete, or of another format.
         """
         path = folder / INDEX_NAME
@@ -70,6 +72,8 @@ class SnapshotIndex(Struct, frozen=True):
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path}: its content is damaged: {error}") from error
         for rank, file in enumerate(index.files):
+            if ranks is not None and rank not in ranks:
+                continue
             stored = folder / file_name(rank)
             size = stored.stat().st_size
             if size != file.num_bytes:

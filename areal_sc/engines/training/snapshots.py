@@ -14,6 +14,10 @@ the stored one have in common, whatever mesh has written them. The copy has 12 b
 of the rank, and its memory is kept from one snapshot to the next (pinned for a GPU): filling fresh
 memory takes three times as long. The learning rate is no state: the caller names the training step.
 
+A *local* snapshot is for new lives of the same ranks on the same nodes. Its folder is in the memory
+of each node, with an index of its own, and has what the ranks there hold, copies of other nodes'
+parts as well; so nothing is read over the network.
+
 Nothing is unpickled, as `torch.distributed.checkpoint` would do: snapshots are given to others, and
 one that is damaged or forged must do no more than be wrong.
 """
@@ -21,7 +25,7 @@ one that is damaged or forged must do no more than be wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +44,7 @@ from areal_sc.engines.training.snapshot_index import (
     file_name,
 )
 from areal_sc.engines.training.tensor_file import TensorFile, dtype_code
+from areal_sc.errors import CheckpointError
 from areal_sc.process import machine_id
 
 logger = logging.getLogger(__name__)
@@ -108,12 +113,15 @@ class Snapshots:
         self._state = state
         self._writer = writer
         self._staging: State = {}
+        self._kept_here: Set[str] | None = None
 
-    def begin(self, folder: Path) -> Future[None]:
+    def begin(self, folder: Path, *, is_local: bool = False) -> Future[None]:
         """Takes the state as it is now; it is written to `folder`, which it replaces, afterwards.
 
         A write that still goes on is waited for first: there is memory for one copy only.
 
+        Args:
+            is_local: the folder is in the memory of each node, and gets all that its ranks hold.
         Returns: a future that is done when the snapshot is on the disk under its name. If a rank
             fails, it fails on all with CheckpointError, and `folder` keeps its former content.
         """
@@ -124,6 +132,8 @@ class Snapshots:
         placed = state.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in placed.items()}
         given = {name: tensor for name, tensor in placed.items() if tensor.is_given}
+        if is_local:
+            given = {name: placed[name] for name in self._names_kept_here(placed)}
         starts = {name: tensor.box.starts for name, tensor in given.items()}
         values = state.values(given)
         try:
@@ -153,21 +163,35 @@ class Snapshots:
             files = tuple(group.together(what, write))
 
             def finish() -> None:
-                if group.rank == 0:
+                if group.rank == (group.neighbours[0] if is_local else 0):
                     index = SnapshotIndex(architecture, num_updates, shapes, files)
                     (part / INDEX_NAME).write_bytes(index.encode())
 
             group.together(what, finish)
 
-        return self._writer.begin(lambda: replace_folder(folder, group, fill))
+        return self._writer.begin(lambda: replace_folder(folder, group, fill, is_local=is_local))
 
-    def load(self, folder: Path) -> None:
+    def _names_kept_here(self, placed: Mapping[str, Placed]) -> Set[str]:
+        """What this rank writes so that its node has all that the ranks there hold, once."""
+        if self._kept_here is None:
+            group = self._writer.group
+            own = {name: tensor.box for name, tensor in placed.items() if tensor.box.numel}
+            held = group.ranks.gather(own)
+            before = [held[rank] for rank in group.neighbours if rank < group.rank]
+            self._kept_here = {
+                name for name, box in own.items() if all(one.get(name) != box for one in before)
+            }
+        return self._kept_here
+
+    def load(self, folder: Path, *, is_local: bool = False) -> None:
         """Restores in place what `begin` took, on the same or another mesh.
 
         Everything that can be known beforehand is checked before the first value changes: that
         it is a whole snapshot, of this model, with undamaged files. Random state is restored when
         the number of ranks is the same; with another, ranks go on with the random state they have.
 
+        Args:
+            is_local: as of `begin`; each node needs all that its ranks hold.
         Raises: CheckpointError: on every rank.
         """
         self._writer.wait()
@@ -176,7 +200,7 @@ class Snapshots:
         placed = state.tensors()
 
         def recover() -> None:
-            if group.rank == 0:
+            if group.rank == (group.neighbours[0] if is_local else 0):
                 recover_folder(folder)
 
         def place() -> str:
@@ -184,20 +208,29 @@ class Snapshots:
             return "" if all(group.shares_files) else f"{machine_id()} {folder}"
 
         def check() -> SnapshotIndex:
-            index = SnapshotIndex.read(folder)
-            index.check_content(folder, range(near.index(group.rank), len(index.files), len(near)))
-            with _opened_files(folder, index) as files:
-                _check_same_model(files, index, placed, state.architecture)
+            index = SnapshotIndex.read(folder, ranks)
+            if is_local and len(index.files) != group.size:
+                raise ValueError(f"{len(index.files)} ranks have written it, not {group.size}")
+            written = range(len(index.files)) if ranks is None else ranks
+            index.check_content(folder, written[near.index(group.rank) :: len(near)])
+            needed = {name: tensor.box for name, tensor in placed.items()} if is_local else None
+            with _opened_files(folder, written) as files:
+                _check_same_model(files, index, placed, state.architecture, needed)
             return index
 
         group.together(what, recover)
-        places = group.together(what, place)
+        places = group.nodes if is_local else group.together(what, place)
         near = [rank for rank, it in enumerate(places) if it == places[group.rank]]
-        index = group.together(what, check)[group.rank]
+        ranks = near if is_local else None
+        indices = group.together(what, check)
+        index = indices[group.rank]
+        if is_local and any(other != index for other in indices):
+            raise CheckpointError(f"{what}: what the nodes hold was not written together")
         is_same_size = len(index.files) == group.size
 
         def read() -> None:
-            with _opened_files(folder, index) as files:
+            written = range(len(index.files)) if ranks is None else ranks
+            with _opened_files(folder, written) as files:
                 for name, tensor in placed.items():
                     if tensor.box.numel:
                         with state.filling(name) as values:
@@ -227,24 +260,26 @@ class Snapshots:
 
 
 @contextmanager
-def _opened_files(folder: Path, index: SnapshotIndex) -> Iterator[list[Any]]:
-    """The files of all ranks, in their order."""
+def _opened_files(folder: Path, ranks: Iterable[int]) -> Iterator[dict[int, Any]]:
+    """The files of ranks, by their numbers."""
     with ExitStack() as stack:
-        paths = [folder / file_name(rank) for rank in range(len(index.files))]
-        yield [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        paths = {rank: folder / file_name(rank) for rank in ranks}
+        opened = {rank: safe_open(path, framework="pt") for rank, path in paths.items()}
+        yield {rank: stack.enter_context(file) for rank, file in opened.items()}
 
 
 def _stored_boxes(
-    files: Sequence[Any], index: SnapshotIndex, name: str
+    files: Mapping[int, Any], index: SnapshotIndex, name: str
 ) -> Iterator[tuple[Any, Box]]:
     """The file, and where in the tensor its part lies, of each that holds one."""
-    for file, stored in zip(files, index.files, strict=True):
+    for rank, file in files.items():
+        stored = index.files[rank]
         if name in stored.starts:
             yield file, Box(stored.starts[name], tuple(file.get_slice(name).get_shape()))
 
 
 def _read_box(
-    files: Sequence[Any], index: SnapshotIndex, name: str, own: Box, values: torch.Tensor
+    files: Mapping[int, Any], index: SnapshotIndex, name: str, own: Box, values: torch.Tensor
 ) -> None:
     """Fills in the values of a box with what it has in common with the parts in the files."""
     for file, box in _stored_boxes(files, index, name):
@@ -257,12 +292,25 @@ def _read_box(
 
 
 def _check_same_model(
-    files: Sequence[Any], index: SnapshotIndex, placed: Mapping[str, Placed], architecture: str
+    files: Mapping[int, Any],
+    index: SnapshotIndex,
+    placed: Mapping[str, Placed],
+    architecture: str,
+    needed: Mapping[str, Box] | None,
 ) -> None:
-    """Raises: ValueError: tensors of the snapshot and of the engine differ."""
-    stored = {name: _describe_stored(files, index, name) for name in index.shapes}
+    """Compares the files with the engine.
+
+    Args:
+        needed: boxes of tensors that have to be in them, maybe empty ones; None: whole tensors.
+    Raises: ValueError: tensors differ.
+    """
+    whole = {name: Box.whole(shape) for name, shape in index.shapes.items()}
+    boxes = {n: box for n, box in (whole if needed is None else needed).items() if box.numel}
+    stored = {n: _describe_stored(files, index, n, box) for n, box in boxes.items()}
     own = {
-        name: f"{dtype_code(tensor.dtype)} {list(tensor.shape)}" for name, tensor in placed.items()
+        name: f"{dtype_code(tensor.dtype)} {list(tensor.shape)}"
+        for name, tensor in placed.items()
+        if needed is None or name in boxes
     }
     differences = [
         f"{name} is {stored.get(name, 'absent')} in the snapshot and "
@@ -279,10 +327,10 @@ def _check_same_model(
         )
 
 
-def _describe_stored(files: Sequence[Any], index: SnapshotIndex, name: str) -> str:
+def _describe_stored(files: Mapping[int, Any], index: SnapshotIndex, name: str, needed: Box) -> str:
     """Dtype and shape of a tensor whose parts are in the ranks' files.
 
-    Raises: ValueError: the parts are not the whole tensor.
+    Raises: ValueError: the parts are not what is needed of it.
     """
     shape = index.shapes[name]
     whole, parts = Box.whole(shape), list(_stored_boxes(files, index, name))
@@ -290,11 +338,18 @@ def _describe_stored(files: Sequence[Any], index: SnapshotIndex, name: str) -> s
         len(box.starts) == len(box.sizes) == len(shape) and (not shape or box.common(whole) == box)
         for _, box in parts
     )
-    num_values = sum(box.numel for _, box in parts)
-    if not parts or not is_inside or (shape and num_values != whole.numel):
-        raise ValueError(f"the parts of {name} are not a whole tensor of {list(shape)}")
+    if not parts or not is_inside or (shape and _num_common(parts, needed) != needed.numel):
+        raise ValueError(
+            f"the parts of {name} are not {list(needed.sizes)} values of a tensor of {list(shape)}"
+        )
     dtypes = {file.get_slice(name).get_dtype() for file, _ in parts}
     return f"{' and '.join(sorted(dtypes))} {list(shape)}"
+
+
+def _num_common(parts: Iterable[tuple[Any, Box]], needed: Box) -> int:
+    """Values that parts of a tensor, none of which overlap, have of a box."""
+    common = (box.common(needed) for _, box in parts)
+    return sum(box.numel for box in common if box is not None)
 
 
 def _random_state() -> State:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,9 +142,54 @@ def test_an_evaluation_of_an_abandoned_step_is_dropped(run: Run, follower: Follo
     rollout = Rollout()
     beside = evaluations(run, rollout)
     beside.begin("periodic")
-    beside.gone_back(4)
-    assert not rollout.running.cancelled(), "its step survives"
+    dropped, rollout.version = rollout.running, 3
     beside.gone_back(3)
-    assert rollout.running.cancelled()
+    assert dropped.cancelled()
     beside.collect()
-    assert follower.told == []
+    assert (rollout.asked, follower.told) == ([(7, None)], [])
+
+
+@pytest.mark.parametrize("state", ["goes on", "is lost", "was lost", "is done"])
+def test_an_evaluation_of_the_step_that_a_run_goes_back_to_is_not_lost(
+    run: Run, follower: Follower, state: str
+) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("mine", temperature=0.5)
+    first, rollout.version = rollout.running, 6  # the run goes on beside it
+    if state in ("is lost", "was lost"):
+        first.set_exception(StepsLost("no state is left"))
+    if state == "was lost":
+        beside.collect()
+    if state == "is done":
+        first.set_result(OUTCOME)
+    rollout.version = 4
+    beside.gone_back(4)
+    if state != "is done":
+        assert rollout.asked == [(7, 0.5)] * 2
+        rollout.running.set_result(OUTCOME)
+    beside.collect()
+    assert [(result.name, result.step, result.temperature) for result in follower.told] == [
+        ("mine", 4, 0.5)
+    ]
+    beside.gone_back(4)
+    assert len(rollout.asked) == (1 if state == "is done" else 2), "once"
+
+
+@pytest.mark.parametrize("has_result", [False, True])
+def test_a_resumed_run_does_an_evaluation_that_was_begun_and_not_recorded(
+    run: Run, has_result: bool
+) -> None:
+    run.config.evaluation.every_steps = 2
+    rollout: Any = Rollout(OUTCOME)
+    beside = evaluations(run, rollout)
+    if has_result:
+        beside.begin("periodic")
+        beside.collect()
+        beside = evaluations(run, rollout := Rollout(OUTCOME))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areal_sc.trainer.run.load_latest_snapshot", lambda *_: (4, []))
+        actor: Any = SimpleNamespace(share_weights=lambda _: None)
+        run.beside[:] = [beside]
+        run._resume(actor, rollout)
+    assert rollout.asked == ([] if has_result else [(7, None)])

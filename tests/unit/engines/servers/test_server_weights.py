@@ -17,14 +17,14 @@ from areal_sc.config.model_folder import read_stored_shapes
 from areal_sc.engines.servers.model import as_served, check_weights_folder
 from areal_sc.engines.servers.sglang.client import _pickle
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
-from areal_sc.engines.servers.weights import UpdateTimes
+from areal_sc.engines.servers.weights import CollectiveWeights, UpdateTimes, Weights
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
     layout_of,
     split_into_buckets,
 )
-from areal_sc.errors import ModelError
+from areal_sc.errors import EngineFailed, ModelError, PeerLost
 from areal_sc.weights import BucketLayout
 
 READER = """
@@ -174,6 +174,61 @@ async def test_a_wave_that_loads_nothing_leaves_the_next_one_its_own_buckets() -
             assert loaded == {f"p{number}": float(number) for number in range(6)}
             loaded.clear()
     buckets.close()
+
+
+class Member:
+    """A server that is in the weight group; `fails` says in what, and how."""
+
+    def __init__(self, name: str, fails: tuple[str, Exception] | None = None) -> None:
+        self.url = name
+        self.groups = {"group"}
+        self._fails = fails
+
+    async def begin_update(self) -> None:
+        await self._do("begin")
+
+    async def end_update(self) -> None:
+        await self._do("end")
+
+    async def receive_broadcast(self, *_: object, drops_cache: bool) -> None:
+        await self._do("receive")
+
+    async def _do(self, step: str) -> None:
+        if self._fails is not None and self._fails[0] == step:
+            raise self._fails[1]
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected", "is_lost"),
+    [
+        (None, [], False),
+        (("begin", EngineFailed("no")), ["a", "b"], False),
+        (("receive", EngineFailed("no")), ["a", "b"], False),
+        (("receive", PeerLost("gone")), ["a"], True),
+        (("end", EngineFailed("no")), ["b"], False),
+        (("end", PeerLost("gone")), [], True),
+    ],
+    ids=str,
+)
+async def test_after_a_broadcast_only_servers_that_lack_something_are_given_it_otherwise(
+    fails: tuple[str, Exception] | None, expected: list[str], is_lost: bool
+) -> None:
+    loaded: list[str] = []
+
+    class OtherWay(Weights):
+        async def load(self, servers: Any, times: UpdateTimes) -> dict[Any, Any]:
+            loaded.extend(server.url for server in servers)
+            return {}
+
+    async def give_up() -> None:
+        pass
+
+    members: Any = [Member("a"), Member("b", fails)]
+    layouts = [layout_of(named(2)), layout_of(named(3))]
+    weights = CollectiveWeights(1, "group", 2, layouts, OtherWay(), give_up)
+    assert list(await weights.load(members, UpdateTimes())) == ([members[1]] if is_lost else [])
+    assert loaded == expected
+    assert all(bool(member.groups) == (fails is None) for member in members)
 
 
 def test_the_layout_of_a_broadcast_is_that_of_its_bytes() -> None:

@@ -115,3 +115,51 @@ def test_positions_restart_at_each_row() -> None:
     layout = PackedLayout.of([3, 1, 2], CPU, 8)
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert layout.row_starts.tolist() == [0, 3, 4, 6]
+
+
+def by_the_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch's kernel, which only CUDA has, says that it computes; all of it is [T, H, D]."""
+    assert enable_gqa == (key.shape[1] < query.shape[1])
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert query.is_contiguous()
+    assert cu_seq_q.dtype == torch.int32
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    lengths = cu_seq_k.diff().tolist()
+    shared = query.shape[1] // key.shape[1]
+    # the two heads of keys that `by_hand` reads
+    key, value = (t.repeat_interleave(shared, 1)[:, ::2].transpose(0, 1) for t in (key, value))
+    whole = (query.transpose(0, 1)[None], key[None], value[None])
+    return by_hand(*whole, lengths, scaling=scale or HEAD_DIM**-0.5, sliding_window=window)[0]
+
+
+def before_gqa(*args: Any, scale: float | None, window_size: tuple[int, int]) -> torch.Tensor:
+    """That of an older torch, which wants as many heads of keys as of queries."""
+    return by_the_kernel(*args, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [by_the_kernel, before_gqa])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_varlen_kernel_gets_the_heads_that_it_takes(
+    kernel: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_varlen_function", lambda: kernel)
+    monkeypatch.setattr(subject, "_has_varlen_kernel", lambda query, value: True)
+    lengths = [5, 1, 9]
+    inputs = tensors(sum(lengths), torch.float64)
+    layout = PackedLayout.of(lengths, CPU, NUM_HEADS * HEAD_DIM)
+    found, _ = packed_attention(
+        torch.nn.Module(), *inputs, None, layout=layout, sliding_window=window
+    )
+    torch.testing.assert_close(found, by_hand(*inputs, lengths, sliding_window=window))

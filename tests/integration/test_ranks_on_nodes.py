@@ -1,0 +1,132 @@
+"""Ranks of a model on two nodes: each has in memory what its own ranks need to begin again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from integration.test_dead_ranks import LOSS, Steps, write_snapshot
+from integration.test_weight_publication import controllers
+
+from areal_sc import GRPOConfig
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.preflight.plan import plan
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.agent_process import StartedAgent
+from areal_sc.schedulers.base import Node
+from areal_sc.schedulers.local import LocalScheduler
+
+LIMIT_S = 60.0
+
+
+class TwoNodes(LocalScheduler):
+    """This machine twice: a second agent, whose shared memory is another folder.
+
+    Attributes:
+        other: the second agent; a new one when it was replaced.
+    """
+
+    def __init__(self, config: SchedulerConfig, memory: Path) -> None:
+        super().__init__(config)
+        self._memory = memory
+        self.other = self._start_other()
+        self._other_node = Node(self._wait_for_facts(self.other), self._log_path)
+
+    def _start_other(self) -> StartedAgent:
+        own = self.config
+        transport = replace(own.transport, shared_memory=str(self._memory))
+        self.config = replace(own, transport=transport)
+        try:
+            return self._start_agent()
+        finally:
+            self.config = own
+
+    async def nodes(self) -> list[Node]:
+        return [*await super().nodes(), self._other_node]
+
+    async def ended_nodes(self) -> dict[Node, str]:
+        how = self.other.how_it_ended()
+        return await super().ended_nodes() | ({} if how is None else {self._other_node: how})
+
+    async def renew(self, node: Node, incarnation: str) -> None:
+        if node is not self._other_node:
+            await super().renew(node, incarnation)
+        elif node.facts.incarnation == incarnation:
+            self.other.close()
+            self.other = self._start_other()
+            node.facts, node.found = await asyncio.to_thread(self._wait_for_facts, self.other), []
+
+    def close(self) -> None:
+        self.other.end(LIMIT_S)
+        self.other.close()
+        super().close()
+
+
+def until(is_so: Callable[[], object], what: str) -> None:
+    give_up = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.05)
+
+
+def test_ranks_begin_from_the_memory_of_their_nodes_and_from_the_disk_when_one_is_lost(
+    tiny_config: Callable[..., GRPOConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = tiny_config(
+        f"run_dir={tmp_path / 'run'}",
+        "actor.parallel={data: 1, tensor: 2}",  # norms are on both nodes
+        f"actor.ppo.loss={LOSS}",
+        f"actor.ppo.loss_settings={{marker: {tmp_path / 'marker'}}}",
+        "checkpoint.keep_rows_steps=10",
+        "actor.optimizer.lr=1e-2",
+    )
+    room = max(worker.store_bytes for worker in plan(config).workers if worker.role == "train")
+    config.actor.store_bytes = room + (64 << 10)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # for the loss
+    scheduler = TwoNodes(config.scheduler, tmp_path / "memory")
+    try:
+        with controllers(config, scheduler) as (actor, rollout):
+            nodes = [member.worker.node for member in actor.fleet.members]
+            assert len(set(nodes)) == 2
+            assert rollout.fleet.members[0].worker.node == nodes[0]
+            steps = Steps(config, actor, rollout, tmp_path / "model")
+            write_snapshot(actor, RunFolder(config.run_dir))
+            at_the_start, expected, metrics = rollout.state(), [], []
+            for _ in range(2):
+                metrics.append(steps.update())
+                steps.publish()
+                expected.append(steps.model())
+            actor.load_snapshot(0)
+            rollout.go_back(at_the_start)
+
+            def check(step: int) -> None:
+                assert steps.update() == metrics[step]
+                steps.publish()
+                assert steps.model() == expected[step]
+                in_memory = f"{actor._ranks.history.lineage}-{step + 1}"
+                found = tmp_path.glob(f"memory/*/*/snapshots-train/{in_memory}/*")
+                until(lambda: not actor._ranks.memory.is_writing, "the snapshot")
+                assert {path.name for path in found} == {"rank-1.safetensors", "snapshot.json"}
+
+            check(0)
+            steps.kill(1)
+            check(1)
+            assert "ranks are back at version=1, from version=1 (memory)" in caplog.text
+            os.kill(scheduler.other.pid, signal.SIGKILL)
+            shutil.rmtree(tmp_path / "memory")
+            until(lambda: "ranks are back at version=2" in caplog.text, "the ranks")
+            assert "a snapshot (memory) cannot be read" in caplog.text
+            assert "ranks are back at version=2, from version=0 (disk)" in caplog.text
+            assert steps.model() == expected[1]
+    finally:
+        scheduler.close()
