@@ -22,7 +22,6 @@ from areal_sc.log import log_tail
 from areal_sc.process import exit_text
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import agent_environment
-from areal_sc.shipping.calls import FilesAddress
 from areal_sc.transport.sockets.interface import Interface
 
 START_LIMIT_S: Final = 60.0
@@ -50,7 +49,7 @@ class FilesBeside:
         self._is_closed = False
         self._num_deaths = 0
 
-    def address(self) -> FilesAddress:
+    def address(self) -> str:
         """Where it serves; starts it, if it does not. Blocks.
 
         Raises: WorkerStartError: it does not come up.
@@ -60,7 +59,7 @@ class FilesBeside:
                 raise WorkerStartError("no files are served: the scheduler is closed")
             if self._process is None:
                 self._start()
-            return FilesAddress(self._address, str(self._folder.path))
+            return self._address
 
     @property
     def pid(self) -> int | None:

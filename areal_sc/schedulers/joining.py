@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -29,7 +30,9 @@ from areal_sc import interrupts
 from areal_sc.errors import NotPermitted
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers import other_agents
 from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_folder
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
@@ -96,6 +99,7 @@ class JoinServer:
         # as secret as the invitations, and the same for every start of the script
         self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
         folder.write_atomic(folder.nonce_path, self._nonce.encode())
+        self._folder = folder
         self._files = FilesBeside(folder, interface)
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
@@ -106,12 +110,15 @@ class JoinServer:
         self._interface = interface
         self._loop = asyncio.new_event_loop()
         self._done = asyncio.Event()
+        self._one_notes = asyncio.Lock()
+        self._is_noted = True
+        self.address = ""
         started: Future[str] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="joining agents", daemon=True
         )
         self._thread.start()
-        self.address = interface.reachable(started.result())
+        self.address = started.result()
 
     @property
     def num_refused(self) -> int:
@@ -132,10 +139,22 @@ class JoinServer:
             self._invited.setdefault(_digest(secret), _Invited(num_nodes, num_restarts))
         return f"{self._keys.controller.public.decode()} {secret} {self._nonce}"
 
-    def adopt(self, joining: Joining) -> None:
-        """As if an agent joined that had joined an earlier start of the script."""
+    def adopt(self, found: Sequence[FoundAgent]) -> list[FoundAgent]:
+        """As if agents joined that had joined an earlier start of the script. Blocks.
+
+        Returns: those that know where this one is, as far as they cannot read that.
+        Raises: WorkerStartError: files cannot be served. RunFolderError: it cannot be written.
+            StaleTerm.
+        """
+        unseen = {it.address for it in found if not it.shares_folder}
+        told = unseen and other_agents.welcome(
+            Welcome(self.address, self._files.address()), unseen, self._keys, self._folder.term
+        )
+        adopted = [it for it in found if it.address not in unseen - told]
         with self._one_changes:
-            self._joined[joining.job, joining.node] = joining
+            self._joined |= {it.place: it.joining for it in adopted}
+        note_unseen(self._folder, self.agents())
+        return adopted
 
     def agents(self) -> list[Joining]:
         """The newest one of each node."""
@@ -185,7 +204,9 @@ class JoinServer:
             ),
         )
         try:
-            started.set_result(await server.start())
+            address = self._interface.reachable(await server.start())
+            self.address = address  # before an agent that knows it is answered
+            started.set_result(address)
         except Exception as error:
             started.set_exception(error)
             return
@@ -193,13 +214,23 @@ class JoinServer:
         await server.close()
 
     async def _welcome(self, joining: Joining) -> Welcome:
-        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served."""
+        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served.
+        RunFolderError: it cannot be written. StaleTerm.
+        """
         self._join(joining)
-        facts = joining.facts
-        if not isinstance(facts, NodeFacts) or facts.shares_folder:
-            return Welcome()
+        if shares_folder(joining):
+            return Welcome(self.address)
+        await self._note_unseen()
         logger.info("node=%s does not see the run folder: it gets the script's files", joining.node)
-        return Welcome(await asyncio.to_thread(self._files.address))
+        return Welcome(self.address, await asyncio.to_thread(self._files.address))
+
+    async def _note_unseen(self) -> None:
+        """Returns when they are noted; those that come at one time, together."""
+        self._is_noted = False
+        async with self._one_notes:
+            if not self._is_noted:
+                self._is_noted = True
+                await asyncio.to_thread(note_unseen, self._folder, self.agents())
 
     def _join(self, joining: Joining) -> None:
         """Raises: NotPermitted: the agent is not the one that was invited."""

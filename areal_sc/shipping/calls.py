@@ -22,29 +22,19 @@ LISTING_LIMIT_S: Final = 1800.0
 
 
 @dataclass(frozen=True)
-class FilesAddress:
-    """Where the script's files are served, as a node is told when it joins.
-
-    Attributes:
-        address: of the process.
-        run_dir: on the script's machine.
-    """
-
-    address: str
-    run_dir: str
-
-
-@dataclass(frozen=True)
 class Shipped:
     """What a worker needs to know of files that its node does not share.
 
+    Where they are served is not told once: that changes with each start of the script. The agent
+    keeps it in `.files` of what stands in for the run folder.
+
     Attributes:
-        files: where the script's are.
+        run_dir: on the script's machine.
         places: from paths of the script's machine to those of the node, as far as they were brought
             before the worker began.
     """
 
-    files: FilesAddress
+    run_dir: str
     places: dict[str, str] = field(default_factory=dict)
 
 

@@ -10,13 +10,13 @@ import asyncio
 import hashlib
 import logging
 import os
-import time
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError
+from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError, WaitTimeout
 from areal_sc.ids import random_id
 from areal_sc.shipping.calls import (
     END_FILE,
@@ -30,7 +30,6 @@ from areal_sc.shipping.calls import (
     WRITE_LOG_PIECE,
     WRITE_PIECE,
     FileFact,
-    FilesAddress,
     Listing,
     Piece,
     WrittenFile,
@@ -53,21 +52,31 @@ logger = logging.getLogger(__name__)
 async def until_there(what: str, bring: Callable[[], Awaitable[T]], limit_s: float) -> T:
     """What `bring` returns; again, while the process beside the script does not answer.
 
-    It may have died: another one then takes its place, and knows nothing of what was listed.
+    It may have died, with the script or without it: another one then takes its place, maybe
+    elsewhere, and knows nothing of what was listed.
 
     Args:
-        bring: opens a connection of its own.
-    Raises: TransportError: it did not answer for so long, or something else is wrong.
+        bring: opens a connection of its own, to where the process is then.
+        limit_s: `scheduler.shipping_timeout_s`.
+    Raises: WaitTimeout: it is not here by then. Else what `bring` raises.
     """
-    give_up_s = time.monotonic() + limit_s
-    while True:
-        try:
-            return await bring()
-        except (PeerLost, RpcTimeout, StaleCall) as error:
-            if time.monotonic() > give_up_s:
-                raise
-            logger.warning("%s is asked for again: %s", what, error)
-            await asyncio.sleep(RETRY_S)
+    last: TransportError | None = None
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            while True:
+                try:
+                    return await bring()
+                except (PeerLost, RpcTimeout, StaleCall) as error:
+                    last = error
+                    logger.warning("%s is asked for again: %s", what, error)
+                    await asyncio.sleep(RETRY_S)
+    except TimeoutError:
+        if not limit.expired():
+            raise  # that of `bring` says more
+        raise WaitTimeout(
+            f"{what} did not come to node {socket.gethostname()} within "
+            f"scheduler.shipping_timeout_s={limit_s:g}{f': {last}' if last else ''}"
+        ) from last
 
 
 class ScriptFiles:
@@ -82,8 +91,9 @@ class ScriptFiles:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, transport: Transport, where: FilesAddress) -> AsyncIterator[ScriptFiles]:
-        connection = transport.connect(where.address, "files", ANY_INCARNATION)
+    async def opened(cls, transport: Transport, address: str) -> AsyncIterator[ScriptFiles]:
+        """Args: address: of the process beside the script."""
+        connection = transport.connect(address, "files", ANY_INCARNATION)
         try:
             yield cls(connection)
         finally:

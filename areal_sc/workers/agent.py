@@ -84,6 +84,7 @@ from areal_sc.workers.spec import (
     STOP,
     STOP_RUN,
     WATCH,
+    WELCOME,
     Beat,
     Launch,
     Launched,
@@ -93,6 +94,7 @@ from areal_sc.workers.spec import (
     NodeFacts,
     Stop,
     Watch,
+    Welcome,
     Wish,
     WorkerOrder,
     WorkerSpec,
@@ -135,7 +137,9 @@ class Agent:
         self._folder = RunFolder(config.run_dir)
         self._memory_root = node.memory_root()
         self._keys = keys
-        self._invitation = invitation
+        # a script that is started again is where this folder says, be it the run's or not
+        address_path = self._folder.join_path
+        self._invitation = invitation and replace(invitation, address_path=address_path)
         script_host = "" if invitation is None else host_of(invitation.address)
         self._interface = Interface.of(config.transport.bind, script_host)
         self._memory: ArenaFolder | None = None
@@ -149,6 +153,7 @@ class Agent:
                 STACKS.served_by(self.stacks),
                 STOP_RUN.served_by(self.stop_run),
                 END.served_by(self.end),
+                WELCOME.served_by(self.welcome),
             ],
             node_id="agent",
             incarnation=self._incarnation,
@@ -209,7 +214,12 @@ class Agent:
             LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
             for worker in self._processes.living.values()
         ]
-        return NodeDescription(self._facts, self._config, workers)
+        return NodeDescription(self._facts, self._node.script_config, workers)
+
+    async def welcome(self, welcome: Welcome) -> None:
+        """A further start of the script goes on with what runs here."""
+        self._script.note()
+        self._node.note(welcome)
 
     async def launch(self, launch: Launch) -> Launched:
         """Starts workers; they all serve when it returns, or none is left.
@@ -219,8 +229,9 @@ class Agent:
         self._script.note()
         started = time.monotonic()
         self._processes.note_replaced(launch.replaced)
-        orders, shipped = await self._node.prepared(launch.orders, launch.keys)
-        specs = [self._worker_spec(*it, shipped) for it in zip(orders, launch.keys, strict=True)]
+        shipped = await self._node.bring_first(launch.orders, launch.keys)
+        orders = zip(launch.orders, launch.keys, strict=True)
+        specs = [self._worker_spec(*it, shipped) for it in orders]
         try:
             workers = await self._processes.start(specs, launch.timeout_s)
         except WorkerError as error:
@@ -308,8 +319,7 @@ class Agent:
     async def _join(self, limit_s: float) -> None:
         assert self._invitation is not None
         assert self._facts is not None
-        welcome = await self._invitation.accept(self._keys, self._facts, limit_s)
-        self._node.note_files(welcome.files)
+        self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
 
     def _worker_spec(
         self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None

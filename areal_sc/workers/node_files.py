@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +37,15 @@ from areal_sc.errors import (
 )
 from areal_sc.process import machine_id
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import FilesAddress, Shipped
+from areal_sc.shipping.calls import Shipped
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache, RunHere, own_folder
 from areal_sc.transport.rpc.transport import Transport, ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.passes import WorkerKeys
 from areal_sc.transport.shards.memory_folder import memory_root
-from areal_sc.workers.joining import JOIN_LIMIT_S
-from areal_sc.workers.spec import WorkerOrder
+from areal_sc.workers.joining import JOIN_LIMIT_S, read_address
+from areal_sc.workers.spec import Welcome, WorkerOrder
 from areal_sc.workflows.reference_paths import code_folders, data_paths, script_files
 from areal_sc.workflows.row_file import GROWING
 
@@ -64,13 +64,13 @@ class NodeFolder:
 
     Attributes:
         config: `run_dir` is the one here.
-        is_shared: whether it is the script's own.
+        script_config: `run_dir` is that of the script.
+        is_shared: whether these are the same.
     Raises: ConfigError: there is no room for files on this node.
     """
 
     def __init__(self, config: SchedulerConfig, run_id: str, nonce: str) -> None:
-        self.config = config
-        self._files: FilesAddress | None = None
+        self.config = self.script_config = config
         self._is_told = asyncio.Event()
         self.is_shared = not nonce or _reads(RunFolder(config.run_dir).nonce_path, nonce)
         self._keys: WorkerKeys | None = None
@@ -83,10 +83,10 @@ class NodeFolder:
         logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._run.path)
         self.config = replace(config, run_dir=str(self._run.path))
 
-    async def prepared(
+    async def bring_first(
         self, orders: Sequence[WorkerOrder], keys: Sequence[WorkerKeys]
-    ) -> tuple[list[WorkerOrder], Shipped | None]:
-        """The orders of workers as they are for this node, with the files that they begin with.
+    ) -> Shipped | None:
+        """Returns when what workers begin with is here: model and code.
 
         Args:
             keys: of the workers, in whose name the files are asked for.
@@ -94,33 +94,25 @@ class NodeFolder:
             TransportError. WaitTimeout.
         """
         if self.is_shared or not orders:
-            return list(orders), None
-        files_at = await self._files_at()
+            return None
+        await self._wait_until_told()
         for order in orders:
-            _check_weights_folder(order, files_at.run_dir)
+            _check_weights_folder(order, self.script_config.run_dir)
         self._keys = keys[0]
         transport = ZmqTransport(client=CurveClient.of_worker(keys[0]))
+        paths = {path for order in orders for path in _paths_of(order)}
         places: dict[str, str] = {}
-        limit_s = self.config.shipping_timeout_s
+
+        async def bring() -> None:
+            async with ScriptFiles.opened(transport, self._files_address) as files:
+                for path in paths:
+                    await self._cache_path(files, path, places)
+
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                for path in {path for order in orders for path in _paths_of(order)}:
-
-                    async def bring(path: str = path) -> None:
-                        async with ScriptFiles.opened(transport, files_at) as files:
-                            await self._cache_path(files, path, places)
-
-                    await until_there(path, bring, limit_s)
-        except TimeoutError:
-            if not limit.expired():
-                raise  # that of a call says more
-            raise WaitTimeout(
-                f"model and code did not come to node {socket.gethostname()} within "
-                f"scheduler.shipping_timeout_s={limit_s:g}"
-            ) from None
+            await until_there("model and code", bring, self.config.shipping_timeout_s)
         finally:
             await transport.close()
-        return [_placed(order, places) for order in orders], Shipped(files_at, places)
+        return Shipped(self.script_config.run_dir, places)
 
     def memory_root(self) -> Path:
         """The folder that the node's shared memory is under.
@@ -130,19 +122,29 @@ class NodeFolder:
         own = own_folder(self.config.node_folder)
         return memory_root(self.config.transport.shared_memory, Path(self.config.run_dir), own)
 
-    def note_files(self, where: FilesAddress | None) -> None:
-        """The script has said where its files are."""
-        self._files = where
+    def note(self, welcome: Welcome) -> None:
+        """A script says where it is: workers, which live longer than it may, look it up.
+
+        Raises: OSError: it cannot be noted.
+        """
+        if self.is_shared:
+            return  # the folder says it
+        folder = RunFolder(self.config.run_dir)
+        write_atomic(folder.join_path, welcome.address.encode())
+        write_atomic(folder.files_path, welcome.files.encode())
         self._is_told.set()
 
-    async def _files_at(self) -> FilesAddress:
+    async def _wait_until_told(self) -> None:
         """The script calls before its answer to the agent's joining is here."""
         with suppress(TimeoutError):
             async with asyncio.timeout(JOIN_LIMIT_S):
                 await self._is_told.wait()
-        if self._files is None:
+        if not self._files_address:
             raise TransportError("the script has not said where its files are")
-        return self._files
+
+    @property
+    def _files_address(self) -> str:
+        return read_address(RunFolder(self.config.run_dir).files_path)
 
     async def _cache_path(self, files: ScriptFiles, path: str, places: dict[str, str]) -> None:
         try:
@@ -160,7 +162,7 @@ class NodeFolder:
 
     async def bring_logs_back(self) -> None:
         """To `logs/<node>/` of the run folder, as far as that works."""
-        if self.is_shared or self._files is None or self._keys is None:
+        if self.is_shared or self._keys is None:
             return
         transport = ZmqTransport(client=CurveClient.of_worker(self._keys))
         below = f"logs/{socket.gethostname()}"
@@ -170,7 +172,7 @@ class NodeFolder:
         try:
             # whoever ends the agent does not wait for long
             async with asyncio.timeout(self.config.shutdown_timeout_s):
-                async with ScriptFiles.opened(transport, self._files) as files:
+                async with ScriptFiles.opened(transport, self._files_address) as files:
                     for name, log in logs.items():
                         await files.write_file(log, f"{below}/{name}", is_log=True)
         except (ArealError, OSError) as error:  # the time limit's is an OSError, too
@@ -193,6 +195,10 @@ class SharedFiles:
 
     are_shared = True
 
+    def placed(self, order: WorkerOrder) -> WorkerOrder:
+        """What a worker is to do, with paths of this machine."""
+        return order
+
     def place(self, path: str) -> str:
         """Where a path of the script's machine is on this one."""
         return path
@@ -208,7 +214,11 @@ class SharedFiles:
         """
 
     async def bring_snapshot(self, folder: Path) -> None:
-        """Returns when a snapshot, if there is one, is in its folder. Raises: CheckpointError."""
+        """Returns when a snapshot, if there is one, is in its folder.
+
+        Raises: CheckpointError: it cannot be read. WaitTimeout, ConfigError: that is not known, as
+            it did not come in time, or the node has no room for it.
+        """
 
     async def bring_back(self, folder: Path, names: Sequence[str] | None) -> None:
         """Returns when files of a folder are in the run folder of the script.
@@ -231,14 +241,21 @@ class ShippedFiles(SharedFiles):
     are_shared = False
 
     def __init__(self, shipped: Shipped, config: SchedulerConfig, transport: Transport) -> None:
-        self._script = shipped.files
-        self._places: dict[str, str] = {**shipped.places, shipped.files.run_dir: config.run_dir}
+        self._script_dir = shipped.run_dir
+        self._places: dict[str, str] = {**shipped.places, shipped.run_dir: config.run_dir}
         self._here = RunFolder(config.run_dir)
         self._limit_s = config.shipping_timeout_s
         self._cache = NodeCache(config.node_folder)
         self._transport = transport
         self._growing: dict[int, list[str]] = {}  # names of files, by the number of their source
         self._one_brings: dict[int, asyncio.Lock] = {}
+
+    def placed(self, order: WorkerOrder) -> WorkerOrder:
+        engine_config = dict(order.engine_config)
+        if isinstance(path := engine_config.get("path"), str):
+            engine_config["path"] = self.place(path)
+        search_path = self.place(order.search_path)
+        return replace(order, engine_config=engine_config, search_path=search_path)
 
     def place(self, path: str) -> str:
         for named in sorted(self._places, key=len, reverse=True):
@@ -247,7 +264,7 @@ class ShippedFiles(SharedFiles):
         return path
 
     def script_path(self, path: Path) -> str:
-        return f"{self._script.run_dir}/{path.relative_to(self._here.path)}"
+        return f"{self._script_dir}/{path.relative_to(self._here.path)}"
 
     async def bring_source(self, number: int) -> None:
         try:
@@ -271,14 +288,23 @@ class ShippedFiles(SharedFiles):
         digest = hashlib.sha256(str(folder).encode()).hexdigest()
 
         async def bring() -> None:
-            async with self._opened() as files:
+            async with (
+                self._cache.bringing(digest, name, self._limit_s),
+                self._opened() as files,
+            ):
                 await self._bring_snapshot(files, folder, name)
 
         try:
-            async with self._cache.bringing(digest, name, self._limit_s):
-                await until_there(name, bring, self._limit_s)
-        except (TransportError, WaitTimeout, OSError) as error:
+            await until_there(name, bring, self._limit_s)
+        except WaitTimeout:
+            raise  # an OSError, too; that it can be read is as likely as not
+        except TransportError as error:
             raise CheckpointError(f"{name} cannot be brought to this node: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot be written to {folder} of node {socket.gethostname()}: "
+                f"{error.strerror}; set scheduler.node_folder to a disk of the nodes with room"
+            ) from error
 
     async def _bring_snapshot(self, files: ScriptFiles, folder: Path, name: str) -> None:
         """All of it, unless another rank of this node has brought it: the index has checksums."""
@@ -322,7 +348,7 @@ class ShippedFiles(SharedFiles):
                         empty.rmdir()  # unless others still bring theirs
 
     def _opened(self) -> Any:
-        return ScriptFiles.opened(self._transport, self._script)
+        return ScriptFiles.opened(self._transport, read_address(self._here.files_path))
 
     async def _bring_new(self, files: ScriptFiles, number: int) -> list[str]:
         """The reference, and what it names; files of the run folder are left to `_bring_rest`."""
@@ -330,7 +356,7 @@ class ShippedFiles(SharedFiles):
         wire = await files.read_all("", name)
         write_atomic(self._here.path / name, wire)
         reference, own = json.loads(wire), list[str]()
-        sources = f"{self._script.run_dir}/sources/"
+        sources = f"{self._script_dir}/sources/"
         for path in script_files(reference) | data_paths(reference) | code_folders(reference):
             if path.startswith(sources):
                 own.append(f"sources/{path.removeprefix(sources)}")
@@ -380,12 +406,3 @@ def _paths_of(order: WorkerOrder) -> list[str]:
     """What a worker needs of the script's machine when it begins, as far as the script named it."""
     paths = str(order.engine_config.get("path")), order.search_path
     return [path for path in paths if path.startswith("/")]
-
-
-def _placed(order: WorkerOrder, places: Mapping[str, str]) -> WorkerOrder:
-    path, search_path = order.engine_config.get("path"), order.search_path
-    engine_config = dict(order.engine_config)
-    if isinstance(path, str) and path in places:
-        engine_config["path"] = places[path]
-    search_path = places.get(search_path, search_path)
-    return replace(order, engine_config=engine_config, search_path=search_path)

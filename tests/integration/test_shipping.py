@@ -28,7 +28,6 @@ from areal_sc.shipping.calls import (
     PIECE_BYTES,
     READ_PIECE,
     WRITE_PIECE,
-    FilesAddress,
     Piece,
     Shipped,
     WrittenFile,
@@ -62,7 +61,7 @@ class Script:
 
     folder: RunFolder
     keys: RunKeys
-    where: FilesAddress
+    where: str
     transport: ZmqTransport
     files: ScriptFiles
 
@@ -160,7 +159,7 @@ async def test_nothing_else_of_the_machine_comes(script: Script, tmp_path: Path)
     ):
         with pytest.raises(TransportError):
             await script.files.read_all(path, name)
-    connection = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
     for num_bytes, offset in ((PIECE_BYTES + 1, 0), (-1, 0), (1, -1)):
         piece = Piece(str(code), "a.py", offset, num_bytes)
         with pytest.raises(TransportError):
@@ -176,11 +175,11 @@ async def test_only_workers_of_the_run_are_served(script: Script) -> None:
         CurveClient(strangers.own, script.keys.workers.public, strangers.shown_pass),
     ):
         transport = ZmqTransport(client=client)
-        stranger = transport.connect(script.where.address, "files", ANY_INCARNATION)
+        stranger = transport.connect(script.where, "files", ANY_INCARNATION)
         with pytest.raises(TransportError):
             await stranger.call(READ_PIECE, piece, timeout_s=NO_SERVICE_S)
         await transport.close()
-    member = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    member = script.transport.connect(script.where, "files", ANY_INCARNATION)
     assert await member.call(READ_PIECE, piece, timeout_s=LIMIT_S) == b"secret"
 
 
@@ -193,7 +192,7 @@ async def test_what_comes_back_is_whole_or_not_there(script: Script, tmp_path: P
     own.write_bytes(b"")
     await script.files.write_file(own, name)
     assert (script.folder.path / name).read_bytes() == b""
-    connection = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
     piece = WrittenPiece(name, TOKEN, 0, b"damaged")
     await connection.call(WRITE_PIECE, piece, timeout_s=LIMIT_S)
     end = WrittenFile(name, TOKEN, 7, hashlib.sha256(b"correct").hexdigest())
@@ -264,7 +263,8 @@ def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
     cache_in(tmp_path / "node")
     (tmp_path / "here" / "sources").mkdir(parents=True)
     (tmp_path / "here" / "checkpoints").mkdir()
-    return ShippedFiles(Shipped(script.where), config, script.transport)
+    (tmp_path / "here" / ".files").write_text(script.where)
+    return ShippedFiles(Shipped(str(script.folder.path)), config, script.transport)
 
 
 async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(

@@ -16,12 +16,12 @@ from areal_sc.errors import ConfigError
 from areal_sc.file_lock import take_lock
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping import node_cache
-from areal_sc.shipping.calls import FilesAddress, Shipped
+from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 from areal_sc.workers.node_files import NodeFolder, ShippedFiles
-from areal_sc.workers.spec import WorkerOrder
+from areal_sc.workers.spec import Welcome, WorkerOrder
 
 NONCE = "0123"
 
@@ -105,17 +105,14 @@ async def test_weights_do_not_go_by_a_folder_that_only_one_node_sees(
     tmp_path: Path, folder: str, is_refused: bool
 ) -> None:
     node, keys = folder_of(tmp_path), [Passes(RunKeys.create()).issue("train/0", Caller.train)]
-    where = FilesAddress("tcp://127.0.0.1:1", "/r")
-    node.note_files(where)
+    node.script_config.run_dir = "/r"
+    node.note(Welcome("tcp://127.0.0.1:2", "tcp://127.0.0.1:1"))
     orders = [order_of(weight_update={"method": "disk", "folder": folder})]
     if is_refused:
         with pytest.raises(ConfigError, match="set that to a folder that all nodes see"):
-            await node.prepared(orders, keys)
+            await node.bring_first(orders, keys)
     else:
-        assert await node.prepared(orders, keys) == (
-            orders,
-            Shipped(where),
-        )
+        assert await node.bring_first(orders, keys) == Shipped("/r")
     node.remove()
 
 
@@ -127,7 +124,7 @@ async def test_the_nearest_path_that_was_brought_counts(tmp_path: Path) -> None:
     }
     config = SchedulerConfig(run_dir=str(tmp_path), node_folder=str(tmp_path))
     transport = ZmqTransport()
-    files = ShippedFiles(Shipped(FilesAddress("", "/runs/1"), places), config, transport)
+    files = ShippedFiles(Shipped("/runs/1", places), config, transport)
     for path, here in (
         *(("/home/me/train.py", "/here/1/train.py"), ("/home/me/task/x.py", "/here/2/x.py")),
         *(("/home/me", "/here/1"), ("/home/meadow/x", "/home/meadow/x"), ("relative", "relative")),
