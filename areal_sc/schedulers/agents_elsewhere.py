@@ -144,7 +144,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             found = self._find(num_nodes)
             delete_files_of_dead_agents(self.folder.path)
             interface = _interface_towards(host, config.transport.bind)
-            self._joins = JoinServer(self.keys, interface, self.folder)
+            self._joins = JoinServer(self.keys, self.passes, interface, self.folder)
             undo.callback(self._joins.close)
             self.keys.write(self.folder.keys_path)
             undo.callback(self.folder.remove_keys)

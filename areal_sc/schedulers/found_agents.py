@@ -96,15 +96,15 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
     Raises: StaleTerm: one knows a later term. RunFolderError: what is noted of one is damaged.
     """
     # one that is there twice counts once
-    left: list[AgentFile | Joining] = [*(it for it in living_agents(folder.path) if it.job), *lent, *_unseen(folder)]
-    term = folder.term
+    files = [file for file in living_agents(folder.path) if file.job]
+    left: list[AgentFile | Joining] = [*files, *lent, *_unseen(folder)]
     places: dict[AgentAddress, AgentFile | Joining] = {}
     for it in left:
         facts = it if isinstance(it, AgentFile) else it.facts
         if not isinstance(facts, str):
             address = AgentAddress(facts.address, facts.incarnation, facts.key)
             places.setdefault(address, it)
-    answered = other_agents.describe(places, keys, term)
+    answered = other_agents.describe(places, keys, folder.term)
     found = []
     for address, place in places.items():
         if (told := answered.get(address)) is not None:

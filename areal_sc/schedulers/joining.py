@@ -36,7 +36,7 @@ from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_fol
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.transport.security.passes import KnownCallers
+from areal_sc.transport.security.passes import KnownCallers, Passes
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.sockets.refusals import Refusals
 from areal_sc.workers.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
@@ -87,6 +87,7 @@ class JoinServer:
     """Serves from its making on.
 
     Args:
+        passes: of the run's workers.
         folder: of the run, in which a nonce is written that agents look for.
 
     Attributes:
@@ -95,12 +96,14 @@ class JoinServer:
         written.
     """
 
-    def __init__(self, keys: RunKeys, interface: Interface, folder: RunFolder) -> None:
+    def __init__(
+        self, keys: RunKeys, passes: Passes, interface: Interface, folder: RunFolder
+    ) -> None:
         # as secret as the invitations, and the same for every start of the script
         self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
         folder.write_atomic(folder.nonce_path, self._nonce.encode())
         self._folder = folder
-        self._files = FilesBeside(folder, interface)
+        self._files = FilesBeside(folder, interface, passes)
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
         self._one_changes = threading.Lock()

@@ -1,7 +1,9 @@
 """The process beside the script that has the script's files: nodes read them, and bring some back.
 
-consumes     calls of workers, and of agents in the name of the workers that they start
-waits for    its standard input, which the script holds open
+consumes     calls of workers, and of agents in the name of the workers that they start; from its
+             standard input, which passes are void, a line each time: workers that have them have
+             been started again
+waits for    that input, which the script holds open
 unblocked by the end of the script
 
 A file that comes back is written beside its place, and gets its name when its hash is right. What
@@ -16,6 +18,9 @@ import hmac
 import os
 import sys
 from pathlib import Path
+from typing import Final
+
+from msgspec import json
 
 from areal_sc.errors import CheckpointError, StaleCall, TransportError
 from areal_sc.log import setup_logging
@@ -45,6 +50,7 @@ from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import KnownCallers
 
+_MAX_LINE_BYTES: Final = 16 << 20
 _OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -167,21 +173,32 @@ class FileServer:
 
 async def _serve(folder: RunFolder, bind: str) -> None:
     keys = RunKeys.read(folder.keys_path)
+    callers = KnownCallers(keys.controller.public, keys.authority)
+    told = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(told), sys.stdin
+    )
+
+    async def is_told() -> bool:
+        """False: the script has ended."""
+        if line := await told.readline():
+            callers.note_replaced(json.decode(line, type=dict[str, int]))
+        return bool(line)
+
+    if not await is_told():
+        return
     server = RpcServer(
         FileServer(folder).methods(),
         node_id="files",
         incarnation="files",
         bind=bind,
-        security=CurveServer(
-            keys.workers, KnownCallers(keys.controller.public, keys.authority), "files"
-        ),
+        security=CurveServer(keys.workers, callers, "files"),
     )
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(sys.stdin, ended.set)  # it gets no word, but an end
     sys.stdout.write(f"{await server.start()}\n")
     sys.stdout.flush()
     try:
-        await ended.wait()
+        while await is_told():
+            pass
     finally:
         await server.close()
 

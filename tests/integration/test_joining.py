@@ -36,7 +36,7 @@ def keys() -> RunKeys:
 
 @pytest.fixture
 def joins(keys: RunKeys, tmp_path: Path) -> Iterator[JoinServer]:
-    server = JoinServer(keys, LOOPBACK, RunFolder(tmp_path))
+    server = JoinServer(keys, Passes(keys), LOOPBACK, RunFolder(tmp_path))
     yield server
     server.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import pytest
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import (
     CheckpointError,
+    ConfigError,
     NotPermitted,
     PeerLost,
     StaleCall,
     TransportError,
+    WaitTimeout,
 )
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
@@ -87,16 +91,31 @@ def folder(tmp_path: Path, keys: RunKeys) -> RunFolder:
 
 
 @pytest.fixture
-def beside(folder: RunFolder) -> Iterator[FilesBeside]:
-    beside = FilesBeside(folder, LOOPBACK)
+def passes(keys: RunKeys) -> Passes:
+    return Passes(keys)
+
+
+@pytest.fixture
+def beside(folder: RunFolder, passes: Passes) -> Iterator[FilesBeside]:
+    beside = FilesBeside(folder, LOOPBACK, passes)
     yield beside
     beside.close()
 
 
 @pytest.fixture
-async def script(beside: FilesBeside, folder: RunFolder, keys: RunKeys) -> AsyncIterator[Script]:
+def next_beside(folder: RunFolder, keys: RunKeys) -> Iterator[FilesBeside]:
+    """That of the next start of the script, which has the same keys."""
+    beside = FilesBeside(folder, LOOPBACK, Passes(keys, 1, is_first=False))
+    yield beside
+    beside.close()
+
+
+@pytest.fixture
+async def script(
+    beside: FilesBeside, folder: RunFolder, keys: RunKeys, passes: Passes
+) -> AsyncIterator[Script]:
     where = await asyncio.to_thread(beside.address)
-    of_worker = Passes(keys).issue("train/0", Caller.train)
+    of_worker = passes.issue("train/0", Caller.train)
     transport = ZmqTransport(client=CurveClient.of_worker(of_worker))
     async with ScriptFiles.opened(transport, where) as files:
         yield Script(folder, keys, where, transport, files)
@@ -247,6 +266,44 @@ async def test_a_process_that_dies_is_there_again_at_its_address(
     assert await asyncio.to_thread(beside.address) == script.where
 
 
+async def served(files: ScriptFiles) -> bool:
+    """Whether a caller is; NotPermitted otherwise, and nothing else."""
+    try:
+        return await files.read_all("", "sources/1.json") == b"x"
+    except NotPermitted:
+        return False
+
+
+async def test_whose_worker_was_started_again_is_not_served_any_more(
+    script: Script, beside: FilesBeside, passes: Passes
+) -> None:
+    (script.folder.sources / "1.json").write_text("x")
+    lives = [passes.issue(f"rollout/{number}", Caller.rollout) for number in (0, 1)]
+    transports = [ZmqTransport(client=CurveClient.of_worker(keys)) for keys in lives]
+    async with (
+        ScriptFiles.opened(transports[0], script.where) as before,
+        ScriptFiles.opened(transports[1], script.where) as other,
+    ):
+        assert await served(before)
+        passes.issue("rollout/0", Caller.rollout)  # its new life does not come here
+        async with asyncio.timeout(LIMIT_S):
+            while await served(before):
+                pass
+        assert await served(other)
+    assert beside.pid is not None
+    os.kill(beside.pid, signal.SIGKILL)  # another one is told before it serves
+    pid, answers = beside.pid, list[bool]()
+    async with asyncio.timeout(LIMIT_S):
+        while not answers:
+            with suppress(PeerLost):
+                async with ScriptFiles.opened(transports[0], script.where) as before:
+                    answers.append(await served(before))
+    assert beside.pid != pid
+    assert answers == [False]
+    for transport in transports:
+        await transport.close()
+
+
 class Rows:
     """A dataset that only the script can read."""
 
@@ -257,14 +314,20 @@ class Rows:
         return {"prompt": str(index)}
 
 
+def files_on_node(script: Script, tmp_path: Path, **settings: Any) -> ShippedFiles:
+    """Those of a worker."""
+    folders = {"run_dir": str(tmp_path / "here"), "node_folder": str(tmp_path / "node")}
+    config = SchedulerConfig(**folders, **settings)
+    return ShippedFiles(Shipped(str(script.folder.path)), config, script.transport)
+
+
 @pytest.fixture
 def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
-    config = SchedulerConfig(run_dir=str(tmp_path / "here"), node_folder=str(tmp_path / "node"))
     cache_in(tmp_path / "node")
     (tmp_path / "here" / "sources").mkdir(parents=True)
     (tmp_path / "here" / "checkpoints").mkdir()
     (tmp_path / "here" / ".files").write_text(script.where)
-    return ShippedFiles(Shipped(str(script.folder.path)), config, script.transport)
+    return files_on_node(script, tmp_path)
 
 
 async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
@@ -318,6 +381,64 @@ async def test_what_is_not_answered_while_the_process_starts_again_is_asked_for_
     await shipped.bring_snapshot(here)
     assert (here / "snapshot.json").read_text() == "one"
     assert failures == ["PeerLost"] * 2 + ["StaleCall"] * 2
+
+
+@pytest.mark.parametrize("outlives_script", [False, True])
+async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
+    script: Script,
+    shipped: ShippedFiles,
+    beside: FilesBeside,
+    next_beside: FilesBeside,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    outlives_script: bool,
+) -> None:
+    """Where its process ends with the script, or lives on, but does nothing any more."""
+    number = SourceRegistry(script.folder.path, "rollout").register_prompts([{"prompt": "b"}])
+    assert beside.pid is not None
+    if outlives_script:
+        os.kill(beside.pid, signal.SIGSTOP)
+        monkeypatch.setattr("areal_sc.shipping.client.PIECE_LIMIT_S", 0.5)
+    else:
+        await asyncio.to_thread(beside.close)
+    waiting = asyncio.create_task(shipped.bring_source(number))
+    address = await asyncio.to_thread(next_beside.address)
+    assert not waiting.done()
+    (tmp_path / "here" / ".files").write_text(address)  # as the agent does, which was told
+    async with asyncio.timeout(LIMIT_S):
+        await waiting
+    assert SourceReader(tmp_path / "here", shipped.place).prompts(number)[0] == {"prompt": "b"}
+    if outlives_script:
+        os.kill(beside.pid, signal.SIGCONT)
+
+
+async def test_a_snapshot_that_does_not_come_in_time_may_be_a_good_one(
+    script: Script, beside: FilesBeside, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    script.snapshot(1, "one")
+    here = RunFolder(tmp_path / "here").snapshot_path(1) / "engine"
+    in_a_hurry = files_on_node(script, tmp_path, shipping_timeout_s=0.5)
+    assert beside.pid is not None
+    os.kill(beside.pid, signal.SIGSTOP)
+    with pytest.raises(WaitTimeout, match=r"within scheduler\.shipping_timeout_s=0\.5"):
+        await in_a_hurry.bring_snapshot(here)
+    os.kill(beside.pid, signal.SIGCONT)
+    await shipped.bring_snapshot(here)
+    assert (here / "snapshot.json").read_text() == "one"
+
+
+async def test_a_node_without_room_for_a_snapshot_says_so(
+    script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.snapshot(1, "one")
+
+    async def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ScriptFiles, "read_file", fail)
+    with pytest.raises(ConfigError, match=r"No space left on device; set scheduler\.node_folder"):
+        await shipped.bring_snapshot(RunFolder(tmp_path / "here").snapshot_path(1) / "engine")
 
 
 async def test_a_snapshot_comes_and_another_one_of_the_same_step_in_its_place(

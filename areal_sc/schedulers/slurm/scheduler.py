@@ -105,7 +105,9 @@ class SlurmScheduler(OpenRun):
             end_agents(folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             earlier = find_earlier(folder, self.keys, digest_of(self._config_of_agents))
             delete_files_of_dead_agents(folder.path)
-            self._joins = JoinServer(self.keys, self._interface(earlier.agents), folder)
+            self._joins = JoinServer(
+                self.keys, self.passes, self._interface(earlier.agents), folder
+            )
             undo.callback(self._joins.close)
             self.keys.write(folder.keys_path)
             undo.callback(folder.remove_keys)
