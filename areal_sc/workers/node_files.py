@@ -367,12 +367,18 @@ class ShippedFiles(SharedFiles):
         return own
 
     async def _bring_rest(self, files: ScriptFiles, name: str) -> None:
-        """What a file of the run folder has got since; workers of a node write the same bytes."""
+        """What a file of the run folder has got since; workers of a node write the same bytes.
+
+        Of a growing one these are whole lines: the one that is being written becomes another one,
+        if the script is killed.
+        """
         target = self._here.path / name
         target.touch()
         with target.open("r+b") as file:
             offset = file.seek(0, 2)
             more = await files.read_all("", name, offset)
+            if target.name.startswith(GROWING):
+                more = more[: more.rfind(b"\n") + 1]
             file.seek(offset)
             file.write(more)
 

@@ -352,6 +352,26 @@ async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
         assert reader.prompts(written)[index] == {"prompt": str(index)}
 
 
+async def test_a_row_that_a_killed_script_was_writing_is_another_one_in_the_end(
+    script: Script, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    killed = SourceRegistry(script.folder.path, "rollout")
+    number = killed.register_prompts(Rows())
+    await killed.make_readable(number, 3)
+    [rows] = script.folder.sources.glob("rows-*")
+    with rows.open("ab") as file:
+        file.write(b'{"index": 4, "row": {"prom')
+    await shipped.bring_source(number)
+    registry = SourceRegistry(script.folder.path, "rollout")
+    assert registry.register_prompts(Rows()) == number
+    await registry.make_readable(number, 5)
+    await shipped.bring_source(number)
+    reader = SourceReader(tmp_path / "here", shipped.place)
+    assert [reader.prompts(number)[index] for index in (3, 5)] == [{"prompt": "3"}, {"prompt": "5"}]
+    for it in (killed, registry):
+        it.close()
+
+
 async def test_what_is_not_answered_while_the_process_starts_again_is_asked_for_again(
     script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
