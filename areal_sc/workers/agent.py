@@ -74,7 +74,7 @@ from areal_sc.transport.sockets.interface import Interface, host_of
 from areal_sc.workers.entry import PRELOAD
 from areal_sc.workers.joining import Invitation, place_of_this_process, read_introduction
 from areal_sc.workers.left_files import delete_left_files
-from areal_sc.workers.node_files import NodeFolder
+from areal_sc.workers.node_folder import NodeFolder
 from areal_sc.workers.script_heard import ScriptHeard
 from areal_sc.workers.spec import (
     DESCRIBE,

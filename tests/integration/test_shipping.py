@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import (
     CheckpointError,
     ConfigError,
@@ -47,6 +47,8 @@ from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
 from areal_sc.workers.node_files import ShippedFiles
+from areal_sc.workers.node_folder import NodeFolder
+from areal_sc.workers.spec import Welcome, WorkerOrder
 from areal_sc.workflows.prompts import JsonlPrompts
 from areal_sc.workflows.sources import SourceReader, SourceRegistry
 
@@ -246,6 +248,27 @@ async def test_a_generator_brings_logs_back_and_nothing_else(
                 await files.write_file(own, "exports/train/0123abcd/config.json", is_log=is_log)
     await transport.close()
     assert not script.folder.exports.exists()
+
+
+async def test_logs_of_a_node_come_back_in_the_name_of_any_worker_that_it_still_has(
+    script: Script, passes: Passes, tmp_path: Path
+) -> None:
+    config = SchedulerConfig(run_dir=str(script.folder.path), node_folder=str(tmp_path / "node"))
+    node = NodeFolder(config, "run", "another nonce")
+    node.note(Welcome("", script.where))
+    names = ("rollout/0", "rollout/1")
+    orders = [WorkerOrder("rollout", i, "x", {}, Device.cpu, 1) for i, _ in enumerate(names)]
+    await node.bring_first(orders, [passes.issue(name, Caller.rollout) for name in names])
+    elsewhere = CurveClient.of_worker(passes.issue(names[0], Caller.rollout))
+    transport = ZmqTransport(client=elsewhere)
+    async with ScriptFiles.opened(transport, script.where) as files:
+        await files.list_run("checkpoints/step-1/engine")  # so its life before is known to be void
+    await transport.close()
+    RunFolder(node.config.run_dir).log_path("rollout/1").write_text("a line")
+    await node.bring_logs_back()
+    [log] = script.folder.logs.glob("*/rollout-1.log")
+    assert log.read_text() == "a line"
+    node.remove()
 
 
 async def test_a_process_that_dies_is_there_again_at_its_address(
