@@ -258,7 +258,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
 
     def _take_over(self, found: Sequence[tuple[A, FoundAgent]]) -> None:
         """These agents are the run's; those that do not answer are killed, where that can be."""
-        adopted = self._joins.adopt([it for _, it in found])
+        adopted = self._joins.open([it for _, it in found])
         for agent, it in found:
             if it not in adopted:
                 continue

@@ -1,8 +1,8 @@
 """Where agents on other nodes tell that they serve, and the command `stop` that the run is to end.
 
 consumes     `Joining` calls of agents that were invited; calls of the command `stop`
-waits for    their calls, until it is closed
-unblocked by agents
+waits for    their calls, until it is closed; the scheduler, until it knows whom it has invited
+unblocked by agents; `open`
 
 An invitation is a secret that the scheduler hands to the agents of a job, or of a step in one. It
 is made of the run's keys and a name, so that the next start of the script knows it. It is good for
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from areal_sc import interrupts
-from areal_sc.errors import NotPermitted
+from areal_sc.errors import NotPermitted, TransportError
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers import other_agents
@@ -39,6 +39,7 @@ from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import KnownCallers, Passes
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.workers.joining import read_address
 from areal_sc.workers.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
 
 _CLOSE_LIMIT_S: Final = 10.0
@@ -84,7 +85,7 @@ class _Invited:
 
 
 class JoinServer:
-    """Serves from its making on.
+    """Listens from its making on; `open` lets agents in.
 
     Args:
         passes: of the run's workers.
@@ -112,7 +113,7 @@ class JoinServer:
         self._refused = Refusals(logger, "joining_refused", "scheduler")
         self._interface = interface
         self._loop = asyncio.new_event_loop()
-        self._done = asyncio.Event()
+        self._is_open, self._done = asyncio.Event(), asyncio.Event()
         self._one_notes = asyncio.Lock()
         self._is_noted = True
         self.address = ""
@@ -142,10 +143,12 @@ class JoinServer:
             self._invited.setdefault(_digest(secret), _Invited(num_nodes, num_restarts))
         return f"{self._keys.controller.public.decode()} {secret} {self._nonce}"
 
-    def adopt(self, found: Sequence[FoundAgent]) -> list[FoundAgent]:
-        """As if agents joined that had joined an earlier start of the script. Blocks.
+    def open(self, found: Sequence[FoundAgent] = ()) -> list[FoundAgent]:
+        """Agents can join from now on; those of an earlier start of the script have. Blocks.
 
-        Returns: those that know where this one is, as far as they cannot read that.
+        Whoever was invited to that one, and comes before, waits: if it was refused, it would end.
+
+        Returns: those of `found` that know where this start is, as far as they cannot read that.
         Raises: WorkerStartError: files cannot be served. RunFolderError: it cannot be written.
             StaleTerm.
         """
@@ -157,6 +160,7 @@ class JoinServer:
         with self._one_changes:
             self._joined |= {it.place: it.joining for it in adopted}
         note_unseen(self._folder, self.agents())
+        self._loop.call_soon_threadsafe(self._is_open.set)
         return adopted
 
     def agents(self) -> list[Joining]:
@@ -194,22 +198,31 @@ class JoinServer:
         finally:
             self._loop.close()
 
-    async def _serve(self, started: Future[str]) -> None:
-        server = RpcServer(
+    def _server(self, port: str) -> RpcServer:
+        return RpcServer(
             [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
             node_id="scheduler",
             incarnation="scheduler",
-            bind=self._interface.bind,
+            bind=f"{self._interface.bind}:{port or 0}",
             security=CurveServer(
                 self._keys.controller,
                 KnownCallers(self._keys.controller.public, takes_newcomers=True),
                 "scheduler",
             ),
         )
+
+    async def _serve(self, started: Future[str]) -> None:
+        # agents of jobs that wait know where an earlier start was, if they do not see the folder
+        earlier = read_address(self._folder.join_path).rpartition(":")[2]
+        server = self._server(earlier)
         try:
-            address = self._interface.reachable(await server.start())
-            self.address = address  # before an agent that knows it is answered
-            started.set_result(address)
+            try:
+                address = await server.start()
+            except TransportError:  # another process has the port by now
+                server = self._server("0")
+                address = await server.start()
+            self.address = self._interface.reachable(address)  # before an agent is answered
+            started.set_result(self.address)
         except Exception as error:
             started.set_exception(error)
             return
@@ -220,6 +233,7 @@ class JoinServer:
         """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served.
         RunFolderError: it cannot be written. StaleTerm.
         """
+        await self._is_open.wait()
         self._join(joining)
         if shares_folder(joining):
             return Welcome(self.address)

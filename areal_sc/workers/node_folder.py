@@ -15,7 +15,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress

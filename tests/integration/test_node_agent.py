@@ -219,6 +219,7 @@ async def agent_elsewhere(
         orphan_timeout_s=orphan_timeout_s,
     )
     joins = JoinServer(keys, Passes(keys), Interface.of(script), RunFolder(run_dir))
+    joins.open()
     words = (str(PROGRAM), "run", json.encode(config).decode(), joins.address)
     process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=PIPE)
     assert process.stdin is not None

@@ -180,7 +180,7 @@ class SlurmScheduler(OpenRun):
 
     def _take_over(self, earlier: EarlierStart) -> None:
         """Agents that live have joined; the nodes are those of the earlier start, if it had any."""
-        living = {found.place: found for found in self._joins.adopt(earlier.agents)}
+        living = {found.place: found for found in self._joins.open(earlier.agents)}
         for record in earlier.known.lent:
             if record.agent is None:
                 plan = single_plan(self.config.slurm)
