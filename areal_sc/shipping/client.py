@@ -21,17 +21,24 @@ from areal_sc.ids import random_id
 from areal_sc.shipping.calls import (
     END_FILE,
     END_LOG,
+    HOLD,
+    HOLDERS,
     LIST_PATH,
     LIST_RUN,
     LISTING_LIMIT_S,
     PIECE_BYTES,
     PIECE_LIMIT_S,
     READ_PIECE,
+    READ_TREE_PIECE,
+    TAKE_TURN,
     WRITE_LOG_PIECE,
     WRITE_PIECE,
     FileFact,
+    HeldTree,
     Listing,
     Piece,
+    TreeHolder,
+    TreePiece,
     WrittenFile,
     WrittenPiece,
 )
@@ -43,6 +50,8 @@ NUM_AT_ONCE: Final = 8
 """Pieces on their way: enough for a network with some delay."""
 
 RETRY_S: Final = 0.5
+TURN_LIMIT_S: Final = 10.0
+"""A node that does not answer by then is cut off, or busy with others."""
 
 T = TypeVar("T")
 
@@ -84,10 +93,13 @@ class ScriptFiles:
 
     Args:
         connection: to the process beside the script.
+        transport: for others, to nodes.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, transport: Transport) -> None:
         self._connection = connection
+        self._transport = transport
+        self._last: TreeHolder | None = None  # that a file was read from
 
     @classmethod
     @asynccontextmanager
@@ -95,7 +107,7 @@ class ScriptFiles:
         """Args: address: of the process beside the script."""
         connection = transport.connect(address, "files", ANY_INCARNATION)
         try:
-            yield cls(connection)
+            yield cls(connection, transport)
         finally:
             await connection.close()
 
@@ -122,22 +134,65 @@ class ScriptFiles:
 
         Raises: TransportError: it cannot be had, or is another one by now. OSError.
         """
-        fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+        async def read(offset: int, size: int) -> bytes:
+            piece = Piece(path, fact.name, offset, size)
+            return await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+
+        await _read_file(path, fact, target, read)
+
+    async def read_large_file(self, digest: str, path: str, fact: FileFact, target: Path) -> None:
+        """As `read_file`, of a tree that other nodes may have: from one of these, or in turn.
+
+        What comes from another node has the hash that the script's process has told, too.
+
+        Args:
+            digest: of the tree.
+        """
+        failed = set[TreeHolder]()
+        while True:
+            told = await self._connection.call(HOLDERS, digest, timeout_s=PIECE_LIMIT_S)
+            for holder in sorted(told, key=lambda holder: holder != self._last):
+                if holder not in failed and await self._has_read(
+                    holder, digest, fact, target, failed
+                ):
+                    self._last = holder
+                    return
+            if await self._connection.call(TAKE_TURN, None, timeout_s=PIECE_LIMIT_S):
+                return await self.read_file(path, fact, target)
+            await asyncio.sleep(RETRY_S)
+
+    async def _has_read(
+        self,
+        holder: TreeHolder,
+        digest: str,
+        fact: FileFact,
+        target: Path,
+        failed: set[TreeHolder],
+    ) -> bool:
+        """Whether the holder had a turn for this node, and has given the file."""
+        place = holder.address, "agent", ANY_INCARNATION
+        connection = self._transport.connect(*place, server_key=holder.key)
+
+        async def read(offset: int, size: int) -> bytes:
+            piece = TreePiece(digest, fact.name, offset, size)
+            return await connection.call(READ_TREE_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+
         try:
-
-            async def read(offset: int) -> None:
-                size = min(PIECE_BYTES, fact.num_bytes - offset)
-                piece = Piece(path, fact.name, offset, size)
-                got = await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
-                if len(got) != size:
-                    raise _changed(path, fact)
-                await asyncio.to_thread(os.pwrite, fd, got, offset)
-
-            await _some_at_once(read, fact.num_bytes)
-            if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
-                raise _changed(path, fact)
+            if not await connection.call(TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
+                return False
+            await _read_file(digest, fact, target, read)
+            return True
+        except TransportError as error:
+            logger.warning("address=%s does not serve %s: %s", holder.address, fact.name, error)
+            failed.add(holder)
+            return False
         finally:
-            os.close(fd)
+            await connection.close()
+
+    async def note_held(self, held: HeldTree) -> None:
+        """Other nodes may read it there. Raises: TransportError."""
+        await self._connection.call(HOLD, held, timeout_s=PIECE_LIMIT_S)
 
     async def write_file(self, source: Path, name: str, *, is_log: bool = False) -> None:
         """Brings a file back to the run folder.
@@ -172,6 +227,28 @@ def _checked(listing: Listing) -> Listing:
     for fact in listing.files:
         checked_name(fact.name)
     return listing
+
+
+async def _read_file(
+    path: str, fact: FileFact, target: Path, read: Callable[[int, int], Awaitable[bytes]]
+) -> None:
+    """Makes a file of the pieces that `read` gives, by offset and size. Raises: as `read_file`."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(target, flags, 0o600)
+    try:
+
+        async def bring(offset: int) -> None:
+            size = min(PIECE_BYTES, fact.num_bytes - offset)
+            got = await read(offset, size)
+            if len(got) != size:
+                raise _changed(path, fact)
+            await asyncio.to_thread(os.pwrite, fd, got, offset)
+
+        await _some_at_once(bring, fact.num_bytes)
+        if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
+            raise _changed(path, fact)
+    finally:
+        os.close(fd)
 
 
 def _changed(path: str, fact: FileFact) -> TransportError:

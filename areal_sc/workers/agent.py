@@ -43,7 +43,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, setup_logging
 from areal_sc.process import allow_open_files, be_deaf, name_process
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped
+from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
@@ -144,6 +144,7 @@ class Agent:
         self._interface = Interface.of(config.transport.bind, script_host)
         self._memory: ArenaFolder | None = None
         self._incarnation = random_id()
+        self._callers = KnownCallers(controller_key)
         self._server = RpcServer(
             [
                 DESCRIBE.served_by(self.describe),
@@ -154,11 +155,12 @@ class Agent:
                 STOP_RUN.served_by(self.stop_run),
                 END.served_by(self.end),
                 WELCOME.served_by(self.welcome),
+                *node.methods(),
             ],
             node_id="agent",
             incarnation=self._incarnation,
             bind=self._interface.bind,
-            security=CurveServer(self._keys, KnownCallers(controller_key), "agent"),
+            security=CurveServer(self._keys, self._callers, "agent"),
         )
         self._processes = WorkerProcesses(fork_server, self._folder, node.shown)
         self._ended = asyncio.Event()
@@ -228,8 +230,12 @@ class Agent:
         """
         self._script.note()
         started = time.monotonic()
-        self._processes.note_replaced(launch.replaced)
-        shipped = await self._node.bring_first(launch.orders, launch.keys)
+        self._note_replaced(launch.replaced)
+        assert self._facts is not None
+        if not self._node.is_shared and launch.keys:  # other nodes ask in the name of workers
+            self._callers.take_passes(launch.keys[0].authority)
+        holder = TreeHolder(self._facts.address, self._facts.key)
+        shipped = await self._node.bring_first(launch.orders, launch.keys, holder)
         orders = zip(launch.orders, launch.keys, strict=True)
         specs = [self._worker_spec(*it, shipped) for it in orders]
         try:
@@ -244,7 +250,7 @@ class Agent:
         """News of the workers of a role, at once when one has ended."""
         self._script.note()
         processes = self._processes
-        processes.note_replaced(watch.replaced)
+        self._note_replaced(watch.replaced)
         known = watch.num_ended, watch.num_wishes
         if known == (len(processes.ended), len(self._wishes)):
             with suppress(TimeoutError):
@@ -267,6 +273,10 @@ class Agent:
             wishes=self._wishes.since(watch.num_wishes),
             num_wishes=len(self._wishes),
         )
+
+    def _note_replaced(self, replaced: Mapping[str, int]) -> None:
+        self._processes.note_replaced(replaced)
+        self._callers.note_replaced(replaced)
 
     async def stop(self, stop: Stop) -> None:
         """Waits for the end of workers, and kills those that take too long."""

@@ -27,9 +27,10 @@ from areal_sc.durable import write_atomic
 from areal_sc.errors import ArealError, ConfigError, NotPermitted, TransportError, WaitTimeout
 from areal_sc.process import machine_id
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped
+from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.shipping.client import ScriptFiles, until_there
 from areal_sc.shipping.node_cache import NodeCache, RunHere, own_folder
+from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.passes import WorkerKeys
@@ -71,13 +72,18 @@ class NodeFolder:
         logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._run.path)
         self.config = replace(config, run_dir=str(self._run.path))
 
+    def methods(self) -> list[Served]:
+        """What other nodes may ask this one for: trees that it has got."""
+        return [] if self.is_shared else self._cache.methods()
+
     async def bring_first(
-        self, orders: Sequence[WorkerOrder], keys: Sequence[WorkerKeys]
+        self, orders: Sequence[WorkerOrder], keys: Sequence[WorkerKeys], holder: TreeHolder
     ) -> Shipped | None:
         """Returns when what workers begin with is here: model and code.
 
         Args:
             keys: of the workers, in whose name the files are asked for.
+            holder: serves `methods`.
         Raises: ConfigError: they are too large, or weights would go by a folder that is not shared.
             TransportError. WaitTimeout.
         """
@@ -94,7 +100,7 @@ class NodeFolder:
         async def bring() -> None:
             async with ScriptFiles.opened(transport, self._files_address) as files:
                 for path in paths:
-                    await self._cache_path(files, path, places)
+                    await self._cache_path(files, path, places, holder)
 
         try:
             await until_there("model and code", bring, self.config.shipping_timeout_s)
@@ -134,9 +140,12 @@ class NodeFolder:
     def _files_address(self) -> str:
         return read_address(RunFolder(self.config.run_dir).files_path)
 
-    async def _cache_path(self, files: ScriptFiles, path: str, places: dict[str, str]) -> None:
+    async def _cache_path(
+        self, files: ScriptFiles, path: str, places: dict[str, str], holder: TreeHolder
+    ) -> None:
+        limit_s = self.config.shipping_timeout_s
         try:
-            place = await self._cache.bring(files, path, self.config.shipping_timeout_s)
+            place = await self._cache.bring(files, path, limit_s, holder)
         except (TransportError, WaitTimeout):
             raise  # some are errors of the system, too
         except OSError as error:

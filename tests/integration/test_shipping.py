@@ -8,7 +8,7 @@ import hashlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from areal_sc.errors import (
 )
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.shipping import node_cache
 from areal_sc.shipping.calls import (
     END_FILE,
     PIECE_BYTES,
@@ -34,6 +35,7 @@ from areal_sc.shipping.calls import (
     WRITE_PIECE,
     Piece,
     Shipped,
+    TreeHolder,
     WrittenFile,
     WrittenPiece,
 )
@@ -41,10 +43,11 @@ from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.shipping.node_cache import NodeCache
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
 from areal_sc.workers.node_files import ShippedFiles
 from areal_sc.workers.node_folder import NodeFolder
@@ -153,6 +156,51 @@ async def test_a_named_path_comes_once_a_node_and_again_when_it_has_changed(
     assert [it.name for it in (tmp_path / "node").rglob(".*.partial")] == []
 
 
+@asynccontextmanager
+async def serving(cache: NodeCache, keys: RunKeys) -> AsyncIterator[TreeHolder]:
+    """A node that serves its trees."""
+    own = KeyPair.create()
+    callers = KnownCallers(keys.controller.public, keys.authority)
+    security = CurveServer(own, callers, "agent")
+    parts = {"node_id": "agent", "incarnation": "1", "bind": LOOPBACK.bind, "security": security}
+    server = RpcServer(cache.methods(), **parts)
+    try:
+        yield TreeHolder(await server.start(), own.public.decode())
+    finally:
+        await server.close()
+
+
+async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_script(
+    script: Script, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node serves two others at a time; what it has that is damaged is not taken."""
+    monkeypatch.setattr(node_cache, "LARGE_BYTES", 1)
+    model, content = tmp_path / "model", os.urandom(3 * PIECE_BYTES)
+    model.mkdir()
+    for name in "ab":
+        (model / name).write_bytes(content)
+    name_path(script.folder.sources, model, Contents.all)
+    first, others = cache_in(tmp_path / "n0"), [cache_in(tmp_path / f"n{n}") for n in (1, 2, 3)]
+
+    async def come(cache: NodeCache, holder: TreeHolder | None = None) -> int:
+        """Bytes that it gets of the script's process."""
+        connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
+        files = ScriptFiles(connection, script.transport)
+        here = await cache.bring(files, str(model), LIMIT_S, holder)
+        await connection.close()
+        assert here is not None
+        assert [(here / name).read_bytes() for name in "ab"] == [content] * 2
+        return connection.bytes_received
+
+    async with serving(first, keys) as holder:
+        assert await come(first, holder) > 2 * len(content)
+        assert await come(others[0]) < len(content) / 10
+        [tree] = (tmp_path / "n0").glob("*/trees/*/b")
+        tree.write_bytes(bytes(len(content)))
+        assert len(content) < await come(others[1]) < 1.5 * len(content)
+    assert await come(others[2]) > 2 * len(content), "that node is gone"
+
+
 async def test_a_file_that_changes_on_its_way_does_not_come(script: Script, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("1")
@@ -258,7 +306,8 @@ async def test_logs_of_a_node_come_back_in_the_name_of_any_worker_that_it_still_
     node.note(Welcome("", script.where))
     names = ("rollout/0", "rollout/1")
     orders = [WorkerOrder("rollout", i, "x", {}, Device.cpu, 1) for i, _ in enumerate(names)]
-    await node.bring_first(orders, [passes.issue(name, Caller.rollout) for name in names])
+    keys = [passes.issue(name, Caller.rollout) for name in names]
+    await node.bring_first(orders, keys, TreeHolder("", ""))
     elsewhere = CurveClient.of_worker(passes.issue(names[0], Caller.rollout))
     transport = ZmqTransport(client=elsewhere)
     async with ScriptFiles.opened(transport, script.where) as files:

@@ -16,7 +16,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.file_lock import take_lock
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping import node_cache
-from areal_sc.shipping.calls import Shipped
+from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 from areal_sc.workers.joining import read_address
@@ -121,7 +121,7 @@ async def test_weights_do_not_go_by_a_folder_that_only_one_node_sees(
     orders = [order_of(weight_update={"method": "disk", "folder": folder})]
     if is_refused:
         with pytest.raises(ConfigError, match="set that to a folder that all nodes see"):
-            await node.bring_first(orders, keys)
+            await node.bring_first(orders, keys, TreeHolder("", ""))
     else:
-        assert await node.bring_first(orders, keys) == Shipped("/r")
+        assert await node.bring_first(orders, keys, TreeHolder("", "")) == Shipped("/r")
     node.remove()
