@@ -100,6 +100,7 @@ class ScriptFiles:
         self._connection = connection
         self._transport = transport
         self._last: TreeHolder | None = None  # that a file was read from
+        self._failed: set[TreeHolder] = set()
 
     @classmethod
     @asynccontextmanager
@@ -149,26 +150,18 @@ class ScriptFiles:
         Args:
             digest: of the tree.
         """
-        failed = set[TreeHolder]()
         while True:
             told = await self._connection.call(HOLDERS, digest, timeout_s=PIECE_LIMIT_S)
-            for holder in sorted(told, key=lambda holder: holder != self._last):
-                if holder not in failed and await self._has_read(
-                    holder, digest, fact, target, failed
-                ):
-                    self._last = holder
+            usable = [holder for holder in told if holder not in self._failed]
+            for holder in sorted(usable, key=lambda holder: holder != self._last):
+                if await self._has_read(holder, digest, fact, target):
                     return
             if await self._connection.call(TAKE_TURN, None, timeout_s=PIECE_LIMIT_S):
                 return await self.read_file(path, fact, target)
             await asyncio.sleep(RETRY_S)
 
     async def _has_read(
-        self,
-        holder: TreeHolder,
-        digest: str,
-        fact: FileFact,
-        target: Path,
-        failed: set[TreeHolder],
+        self, holder: TreeHolder, digest: str, fact: FileFact, target: Path
     ) -> bool:
         """Whether the holder had a turn for this node, and has given the file."""
         place = holder.address, "agent", ANY_INCARNATION
@@ -182,10 +175,11 @@ class ScriptFiles:
             if not await connection.call(TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
                 return False
             await _read_file(digest, fact, target, read)
+            self._last = holder
             return True
         except TransportError as error:
             logger.warning("address=%s does not serve %s: %s", holder.address, fact.name, error)
-            failed.add(holder)
+            self._failed.add(holder)
             return False
         finally:
             await connection.close()

@@ -201,10 +201,12 @@ async def _serve(folder: RunFolder, bind: str) -> None:
     )
 
     async def is_told() -> bool:
-        """False: the script has ended."""
-        if line := await told.readline():
+        """False: the script has ended, in the midst of a line maybe."""
+        line = await told.readline()
+        is_whole = line.endswith(b"\n")
+        if is_whole:
             callers.note_replaced(json.decode(line, type=dict[str, int]))
-        return bool(line)
+        return is_whole
 
     if not await is_told():
         return

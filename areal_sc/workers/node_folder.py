@@ -124,8 +124,12 @@ class NodeFolder:
         if self.is_shared:
             return  # the folder says it
         folder = RunFolder(self.config.run_dir)
-        write_atomic(folder.join_path, welcome.address.encode())
-        write_atomic(folder.files_path, welcome.files.encode())
+        for path, address in (
+            (folder.join_path, welcome.address),
+            (folder.files_path, welcome.files),
+        ):
+            if read_address(path) != address:
+                write_atomic(path, address.encode())
         self._is_told.set()
 
     async def _wait_until_told(self) -> None:

@@ -173,7 +173,7 @@ async def serving(cache: NodeCache, keys: RunKeys) -> AsyncIterator[TreeHolder]:
 async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_script(
     script: Script, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One node serves two others at a time; what it has that is damaged is not taken."""
+    """What a node has that is damaged is not taken."""
     monkeypatch.setattr(node_cache, "LARGE_BYTES", 1)
     model, content = tmp_path / "model", os.urandom(3 * PIECE_BYTES)
     model.mkdir()
@@ -197,7 +197,7 @@ async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_scrip
         assert await come(others[0]) < len(content) / 10
         [tree] = (tmp_path / "n0").glob("*/trees/*/b")
         tree.write_bytes(bytes(len(content)))
-        assert len(content) < await come(others[1]) < 1.5 * len(content)
+        assert await come(others[1]) > len(content)
     assert await come(others[2]) > 2 * len(content), "that node is gone"
 
 
