@@ -15,13 +15,18 @@ keys.json        the keys of the run, as long as it lives; its owner's alone
 agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
-.nonce           who reads it shares the folder: see `workers.node_files`
+.joined          those of them that do not see the folder, and so have no file in `agents/`
+.nonce           who reads it shares the folder: see `workers.node_folder`
 sources/         how workers build the user's datasets and workflows
 previous/<n>/    what an earlier start left that had no snapshot to go on from
 rollout_workers  how many there are, once their number has changed
 tracker_id       names the run for trackers; it keeps it when it is resumed
 .lineage         number of the newest history of weights
 .lock, .term     which process runs in the folder: see `run_owner`
+
+On a node that does not see it another folder stands in for it, with `.join`, `sources/`, `logs/`,
+`checkpoints/` and `exports/` as they are needed there, and
+.files           where the script's files are served: see `shipping.server`
 """
 
 from __future__ import annotations
@@ -60,6 +65,8 @@ END_LIMIT_S = 10.0
 
 _JOBS = ".jobs"
 _JOIN = ".join"
+_JOINED = ".joined"
+_FILES = ".files"
 _NONCE = ".nonce"
 _KEYS = "keys.json"
 _MARKER = "run.json"
@@ -103,6 +110,8 @@ class RunFolder:
         self.status_path = self.path / "status.json"
         self.jobs_path = self.path / _JOBS
         self.join_path = self.path / _JOIN
+        self.joined_path = self.path / _JOINED
+        self.files_path = self.path / _FILES
         self.nonce_path = self.path / _NONCE
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
@@ -184,7 +193,7 @@ class RunFolder:
                 "it holds an unfinished run, and resume=never; choose another run_dir, go on with "
                 "resume=auto, or delete the run by --overwrite"
             )
-        if living_agents(self.path):
+        if living_agents(self.path) or self.joined_path.exists():  # those may live
             return Opening.attach
         if self.snapshots():
             return Opening.resume
@@ -285,6 +294,8 @@ class RunFolder:
             agent.path(self.path).unlink(missing_ok=True)
         if lock is None or (self.term and self.term.is_over):
             return
+        if lock is self._lock:
+            self.joined_path.unlink(missing_ok=True)
         delete_files_of_dead_agents(self.path)
         if not living_agents(self.path):
             self.keys_path.unlink(missing_ok=True)
@@ -359,7 +370,7 @@ class RunFolder:
         crash cut short."""
         if not self.path.is_dir():
             return []
-        kept = (TERM, LINEAGE, _JOBS, _JOIN, _NONCE)
+        kept = (TERM, LINEAGE, _JOBS, _JOIN, _JOINED, _NONCE)
         own = (LOCK, *kept, f".{_MARKER}.", *(f".{name}" for name in kept))
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 

@@ -351,7 +351,7 @@ class SchedulerConfig(KnowsRunOnly):
         "/var/tmp", "for the script's files, on nodes that share no folder with it"
     )
     shipping_timeout_s: float = setting(
-        3600.0, "limit until model and code are on a node that shares no folder", gt=0
+        3600.0, "limit until files of the script are on a node that shares no folder", gt=0
     )
     max_log_bytes: int = setting(50 << 20, "of each log, and of its earlier part", ge=1 << 10)
     shutdown_timeout_s: float = setting(10.0, "between asking a worker to end and killing it", gt=0)

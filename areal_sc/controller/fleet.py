@@ -374,7 +374,10 @@ class Fleet:
         if method.deadline_s is not None:
             return method.deadline_s
         transport = self.config.transport
-        return transport.write_timeout_s if method.writes else transport.call_timeout_s
+        limit_s = transport.write_timeout_s if method.writes else transport.call_timeout_s
+        if method.ships and not all(it.node.facts.shares_folder for it in self._nodes):
+            limit_s += self.config.shipping_timeout_s
+        return limit_s
 
     async def close(self) -> None:
         """Asks the workers to end, ends those that do not, and closes the connections.

@@ -144,7 +144,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             found = self._find(num_nodes)
             delete_files_of_dead_agents(self.folder.path)
             interface = _interface_towards(host, config.transport.bind)
-            self._joins = JoinServer(self.keys, interface, self.folder)
+            self._joins = JoinServer(self.keys, self.passes, interface, self.folder)
             undo.callback(self._joins.close)
             self.keys.write(self.folder.keys_path)
             undo.callback(self.folder.remove_keys)
@@ -245,9 +245,9 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         wanted = settings_of_agents(self._config_of_agents)
         found: list[tuple[A, FoundAgent]] = []
         others: list[FoundAgent] = []
-        for it in find_agents(living_agents(self.folder.path), self.keys, self.term):
+        for it in find_agents(self.folder, self.keys):
             agent = self._agent_of(it.joining.job)
-            is_alike = settings_of_agents(it.config) == wanted and it.shares_folder
+            is_alike = settings_of_agents(it.config) == wanted
             if agent is not None and is_alike and len(found) < num_nodes:
                 found.append((agent, it))
             else:
@@ -258,8 +258,10 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
 
     def _take_over(self, found: Sequence[tuple[A, FoundAgent]]) -> None:
         """These agents are the run's; those that do not answer are killed, where that can be."""
+        adopted = self._joins.open([it for _, it in found])
         for agent, it in found:
-            self._joins.adopt(it.joining)
+            if it not in adopted:
+                continue
             self.agents.append(agent)
             self._workers[agent.start.name] = it.workers
             logger.info("%s goes on, with workers=%d", agent.start.name, len(it.workers))

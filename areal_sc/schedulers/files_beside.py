@@ -2,7 +2,7 @@
 
 It is started when the first such node joins, so most runs have none, and ends with the script.
 
-consumes     nodes that join; the end of the process
+consumes     nodes that join; new passes of workers, which void those before; the end of the process
 waits for    its address, `START_LIMIT_S` at most
 unblocked by the process, which is started again where it was if it dies
 """
@@ -15,14 +15,17 @@ import select
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Final
+
+from msgspec import json
 
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.process import exit_text
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import agent_environment
-from areal_sc.shipping.calls import FilesAddress
+from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
 
 START_LIMIT_S: Final = 60.0
@@ -39,18 +42,21 @@ class FilesBeside:
     Args:
         folder: of the run; the keys are in it when a node asks.
         interface: where nodes reach it.
+        passes: of the run's workers.
     """
 
-    def __init__(self, folder: RunFolder, interface: Interface) -> None:
+    def __init__(self, folder: RunFolder, interface: Interface, passes: Passes) -> None:
         self._folder = folder
         self._interface = interface
+        self._passes = passes
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
         self._one_starts = threading.Lock()
+        self._news = threading.Event()  # of passes, or of the end of the process
         self._is_closed = False
         self._num_deaths = 0
 
-    def address(self) -> FilesAddress:
+    def address(self) -> str:
         """Where it serves; starts it, if it does not. Blocks.
 
         Raises: WorkerStartError: it does not come up.
@@ -60,7 +66,7 @@ class FilesBeside:
                 raise WorkerStartError("no files are served: the scheduler is closed")
             if self._process is None:
                 self._start()
-            return FilesAddress(self._address, str(self._folder.path))
+            return self._address
 
     @property
     def pid(self) -> int | None:
@@ -90,19 +96,38 @@ class FilesBeside:
                 except WorkerStartError as error:
                     logger.error("%s", error)
 
+    def _tell(self, process: subprocess.Popen[bytes], news: threading.Event) -> None:
+        """Which passes are void: before it serves, and whenever there are more; until its end.
+
+        This thread alone has the standard input: who issues passes does not wait for the process.
+        """
+        told: dict[str, int] | None = None
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as words:
+            while self._process is process:
+                if self._passes.replaced is not told:
+                    told = self._passes.replaced
+                    words.write(json.encode(told) + b"\n")
+                    words.flush()
+                news.wait()
+                news.clear()
+
     def _start(self) -> None:
         path = self._folder.log_path(_LOG)
         words = str(self._folder.path), f"{self._interface.bind}{self._port_before()}"
         with path.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words],
-                stdin=subprocess.PIPE,  # open as long as this process lives
+                stdin=subprocess.PIPE,  # open as long as this process lives, unless it is closed
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **agent_environment(os.environ)},
                 start_new_session=True,
             )
-        self._process = process
+        self._process, self._news = process, threading.Event()
+        self._passes.on_replaced = self._news.set
+        told = process, self._news
+        threading.Thread(target=self._tell, args=told, name="void passes", daemon=True).start()
         watch = threading.Thread(target=self._watch, args=(process,), name="files", daemon=True)
         assert process.stdout is not None
         is_there, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
@@ -119,15 +144,14 @@ class FilesBeside:
         return f":{self._address.rpartition(':')[2]}" if self._address else ""
 
     def _end(self) -> None:
-        if self._process is None:
+        process, self._process = self._process, None
+        if process is None:
             return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+        assert process.stdout is not None
+        self._news.set()
         try:
-            self._process.wait(END_LIMIT_S)
+            process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._process = None
+            process.kill()
+            process.wait()
+        process.stdout.close()

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import MsgspecError, json
+
 from areal_sc.agent_files import AgentFile, living_agents
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import RunFolderError
@@ -40,30 +42,69 @@ class FoundAgent:
     @property
     def shares_folder(self) -> bool:
         """Whether it sees the run folder."""
-        facts = self.joining.facts
-        return isinstance(facts, NodeFacts) and facts.shares_folder
+        return shares_folder(self.joining)
+
+    @property
+    def address(self) -> AgentAddress:
+        assert isinstance(self.joining.facts, NodeFacts), "it answers"
+        return AgentAddress.of(self.joining.facts)
 
     @property
     def place(self) -> tuple[str, str]:
         return self.joining.job, self.joining.node
 
 
-def find_agents(
-    left: Iterable[AgentFile | Joining], keys: RunKeys, term: RunTerm | None
-) -> list[FoundAgent]:
-    """Those that answer, in their order. Blocks, but not for long.
+def shares_folder(joining: Joining) -> bool:
+    """Whether an agent sees the run folder, or is of no use."""
+    return not isinstance(joining.facts, NodeFacts) or joining.facts.shares_folder
+
+
+def note_unseen(folder: RunFolder, joined: Iterable[Joining]) -> None:
+    """The folder tells of agents that do not see it, and so cannot do that themselves. Blocks.
+
+    Raises: RunFolderError: it cannot be written. StaleTerm.
+    """
+    unseen = [it for it in joined if not shares_folder(it)]
+    if unseen:
+        folder.write_atomic(folder.joined_path, json.encode(unseen))
+    else:
+        folder.joined_path.unlink(missing_ok=True)
+
+
+def _unseen(folder: RunFolder) -> list[Joining]:
+    """As they were noted. Raises: RunFolderError: the file is damaged."""
+    path = folder.joined_path
+    try:
+        return json.decode(path.read_bytes(), type=list[Joining])
+    except FileNotFoundError:
+        return []
+    except (OSError, MsgspecError) as error:
+        raise RunFolderError(
+            f"{path} cannot be read, which says where agents of the run may live: {error}; delete "
+            "it: they end by themselves after scheduler.orphan_timeout_s"
+        ) from error
+
+
+def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) -> list[FoundAgent]:
+    """Those of the run's folder that answer. Blocks, but not for long.
+
+    A lock may be unknown to other machines than its own, and some agents do not see the folder: so
+    those are asked, too, that have joined.
 
     Args:
-        left: as the run's folder tells; one that is there twice counts once.
-    Raises: StaleTerm: one knows a later term.
+        lent: others that are known.
+    Raises: StaleTerm: one knows a later term. RunFolderError: what is noted of one is damaged.
     """
+    # one that is there twice counts once
+    files = [file for file in living_agents(folder.path) if file.job]
+    left: list[AgentFile | Joining] = [*files, *lent, *_unseen(folder)]
     places: dict[AgentAddress, AgentFile | Joining] = {}
     for it in left:
         facts = it if isinstance(it, AgentFile) else it.facts
         if not isinstance(facts, str):
             address = AgentAddress(facts.address, facts.incarnation, facts.key)
             places.setdefault(address, it)
-    answered = other_agents.describe(places, keys, term)
+    answered = other_agents.describe(places, keys, folder.term)
     found = []
     for address, place in places.items():
         if (told := answered.get(address)) is not None:
@@ -75,9 +116,7 @@ def find_agents(
 
 def tell_to_end(agents: Iterable[FoundAgent], keys: RunKeys, term: RunTerm | None) -> None:
     """They end soon, with their workers. Raises: StaleTerm: one knows a later term."""
-    facts = [it.joining.facts for it in agents]
-    addresses = [AgentAddress.of(it) for it in facts if isinstance(it, NodeFacts)]
-    other_agents.end(addresses, keys, term)
+    other_agents.end([it.address for it in agents], keys, term)
 
 
 def end_found(

@@ -1,8 +1,8 @@
 """Where agents on other nodes tell that they serve, and the command `stop` that the run is to end.
 
 consumes     `Joining` calls of agents that were invited; calls of the command `stop`
-waits for    their calls, until it is closed
-unblocked by agents
+waits for    their calls, until it is closed; the scheduler, until it knows whom it has invited
+unblocked by agents; `open`
 
 An invitation is a secret that the scheduler hands to the agents of a job, or of a step in one. It
 is made of the run's keys and a name, so that the next start of the script knows it. It is good for
@@ -21,21 +21,25 @@ import hashlib
 import hmac
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from areal_sc import interrupts
-from areal_sc.errors import NotPermitted
+from areal_sc.errors import NotPermitted, TransportError
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers import other_agents
 from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_folder
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.transport.security.passes import KnownCallers
+from areal_sc.transport.security.passes import KnownCallers, Passes
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.sockets.refusals import Refusals
+from areal_sc.workers.joining import read_address
 from areal_sc.workers.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
 
 _CLOSE_LIMIT_S: Final = 10.0
@@ -81,9 +85,10 @@ class _Invited:
 
 
 class JoinServer:
-    """Serves from its making on.
+    """Listens from its making on; `open` lets agents in.
 
     Args:
+        passes: of the run's workers.
         folder: of the run, in which a nonce is written that agents look for.
 
     Attributes:
@@ -92,11 +97,14 @@ class JoinServer:
         written.
     """
 
-    def __init__(self, keys: RunKeys, interface: Interface, folder: RunFolder) -> None:
+    def __init__(
+        self, keys: RunKeys, passes: Passes, interface: Interface, folder: RunFolder
+    ) -> None:
         # as secret as the invitations, and the same for every start of the script
         self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
         folder.write_atomic(folder.nonce_path, self._nonce.encode())
-        self._files = FilesBeside(folder, interface)
+        self._folder = folder
+        self._files = FilesBeside(folder, interface, passes)
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
         self._one_changes = threading.Lock()
@@ -105,13 +113,16 @@ class JoinServer:
         self._refused = Refusals(logger, "joining_refused", "scheduler")
         self._interface = interface
         self._loop = asyncio.new_event_loop()
-        self._done = asyncio.Event()
+        self._is_open, self._done = asyncio.Event(), asyncio.Event()
+        self._one_notes = asyncio.Lock()
+        self._is_noted = True
+        self.address = ""
         started: Future[str] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="joining agents", daemon=True
         )
         self._thread.start()
-        self.address = interface.reachable(started.result())
+        self.address = started.result()
 
     @property
     def num_refused(self) -> int:
@@ -132,10 +143,25 @@ class JoinServer:
             self._invited.setdefault(_digest(secret), _Invited(num_nodes, num_restarts))
         return f"{self._keys.controller.public.decode()} {secret} {self._nonce}"
 
-    def adopt(self, joining: Joining) -> None:
-        """As if an agent joined that had joined an earlier start of the script."""
+    def open(self, found: Sequence[FoundAgent] = ()) -> list[FoundAgent]:
+        """Agents can join from now on; those of an earlier start of the script have. Blocks.
+
+        Whoever was invited to that one, and comes before, waits: if it was refused, it would end.
+
+        Returns: those of `found` that know where this start is, as far as they cannot read that.
+        Raises: WorkerStartError: files cannot be served. RunFolderError: it cannot be written.
+            StaleTerm.
+        """
+        unseen = {it.address for it in found if not it.shares_folder}
+        told = unseen and other_agents.welcome(
+            Welcome(self.address, self._files.address()), unseen, self._keys, self._folder.term
+        )
+        adopted = [it for it in found if it.address not in unseen - told]
         with self._one_changes:
-            self._joined[joining.job, joining.node] = joining
+            self._joined |= {it.place: it.joining for it in adopted}
+        note_unseen(self._folder, self.agents())
+        self._loop.call_soon_threadsafe(self._is_open.set)
+        return adopted
 
     def agents(self) -> list[Joining]:
         """The newest one of each node."""
@@ -172,20 +198,31 @@ class JoinServer:
         finally:
             self._loop.close()
 
-    async def _serve(self, started: Future[str]) -> None:
-        server = RpcServer(
+    def _server(self, port: str) -> RpcServer:
+        return RpcServer(
             [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
             node_id="scheduler",
             incarnation="scheduler",
-            bind=self._interface.bind,
+            bind=f"{self._interface.bind}:{port or 0}",
             security=CurveServer(
                 self._keys.controller,
                 KnownCallers(self._keys.controller.public, takes_newcomers=True),
                 "scheduler",
             ),
         )
+
+    async def _serve(self, started: Future[str]) -> None:
+        # agents of jobs that wait know where an earlier start was, if they do not see the folder
+        earlier = read_address(self._folder.join_path).rpartition(":")[2]
+        server = self._server(earlier)
         try:
-            started.set_result(await server.start())
+            try:
+                address = await server.start()
+            except TransportError:  # another process has the port by now
+                server = self._server("0")
+                address = await server.start()
+            self.address = self._interface.reachable(address)  # before an agent is answered
+            started.set_result(self.address)
         except Exception as error:
             started.set_exception(error)
             return
@@ -193,13 +230,24 @@ class JoinServer:
         await server.close()
 
     async def _welcome(self, joining: Joining) -> Welcome:
-        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served."""
+        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served.
+        RunFolderError: it cannot be written. StaleTerm.
+        """
+        await self._is_open.wait()
         self._join(joining)
-        facts = joining.facts
-        if not isinstance(facts, NodeFacts) or facts.shares_folder:
-            return Welcome()
+        if shares_folder(joining):
+            return Welcome(self.address)
+        await self._note_unseen()
         logger.info("node=%s does not see the run folder: it gets the script's files", joining.node)
-        return Welcome(await asyncio.to_thread(self._files.address))
+        return Welcome(self.address, await asyncio.to_thread(self._files.address))
+
+    async def _note_unseen(self) -> None:
+        """Returns when they are noted; those that come at one time, together."""
+        self._is_noted = False
+        async with self._one_notes:
+            if not self._is_noted:
+                self._is_noted = True
+                await asyncio.to_thread(note_unseen, self._folder, self.agents())
 
     def _join(self, joining: Joining) -> None:
         """Raises: NotPermitted: the agent is not the one that was invited."""

@@ -17,11 +17,12 @@ from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.workers.spec import DESCRIBE, END, NodeDescription, NodeFacts
+from areal_sc.workers.spec import DESCRIBE, END, WELCOME, NodeDescription, NodeFacts, Welcome
 
 REACH_LIMIT_S: Final = 5.0
 """An agent that lives answers in milliseconds; a machine that is gone does not even refuse."""
 
+A = TypeVar("A")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,18 @@ def describe(
 
     Raises: StaleTerm: one knows a later term.
     """
-    return _call_all(DESCRIBE, agents, keys, term)
+    return _call_all(DESCRIBE, None, agents, keys, term)
+
+
+def welcome(
+    what: Welcome, agents: Iterable[AgentAddress], keys: RunKeys, term: RunTerm | None
+) -> set[AgentAddress]:
+    """Those that can be reached know of this script. Blocks for `REACH_LIMIT_S` at most.
+
+    Returns: whom that was told.
+    Raises: StaleTerm: one knows a later term.
+    """
+    return set(_call_all(WELCOME, what, agents, keys, term))
 
 
 def end(agents: Iterable[AgentAddress], keys: RunKeys, term: RunTerm | None) -> set[AgentAddress]:
@@ -56,11 +68,12 @@ def end(agents: Iterable[AgentAddress], keys: RunKeys, term: RunTerm | None) -> 
     Returns: whom that was told.
     Raises: StaleTerm: one knows a later term.
     """
-    return set(_call_all(END, agents, keys, term))
+    return set(_call_all(END, None, agents, keys, term))
 
 
 def _call_all(
-    method: Method[None, R],
+    method: Method[A, R],
+    args: A,
     agents: Iterable[AgentAddress],
     keys: RunKeys,
     term: RunTerm | None,
@@ -69,7 +82,7 @@ def _call_all(
         number = 0 if term is None else term.number
         transport = ZmqTransport(client=CurveClient.of_controller(keys), term=number)
         try:
-            calls = [(_connect(transport, agent), None) for agent in asked]
+            calls = [(_connect(transport, agent), args) for agent in asked]
             replies = await transport.call_all(calls, method, timeout_s=REACH_LIMIT_S)
         finally:
             await transport.close()

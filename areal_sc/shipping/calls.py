@@ -22,29 +22,19 @@ LISTING_LIMIT_S: Final = 1800.0
 
 
 @dataclass(frozen=True)
-class FilesAddress:
-    """Where the script's files are served, as a node is told when it joins.
-
-    Attributes:
-        address: of the process.
-        run_dir: on the script's machine.
-    """
-
-    address: str
-    run_dir: str
-
-
-@dataclass(frozen=True)
 class Shipped:
     """What a worker needs to know of files that its node does not share.
 
+    Where they are served is not told once: that changes with each start of the script. The agent
+    keeps it in `.files` of what stands in for the run folder.
+
     Attributes:
-        files: where the script's are.
+        run_dir: on the script's machine.
         places: from paths of the script's machine to those of the node, as far as they were brought
             before the worker began.
     """
 
-    files: FilesAddress
+    run_dir: str
     places: dict[str, str] = field(default_factory=dict)
 
 
@@ -93,6 +83,41 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class TreePiece:
+    """A part of a file of a tree, on any node that has it.
+
+    Attributes:
+        digest: of the tree; see `trees.digest_of`.
+        name, offset, num_bytes: as in `Piece`.
+    """
+
+    digest: str
+    name: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TreeHolder:
+    """Where a node serves the trees that it has.
+
+    Attributes:
+        key: public key of the server, its agent's.
+    """
+
+    address: str
+    key: str
+
+
+@dataclass(frozen=True)
+class HeldTree:
+    """A node has a tree."""
+
+    digest: str
+    holder: TreeHolder
+
+
+@dataclass(frozen=True)
 class WrittenPiece:
     """A part of a file that comes back to the run folder.
 
@@ -125,6 +150,13 @@ LIST_PATH: Final = Method("list_path", str, Listing, callers=WORKERS)
 LIST_RUN: Final = Method("list_run", str, Listing, callers=WORKERS)
 """A folder below the run folder."""
 READ_PIECE: Final = Method("read_piece", Piece, bytes, callers=WORKERS)
+HOLDERS: Final = Method("holders", str, list[TreeHolder], callers=WORKERS)
+"""Some nodes that have the tree of this digest."""
+HOLD: Final = Method("hold", HeldTree, NoneType, callers=WORKERS)
+TAKE_TURN: Final = Method("take_turn", NoneType, bool, callers=WORKERS)
+"""Of the script's process, and of nodes: whether the caller may read a large file there now."""
+READ_TREE_PIECE: Final = Method("read_tree_piece", TreePiece, bytes, callers=WORKERS)
+"""Of nodes."""
 WRITE_PIECE: Final = Method("write_piece", WrittenPiece, NoneType, callers=_TRAINERS)
 END_FILE: Final = Method("end_file", WrittenFile, NoneType, callers=_TRAINERS)
 WRITE_LOG_PIECE: Final = Method("write_log_piece", WrittenPiece, NoneType, callers=WORKERS)

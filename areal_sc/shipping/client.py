@@ -10,29 +10,35 @@ import asyncio
 import hashlib
 import logging
 import os
-import time
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError
+from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError, WaitTimeout
 from areal_sc.ids import random_id
 from areal_sc.shipping.calls import (
     END_FILE,
     END_LOG,
+    HOLD,
+    HOLDERS,
     LIST_PATH,
     LIST_RUN,
     LISTING_LIMIT_S,
     PIECE_BYTES,
     PIECE_LIMIT_S,
     READ_PIECE,
+    READ_TREE_PIECE,
+    TAKE_TURN,
     WRITE_LOG_PIECE,
     WRITE_PIECE,
     FileFact,
-    FilesAddress,
+    HeldTree,
     Listing,
     Piece,
+    TreeHolder,
+    TreePiece,
     WrittenFile,
     WrittenPiece,
 )
@@ -44,6 +50,8 @@ NUM_AT_ONCE: Final = 8
 """Pieces on their way: enough for a network with some delay."""
 
 RETRY_S: Final = 0.5
+TURN_LIMIT_S: Final = 10.0
+"""A node that does not answer by then is cut off, or busy with others."""
 
 T = TypeVar("T")
 
@@ -53,21 +61,31 @@ logger = logging.getLogger(__name__)
 async def until_there(what: str, bring: Callable[[], Awaitable[T]], limit_s: float) -> T:
     """What `bring` returns; again, while the process beside the script does not answer.
 
-    It may have died: another one then takes its place, and knows nothing of what was listed.
+    It may have died, with the script or without it: another one then takes its place, maybe
+    elsewhere, and knows nothing of what was listed.
 
     Args:
-        bring: opens a connection of its own.
-    Raises: TransportError: it did not answer for so long, or something else is wrong.
+        bring: opens a connection of its own, to where the process is then.
+        limit_s: `scheduler.shipping_timeout_s`.
+    Raises: WaitTimeout: it is not here by then. Else what `bring` raises.
     """
-    give_up_s = time.monotonic() + limit_s
-    while True:
-        try:
-            return await bring()
-        except (PeerLost, RpcTimeout, StaleCall) as error:
-            if time.monotonic() > give_up_s:
-                raise
-            logger.warning("%s is asked for again: %s", what, error)
-            await asyncio.sleep(RETRY_S)
+    last: TransportError | None = None
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            while True:
+                try:
+                    return await bring()
+                except (PeerLost, RpcTimeout, StaleCall) as error:
+                    last = error
+                    logger.warning("%s is asked for again: %s", what, error)
+                    await asyncio.sleep(RETRY_S)
+    except TimeoutError:
+        if not limit.expired():
+            raise  # that of `bring` says more
+        raise WaitTimeout(
+            f"{what} did not come to node {socket.gethostname()} within "
+            f"scheduler.shipping_timeout_s={limit_s:g}{f': {last}' if last else ''}"
+        ) from last
 
 
 class ScriptFiles:
@@ -75,17 +93,22 @@ class ScriptFiles:
 
     Args:
         connection: to the process beside the script.
+        transport: for others, to nodes.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, transport: Transport) -> None:
         self._connection = connection
+        self._transport = transport
+        self._last: TreeHolder | None = None  # that a file was read from
+        self._failed: set[TreeHolder] = set()
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, transport: Transport, where: FilesAddress) -> AsyncIterator[ScriptFiles]:
-        connection = transport.connect(where.address, "files", ANY_INCARNATION)
+    async def opened(cls, transport: Transport, address: str) -> AsyncIterator[ScriptFiles]:
+        """Args: address: of the process beside the script."""
+        connection = transport.connect(address, "files", ANY_INCARNATION)
         try:
-            yield cls(connection)
+            yield cls(connection, transport)
         finally:
             await connection.close()
 
@@ -112,22 +135,58 @@ class ScriptFiles:
 
         Raises: TransportError: it cannot be had, or is another one by now. OSError.
         """
-        fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+        async def read(offset: int, size: int) -> bytes:
+            piece = Piece(path, fact.name, offset, size)
+            return await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+
+        await _read_file(path, fact, target, read)
+
+    async def read_large_file(self, digest: str, path: str, fact: FileFact, target: Path) -> None:
+        """As `read_file`, of a tree that other nodes may have: from one of these, or in turn.
+
+        What comes from another node has the hash that the script's process has told, too.
+
+        Args:
+            digest: of the tree.
+        """
+        while True:
+            told = await self._connection.call(HOLDERS, digest, timeout_s=PIECE_LIMIT_S)
+            usable = [holder for holder in told if holder not in self._failed]
+            for holder in sorted(usable, key=lambda holder: holder != self._last):
+                if await self._has_read(holder, digest, fact, target):
+                    return
+            if await self._connection.call(TAKE_TURN, None, timeout_s=PIECE_LIMIT_S):
+                return await self.read_file(path, fact, target)
+            await asyncio.sleep(RETRY_S)
+
+    async def _has_read(
+        self, holder: TreeHolder, digest: str, fact: FileFact, target: Path
+    ) -> bool:
+        """Whether the holder had a turn for this node, and has given the file."""
+        place = holder.address, "agent", ANY_INCARNATION
+        connection = self._transport.connect(*place, server_key=holder.key)
+
+        async def read(offset: int, size: int) -> bytes:
+            piece = TreePiece(digest, fact.name, offset, size)
+            return await connection.call(READ_TREE_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+
         try:
-
-            async def read(offset: int) -> None:
-                size = min(PIECE_BYTES, fact.num_bytes - offset)
-                piece = Piece(path, fact.name, offset, size)
-                got = await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
-                if len(got) != size:
-                    raise _changed(path, fact)
-                await asyncio.to_thread(os.pwrite, fd, got, offset)
-
-            await _some_at_once(read, fact.num_bytes)
-            if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
-                raise _changed(path, fact)
+            if not await connection.call(TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
+                return False
+            await _read_file(digest, fact, target, read)
+            self._last = holder
+            return True
+        except TransportError as error:
+            logger.warning("address=%s does not serve %s: %s", holder.address, fact.name, error)
+            self._failed.add(holder)
+            return False
         finally:
-            os.close(fd)
+            await connection.close()
+
+    async def note_held(self, held: HeldTree) -> None:
+        """Other nodes may read it there. Raises: TransportError."""
+        await self._connection.call(HOLD, held, timeout_s=PIECE_LIMIT_S)
 
     async def write_file(self, source: Path, name: str, *, is_log: bool = False) -> None:
         """Brings a file back to the run folder.
@@ -162,6 +221,28 @@ def _checked(listing: Listing) -> Listing:
     for fact in listing.files:
         checked_name(fact.name)
     return listing
+
+
+async def _read_file(
+    path: str, fact: FileFact, target: Path, read: Callable[[int, int], Awaitable[bytes]]
+) -> None:
+    """Makes a file of the pieces that `read` gives, by offset and size. Raises: as `read_file`."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(target, flags, 0o600)
+    try:
+
+        async def bring(offset: int) -> None:
+            size = min(PIECE_BYTES, fact.num_bytes - offset)
+            got = await read(offset, size)
+            if len(got) != size:
+                raise _changed(path, fact)
+            await asyncio.to_thread(os.pwrite, fd, got, offset)
+
+        await _some_at_once(bring, fact.num_bytes)
+        if fact.sha256 and await asyncio.to_thread(_digest, fd) != fact.sha256:
+            raise _changed(path, fact)
+    finally:
+        os.close(fd)
 
 
 def _changed(path: str, fact: FileFact) -> TransportError:

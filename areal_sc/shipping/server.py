@@ -1,7 +1,9 @@
 """The process beside the script that has the script's files: nodes read them, and bring some back.
 
-consumes     calls of workers, and of agents in the name of the workers that they start
-waits for    its standard input, which the script holds open
+consumes     calls of workers, and of agents in the name of the workers that they start; from its
+             standard input, which passes are void, a line each time: workers that have them have
+             been started again
+waits for    that input, which the script holds open
 unblocked by the end of the script
 
 A file that comes back is written beside its place, and gets its name when its hash is right. What
@@ -14,8 +16,12 @@ import asyncio
 import hashlib
 import hmac
 import os
+import random
 import sys
 from pathlib import Path
+from typing import Final
+
+from msgspec import json
 
 from areal_sc.errors import CheckpointError, StaleCall, TransportError
 from areal_sc.log import setup_logging
@@ -25,26 +31,35 @@ from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
     END_FILE,
     END_LOG,
+    HOLD,
+    HOLDERS,
     LIST_PATH,
     LIST_RUN,
-    PIECE_BYTES,
     READ_PIECE,
+    TAKE_TURN,
     WRITE_LOG_PIECE,
     WRITE_PIECE,
     FileFact,
+    HeldTree,
     Listing,
     Piece,
+    TreeHolder,
     WrittenFile,
     WrittenPiece,
 )
 from areal_sc.shipping.named_paths import find_named_path
-from areal_sc.shipping.trees import Trees
+from areal_sc.shipping.pieces import read_piece
+from areal_sc.shipping.tree_turns import TreeTurns
+from areal_sc.shipping.trees import Trees, digest_of
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import KnownCallers
 
+MAX_HOLDERS: Final = 4
+"""That a node is told of at a time."""
+_MAX_LINE_BYTES: Final = 16 << 20
 _OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -56,12 +71,17 @@ class FileServer:
         self._trees = Trees()
         self._listed: dict[str, Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
+        self._turns = TreeTurns()
+        self._holders: dict[str, dict[TreeHolder, None]] = {}  # by the digest of what was listed
 
     def methods(self) -> list[Served]:
         return [
             LIST_PATH.served_by(self.list_path),
             LIST_RUN.served_by(self.list_run),
-            READ_PIECE.served_by(lambda piece: asyncio.to_thread(self._read, piece)),
+            READ_PIECE.served_to(self.read_piece),
+            TAKE_TURN.served_to(lambda _, reader: self._turns.take(reader)),
+            HOLDERS.served_by(self.holders),
+            HOLD.served_to(self.hold),
             WRITE_PIECE.served_by(lambda piece: asyncio.to_thread(self._write, piece)),
             END_FILE.served_by(lambda file: asyncio.to_thread(self._end, file)),
             WRITE_LOG_PIECE.served_by(lambda it: asyncio.to_thread(self._write, it, is_log=True)),
@@ -76,7 +96,23 @@ class FileServer:
         async with self._one_lists.setdefault(path, asyncio.Lock()):  # nodes come all at once
             listing = await asyncio.to_thread(self._trees.list, named)
             self._listed[path] = listing
+            self._holders.setdefault(digest_of(listing), {})
             return listing
+
+    async def read_piece(self, piece: Piece, reader: str) -> bytes:
+        """Raises: as `_read`."""
+        self._turns.note_read(reader)
+        return await asyncio.to_thread(self._read, piece)
+
+    def holders(self, digest: str) -> list[TreeHolder]:
+        found = list(self._holders.get(digest, ()))
+        return random.sample(found, min(len(found), MAX_HOLDERS))
+
+    def hold(self, held: HeldTree, reader: str) -> None:
+        """The reader has got all of a tree, and serves it."""
+        self._turns.end(reader)
+        if held.digest in self._holders:
+            self._holders[held.digest][held.holder] = None
 
     async def list_run(self, name: str) -> Listing:
         """Raises: NotPermitted."""
@@ -90,17 +126,8 @@ class FileServer:
 
     def _read(self, piece: Piece) -> bytes:
         """Raises: NotPermitted. TransportError: it cannot be read."""
-        if not 0 <= piece.num_bytes <= PIECE_BYTES or piece.offset < 0:
-            raise TransportError(f"a piece has 0 to {PIECE_BYTES} bytes, not {piece.num_bytes}")
         path, flags = self._place_of(piece)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-            try:
-                return os.pread(fd, piece.num_bytes, piece.offset)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise TransportError(f"{path} cannot be read: {error.strerror}") from error
+        return read_piece(path, piece.offset, piece.num_bytes, flags)
 
     def _place_of(self, piece: Piece) -> tuple[Path, int]:
         if not piece.path:
@@ -167,21 +194,34 @@ class FileServer:
 
 async def _serve(folder: RunFolder, bind: str) -> None:
     keys = RunKeys.read(folder.keys_path)
+    callers = KnownCallers(keys.controller.public, keys.authority)
+    told = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(told), sys.stdin
+    )
+
+    async def is_told() -> bool:
+        """False: the script has ended, in the midst of a line maybe."""
+        line = await told.readline()
+        is_whole = line.endswith(b"\n")
+        if is_whole:
+            callers.note_replaced(json.decode(line, type=dict[str, int]))
+        return is_whole
+
+    if not await is_told():
+        return
     server = RpcServer(
         FileServer(folder).methods(),
         node_id="files",
         incarnation="files",
         bind=bind,
-        security=CurveServer(
-            keys.workers, KnownCallers(keys.controller.public, keys.authority), "files"
-        ),
+        security=CurveServer(keys.workers, callers, "files"),
     )
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(sys.stdin, ended.set)  # it gets no word, but an end
     sys.stdout.write(f"{await server.start()}\n")
     sys.stdout.flush()
     try:
-        await ended.wait()
+        while await is_told():
+            pass
     finally:
         await server.close()
 

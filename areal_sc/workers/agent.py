@@ -43,7 +43,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, setup_logging
 from areal_sc.process import allow_open_files, be_deaf, name_process
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped
+from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
@@ -74,7 +74,7 @@ from areal_sc.transport.sockets.interface import Interface, host_of
 from areal_sc.workers.entry import PRELOAD
 from areal_sc.workers.joining import Invitation, place_of_this_process, read_introduction
 from areal_sc.workers.left_files import delete_left_files
-from areal_sc.workers.node_files import NodeFolder
+from areal_sc.workers.node_folder import NodeFolder
 from areal_sc.workers.script_heard import ScriptHeard
 from areal_sc.workers.spec import (
     DESCRIBE,
@@ -84,6 +84,7 @@ from areal_sc.workers.spec import (
     STOP,
     STOP_RUN,
     WATCH,
+    WELCOME,
     Beat,
     Launch,
     Launched,
@@ -93,6 +94,7 @@ from areal_sc.workers.spec import (
     NodeFacts,
     Stop,
     Watch,
+    Welcome,
     Wish,
     WorkerOrder,
     WorkerSpec,
@@ -135,11 +137,14 @@ class Agent:
         self._folder = RunFolder(config.run_dir)
         self._memory_root = node.memory_root()
         self._keys = keys
-        self._invitation = invitation
+        # a script that is started again is where this folder says, be it the run's or not
+        address_path = self._folder.join_path
+        self._invitation = invitation and replace(invitation, address_path=address_path)
         script_host = "" if invitation is None else host_of(invitation.address)
         self._interface = Interface.of(config.transport.bind, script_host)
         self._memory: ArenaFolder | None = None
         self._incarnation = random_id()
+        self._callers = KnownCallers(controller_key)
         self._server = RpcServer(
             [
                 DESCRIBE.served_by(self.describe),
@@ -149,11 +154,13 @@ class Agent:
                 STACKS.served_by(self.stacks),
                 STOP_RUN.served_by(self.stop_run),
                 END.served_by(self.end),
+                WELCOME.served_by(self.welcome),
+                *node.methods(),
             ],
             node_id="agent",
             incarnation=self._incarnation,
             bind=self._interface.bind,
-            security=CurveServer(self._keys, KnownCallers(controller_key), "agent"),
+            security=CurveServer(self._keys, self._callers, "agent"),
         )
         self._processes = WorkerProcesses(fork_server, self._folder, node.shown)
         self._ended = asyncio.Event()
@@ -209,7 +216,12 @@ class Agent:
             LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
             for worker in self._processes.living.values()
         ]
-        return NodeDescription(self._facts, self._config, workers)
+        return NodeDescription(self._facts, self._node.script_config, workers)
+
+    async def welcome(self, welcome: Welcome) -> None:
+        """A further start of the script goes on with what runs here."""
+        self._script.note()
+        self._node.note(welcome)
 
     async def launch(self, launch: Launch) -> Launched:
         """Starts workers; they all serve when it returns, or none is left.
@@ -218,9 +230,14 @@ class Agent:
         """
         self._script.note()
         started = time.monotonic()
-        self._processes.note_replaced(launch.replaced)
-        orders, shipped = await self._node.prepared(launch.orders, launch.keys)
-        specs = [self._worker_spec(*it, shipped) for it in zip(orders, launch.keys, strict=True)]
+        self._note_replaced(launch.replaced)
+        assert self._facts is not None
+        if not self._node.is_shared and launch.keys:  # other nodes ask in the name of workers
+            self._callers.take_passes(launch.keys[0].authority)
+        holder = TreeHolder(self._facts.address, self._facts.key)
+        shipped = await self._node.bring_first(launch.orders, launch.keys, holder)
+        orders = zip(launch.orders, launch.keys, strict=True)
+        specs = [self._worker_spec(*it, shipped) for it in orders]
         try:
             workers = await self._processes.start(specs, launch.timeout_s)
         except WorkerError as error:
@@ -233,7 +250,7 @@ class Agent:
         """News of the workers of a role, at once when one has ended."""
         self._script.note()
         processes = self._processes
-        processes.note_replaced(watch.replaced)
+        self._note_replaced(watch.replaced)
         known = watch.num_ended, watch.num_wishes
         if known == (len(processes.ended), len(self._wishes)):
             with suppress(TimeoutError):
@@ -256,6 +273,10 @@ class Agent:
             wishes=self._wishes.since(watch.num_wishes),
             num_wishes=len(self._wishes),
         )
+
+    def _note_replaced(self, replaced: Mapping[str, int]) -> None:
+        self._processes.note_replaced(replaced)
+        self._callers.note_replaced(replaced)
 
     async def stop(self, stop: Stop) -> None:
         """Waits for the end of workers, and kills those that take too long."""
@@ -308,8 +329,7 @@ class Agent:
     async def _join(self, limit_s: float) -> None:
         assert self._invitation is not None
         assert self._facts is not None
-        welcome = await self._invitation.accept(self._keys, self._facts, limit_s)
-        self._node.note_files(welcome.files)
+        self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
 
     def _worker_spec(
         self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None

@@ -49,15 +49,19 @@ class Worker:
 
     Args:
         agent: socket to the agent of the node, a file descriptor.
+
+    Attributes:
+        order: what it is to do, with paths of this machine.
     """
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         self.spec = spec
         self._agent = agent
         self.transport_config = spec.run.transport
-        self.handle: Any = handle_from_plain(spec.order.engine, spec.order.engine_config)
         self.transport = ZmqTransport(client=CurveClient.of_worker(spec.keys))
         self.files = files_of(spec.shipped, spec.run, self.transport)
+        self.order = self.files.placed(spec.order)
+        self.handle: Any = handle_from_plain(self.order.engine, self.order.engine_config)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
         self._interface = Interface.of(self.transport_config.bind)
         self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)

@@ -214,7 +214,7 @@ BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, writes=True)
 """Takes this rank's part of a snapshot; one on the disk is completed by the controller."""
 FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
 """Replies when what the operation took is on the disk."""
-LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType)
+LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType, ships=True)
 """Goes to the state of the operation's version, in its lineage."""
 
 

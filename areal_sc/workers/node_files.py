@@ -1,9 +1,4 @@
-"""Where a node finds the script's files: in the run folder, or brought to it. Decided once, here.
-
-    script   writes a nonce into the run folder, and tells it to the agents that it invites
-    agent    reads it there ──► the folder is shared, and so are the files: nothing is brought
-             does not ──► `NodeFolder.run_dir` stands in for the run folder; model and code are
-                          brought before workers start, the rest when a worker asks for it
+"""A worker's files: in the run folder, or brought to its node. The agent's side is `node_folder`.
 
 What a worker writes for the run, a snapshot or a model, it brings back before it says that it is
 written. So controllers need not know which of the two it is.
@@ -13,175 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import json
-import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from areal_sc.config.schema import SchedulerConfig, WeightUpdateMethod
+from areal_sc.config.schema import SchedulerConfig
 from areal_sc.durable import remove, write_atomic
 from areal_sc.engines.training.snapshot_index import INDEX_NAME
 from areal_sc.errors import (
-    ArealError,
     CheckpointError,
     ConfigError,
     TransportError,
     WaitTimeout,
     WorkflowError,
 )
-from areal_sc.process import machine_id
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import FilesAddress, Shipped
+from areal_sc.shipping.calls import Shipped
 from areal_sc.shipping.client import ScriptFiles, together, until_there
-from areal_sc.shipping.node_cache import NodeCache, RunHere, own_folder
-from areal_sc.transport.rpc.transport import Transport, ZmqTransport
-from areal_sc.transport.security.curve import CurveClient
-from areal_sc.transport.security.passes import WorkerKeys
-from areal_sc.transport.shards.memory_folder import memory_root
-from areal_sc.workers.joining import JOIN_LIMIT_S
+from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.transport.rpc.transport import Transport
+from areal_sc.workers.joining import read_address
 from areal_sc.workers.spec import WorkerOrder
 from areal_sc.workflows.reference_paths import code_folders, data_paths, script_files
 from areal_sc.workflows.row_file import GROWING
-
-_STANDARD_ERROR: Final = Path("/proc/self/fd/2")
-
-logger = logging.getLogger(__name__)
-
-
-class NodeFolder:
-    """The run folder as the agent of a node, and its workers, have it.
-
-    Args:
-        config: `run_dir` is that of the script.
-        run_id: of this start of the agent.
-        nonce: as the script has told it; "": it is on this machine.
-
-    Attributes:
-        config: `run_dir` is the one here.
-        is_shared: whether it is the script's own.
-    Raises: ConfigError: there is no room for files on this node.
-    """
-
-    def __init__(self, config: SchedulerConfig, run_id: str, nonce: str) -> None:
-        self.config = config
-        self._files: FilesAddress | None = None
-        self._is_told = asyncio.Event()
-        self.is_shared = not nonce or _reads(RunFolder(config.run_dir).nonce_path, nonce)
-        self._keys: WorkerKeys | None = None
-        if self.is_shared:
-            return
-        self._cache = NodeCache(config.node_folder)
-        self._cache.make()
-        node = hashlib.sha256(machine_id().encode()).hexdigest()[:12]
-        self._run = RunHere(self._cache, run_id, node)
-        logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._run.path)
-        self.config = replace(config, run_dir=str(self._run.path))
-
-    async def prepared(
-        self, orders: Sequence[WorkerOrder], keys: Sequence[WorkerKeys]
-    ) -> tuple[list[WorkerOrder], Shipped | None]:
-        """The orders of workers as they are for this node, with the files that they begin with.
-
-        Args:
-            keys: of the workers, in whose name the files are asked for.
-        Raises: ConfigError: they are too large, or weights would go by a folder that is not shared.
-            TransportError. WaitTimeout.
-        """
-        if self.is_shared or not orders:
-            return list(orders), None
-        files_at = await self._files_at()
-        for order in orders:
-            _check_weights_folder(order, files_at.run_dir)
-        self._keys = keys[0]
-        transport = ZmqTransport(client=CurveClient.of_worker(keys[0]))
-        places: dict[str, str] = {}
-        limit_s = self.config.shipping_timeout_s
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                for path in {path for order in orders for path in _paths_of(order)}:
-
-                    async def bring(path: str = path) -> None:
-                        async with ScriptFiles.opened(transport, files_at) as files:
-                            await self._cache_path(files, path, places)
-
-                    await until_there(path, bring, limit_s)
-        except TimeoutError:
-            if not limit.expired():
-                raise  # that of a call says more
-            raise WaitTimeout(
-                f"model and code did not come to node {socket.gethostname()} within "
-                f"scheduler.shipping_timeout_s={limit_s:g}"
-            ) from None
-        finally:
-            await transport.close()
-        return [_placed(order, places) for order in orders], Shipped(files_at, places)
-
-    def memory_root(self) -> Path:
-        """The folder that the node's shared memory is under.
-
-        Raises: ConfigError: as `memory_root`.
-        """
-        own = own_folder(self.config.node_folder)
-        return memory_root(self.config.transport.shared_memory, Path(self.config.run_dir), own)
-
-    def note_files(self, where: FilesAddress | None) -> None:
-        """The script has said where its files are."""
-        self._files = where
-        self._is_told.set()
-
-    async def _files_at(self) -> FilesAddress:
-        """The script calls before its answer to the agent's joining is here."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(JOIN_LIMIT_S):
-                await self._is_told.wait()
-        if self._files is None:
-            raise TransportError("the script has not said where its files are")
-        return self._files
-
-    async def _cache_path(self, files: ScriptFiles, path: str, places: dict[str, str]) -> None:
-        try:
-            place = await self._cache.bring(files, path, self.config.shipping_timeout_s)
-        except (TransportError, WaitTimeout):
-            raise  # some are errors of the system, too
-        except OSError as error:
-            raise TransportError(f"{path} cannot be brought to this node: {error}") from error
-        if place is not None:
-            places[path] = str(place)
-
-    def shown(self, path: str) -> str:
-        """A path of this node, for people elsewhere."""
-        return path if self.is_shared or not path else f"{socket.gethostname()}:{path}"
-
-    async def bring_logs_back(self) -> None:
-        """To `logs/<node>/` of the run folder, as far as that works."""
-        if self.is_shared or self._files is None or self._keys is None:
-            return
-        transport = ZmqTransport(client=CurveClient.of_worker(self._keys))
-        below = f"logs/{socket.gethostname()}"
-        logs = {it.name: it for it in sorted(RunFolder(self.config.run_dir).logs.iterdir())}
-        if _STANDARD_ERROR.resolve().is_relative_to(self._cache.path):
-            logs["agent.log"] = _STANDARD_ERROR
-        try:
-            # whoever ends the agent does not wait for long
-            async with asyncio.timeout(self.config.shutdown_timeout_s):
-                async with ScriptFiles.opened(transport, self._files) as files:
-                    for name, log in logs.items():
-                        await files.write_file(log, f"{below}/{name}", is_log=True)
-        except (ArealError, OSError) as error:  # the time limit's is an OSError, too
-            logger.warning("not all logs of this node came back to the run folder: %s", error)
-        finally:
-            await transport.close()
-
-    def remove(self) -> None:
-        """What stood in for the run folder; nothing of it is needed any more."""
-        if not self.is_shared:
-            self._run.remove()
 
 
 class SharedFiles:
@@ -192,6 +46,10 @@ class SharedFiles:
     """
 
     are_shared = True
+
+    def placed(self, order: WorkerOrder) -> WorkerOrder:
+        """What a worker is to do, with paths of this machine."""
+        return order
 
     def place(self, path: str) -> str:
         """Where a path of the script's machine is on this one."""
@@ -208,7 +66,11 @@ class SharedFiles:
         """
 
     async def bring_snapshot(self, folder: Path) -> None:
-        """Returns when a snapshot, if there is one, is in its folder. Raises: CheckpointError."""
+        """Returns when a snapshot, if there is one, is in its folder.
+
+        Raises: CheckpointError: it cannot be read. WaitTimeout, ConfigError: that is not known, as
+            it did not come in time, or the node has no room for it.
+        """
 
     async def bring_back(self, folder: Path, names: Sequence[str] | None) -> None:
         """Returns when files of a folder are in the run folder of the script.
@@ -231,14 +93,21 @@ class ShippedFiles(SharedFiles):
     are_shared = False
 
     def __init__(self, shipped: Shipped, config: SchedulerConfig, transport: Transport) -> None:
-        self._script = shipped.files
-        self._places: dict[str, str] = {**shipped.places, shipped.files.run_dir: config.run_dir}
+        self._script_dir = shipped.run_dir
+        self._places: dict[str, str] = {**shipped.places, shipped.run_dir: config.run_dir}
         self._here = RunFolder(config.run_dir)
         self._limit_s = config.shipping_timeout_s
         self._cache = NodeCache(config.node_folder)
         self._transport = transport
         self._growing: dict[int, list[str]] = {}  # names of files, by the number of their source
         self._one_brings: dict[int, asyncio.Lock] = {}
+
+    def placed(self, order: WorkerOrder) -> WorkerOrder:
+        engine_config = dict(order.engine_config)
+        if isinstance(path := engine_config.get("path"), str):
+            engine_config["path"] = self.place(path)
+        search_path = self.place(order.search_path)
+        return replace(order, engine_config=engine_config, search_path=search_path)
 
     def place(self, path: str) -> str:
         for named in sorted(self._places, key=len, reverse=True):
@@ -247,7 +116,7 @@ class ShippedFiles(SharedFiles):
         return path
 
     def script_path(self, path: Path) -> str:
-        return f"{self._script.run_dir}/{path.relative_to(self._here.path)}"
+        return f"{self._script_dir}/{path.relative_to(self._here.path)}"
 
     async def bring_source(self, number: int) -> None:
         try:
@@ -271,14 +140,23 @@ class ShippedFiles(SharedFiles):
         digest = hashlib.sha256(str(folder).encode()).hexdigest()
 
         async def bring() -> None:
-            async with self._opened() as files:
+            async with (
+                self._cache.bringing(digest, name, self._limit_s),
+                self._opened() as files,
+            ):
                 await self._bring_snapshot(files, folder, name)
 
         try:
-            async with self._cache.bringing(digest, name, self._limit_s):
-                await until_there(name, bring, self._limit_s)
-        except (TransportError, WaitTimeout, OSError) as error:
+            await until_there(name, bring, self._limit_s)
+        except WaitTimeout:
+            raise  # an OSError, too; that it can be read is as likely as not
+        except TransportError as error:
             raise CheckpointError(f"{name} cannot be brought to this node: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot be written to {folder} of node {socket.gethostname()}: "
+                f"{error.strerror}; set scheduler.node_folder to a disk of the nodes with room"
+            ) from error
 
     async def _bring_snapshot(self, files: ScriptFiles, folder: Path, name: str) -> None:
         """All of it, unless another rank of this node has brought it: the index has checksums."""
@@ -322,7 +200,7 @@ class ShippedFiles(SharedFiles):
                         empty.rmdir()  # unless others still bring theirs
 
     def _opened(self) -> Any:
-        return ScriptFiles.opened(self._transport, self._script)
+        return ScriptFiles.opened(self._transport, read_address(self._here.files_path))
 
     async def _bring_new(self, files: ScriptFiles, number: int) -> list[str]:
         """The reference, and what it names; files of the run folder are left to `_bring_rest`."""
@@ -330,7 +208,7 @@ class ShippedFiles(SharedFiles):
         wire = await files.read_all("", name)
         write_atomic(self._here.path / name, wire)
         reference, own = json.loads(wire), list[str]()
-        sources = f"{self._script.run_dir}/sources/"
+        sources = f"{self._script_dir}/sources/"
         for path in script_files(reference) | data_paths(reference) | code_folders(reference):
             if path.startswith(sources):
                 own.append(f"sources/{path.removeprefix(sources)}")
@@ -341,12 +219,18 @@ class ShippedFiles(SharedFiles):
         return own
 
     async def _bring_rest(self, files: ScriptFiles, name: str) -> None:
-        """What a file of the run folder has got since; workers of a node write the same bytes."""
+        """What a file of the run folder has got since; workers of a node write the same bytes.
+
+        Of a growing one these are whole lines: the one that is being written becomes another one,
+        if the script is killed.
+        """
         target = self._here.path / name
         target.touch()
         with target.open("r+b") as file:
             offset = file.seek(0, 2)
             more = await files.read_all("", name, offset)
+            if target.name.startswith(GROWING):
+                more = more[: more.rfind(b"\n") + 1]
             file.seek(offset)
             file.write(more)
 
@@ -354,38 +238,3 @@ class ShippedFiles(SharedFiles):
 def files_of(shipped: Shipped | None, config: SchedulerConfig, transport: Transport) -> SharedFiles:
     """As the agent has found out."""
     return SharedFiles() if shipped is None else ShippedFiles(shipped, config, transport)
-
-
-def _reads(path: Path, nonce: str) -> bool:
-    try:
-        return hmac.compare_digest(path.read_bytes(), nonce.encode())
-    except OSError:
-        return False
-
-
-def _check_weights_folder(order: WorkerOrder, run_dir: str) -> None:
-    """Raises: ConfigError: new weights would be written where only this node sees them."""
-    update = order.engine_config.get("weight_update", {})
-    folder = Path(update.get("folder", ""))
-    is_own = not folder.is_absolute() or folder.is_relative_to(run_dir)
-    if update.get("method") == WeightUpdateMethod.disk and is_own:
-        raise ConfigError(
-            f"weight_update.method=disk: {socket.gethostname()} does not see the run folder, nor "
-            f"weight_update.folder={folder}: set that to a folder that all nodes see, or take "
-            "weight_update.method=pull"
-        )
-
-
-def _paths_of(order: WorkerOrder) -> list[str]:
-    """What a worker needs of the script's machine when it begins, as far as the script named it."""
-    paths = str(order.engine_config.get("path")), order.search_path
-    return [path for path in paths if path.startswith("/")]
-
-
-def _placed(order: WorkerOrder, places: Mapping[str, str]) -> WorkerOrder:
-    path, search_path = order.engine_config.get("path"), order.search_path
-    engine_config = dict(order.engine_config)
-    if isinstance(path, str) and path in places:
-        engine_config["path"] = places[path]
-    search_path = places.get(search_path, search_path)
-    return replace(order, engine_config=engine_config, search_path=search_path)

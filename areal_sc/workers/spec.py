@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, msgpack
 
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import FilesAddress, Shipped
+from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys
 
@@ -71,13 +71,15 @@ class Joining:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What an agent that has joined is told.
+    """What an agent is told that has joined; again, by each further start of the script.
 
     Attributes:
-        files: where those of the script are, for a node that does not see its run folder.
+        address: where it joins again, should it have to.
+        files: where those of the script are served, for a node that does not see its run folder.
     """
 
-    files: FilesAddress | None = None
+    address: str
+    files: str = ""
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,8 @@ class WorkerStacks:
 
 DESCRIBE = Method("describe", NoneType, NodeDescription)
 JOIN = Method("join", Joining, Welcome, callers=CONTROLLER | {Caller.newcomer})
+WELCOME = Method("welcome", Welcome, NoneType)
+"""As if the agent had joined the script that calls."""
 LAUNCH = Method("launch", Launch, Launched)
 WATCH = Method("watch", Watch, News)
 STOP = Method("stop", Stop, NoneType)

@@ -54,7 +54,7 @@ class TrainWorker(Worker):
         self._broadcasts: WeightBroadcasts | None = None
         self._rank = 0
         self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
-        folder = spec.order.search_path
+        folder = self.order.search_path
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
         self._ppo_loss = loss_of(self.handle.config.ppo)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
+from areal_sc.shipping import node_cache
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
@@ -100,4 +101,5 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
 
 
 if __name__ == "__main__":
+    node_cache.LARGE_BYTES = 1  # any tree goes from node to node
     sys.exit(agent.main(target="integration.beating_agent:run_worker", preload=()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ def keys() -> RunKeys:
 
 @pytest.fixture
 def joins(keys: RunKeys, tmp_path: Path) -> Iterator[JoinServer]:
-    server = JoinServer(keys, LOOPBACK, RunFolder(tmp_path))
+    server = JoinServer(keys, Passes(keys), LOOPBACK, RunFolder(tmp_path))
+    server.open()
     yield server
     server.close()
 
@@ -111,6 +113,31 @@ async def test_a_job_that_slurm_starts_again_is_invited_again(
         else:
             await come(joins, keys, own, secret, monkeypatch, restart=restart)
     assert joins.joined("7")["node1"].agent_key == lives[1].public.decode()
+
+
+async def test_the_next_start_lets_in_whom_an_earlier_one_invited_once_it_knows(
+    keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent whose job has waited may come to where the earlier start was, at any time."""
+    folder = RunFolder(tmp_path)
+    earlier = JoinServer(keys, Passes(keys), LOOPBACK, folder)
+    secret = earlier.invite("a job", 1).split()[1]
+    folder.write_atomic(folder.join_path, earlier.address.encode())
+    earlier.close()
+    joins = JoinServer(keys, Passes(keys, 1, is_first=False), LOOPBACK, folder)
+    try:
+        assert joins.address == earlier.address
+        coming = asyncio.create_task(come(joins, keys, KeyPair.create(), secret, monkeypatch))
+        await asyncio.wait([coming], timeout=NO_SERVICE_S)
+        assert not coming.done()
+        joins.invite("a job", 1)
+        joins.open()
+        await coming
+        other = JoinServer(keys, Passes(keys, 2, is_first=False), LOOPBACK, folder)
+        other.close()
+        assert other.address != joins.address, "that port is taken"
+    finally:
+        joins.close()
 
 
 async def test_nobody_else_gets_anything_from_where_agents_join(

@@ -10,7 +10,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -20,16 +20,20 @@ from integration.agents import connect_agent, launch_of
 from msgspec import json
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.errors import ConfigError, NotPermitted, TransportError, WorkerStartError
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.joining import JoinServer
 from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.shipping.calls import HOLDERS, READ_TREE_PIECE, TAKE_TURN, TreeHolder, TreePiece
+from areal_sc.shipping.named_paths import Contents, name_path
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
-from areal_sc.transport.security.keys import RunKeys
-from areal_sc.transport.security.passes import Passes
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import Caller, Passes
 from areal_sc.transport.sockets.interface import Interface, host_of
+from areal_sc.workers.joining import read_address
 from areal_sc.workers.spec import (
     LAUNCH,
     STOP,
@@ -205,20 +209,28 @@ async def test_an_agent_that_does_not_start_is_named_with_its_log(tmp_path: Path
 
 @asynccontextmanager
 async def agent_elsewhere(
-    run_dir: Path, script: str, bind: str = "auto", orphan_timeout_s: float = 2.0
+    run_dir: Path,
+    script: str,
+    bind: str = "auto",
+    orphan_timeout_s: float = 2.0,
+    *,
+    sees_folder: bool = True,
+    passes: Passes | None = None,
 ) -> AsyncIterator[tuple[JoinServer, Process]]:
     """Where an agent joins that was only told where the script is, and its process."""
-    keys = RunKeys.create()
+    keys = RunKeys.create() if passes is None else RunKeys.read(RunFolder(run_dir).keys_path)
     keys.write(RunFolder(run_dir).keys_path)
     (run_dir / "logs").mkdir()
     settings = TransportConfig(bind=bind, shared_memory=str(run_dir / "memory"))
     config = SchedulerConfig(
-        run_dir=str(run_dir),
+        run_dir=str(run_dir if sees_folder else run_dir / "unseen"),
+        node_folder=str(run_dir / "node"),
         transport=settings,
         heartbeat_interval_s=0.2,
         orphan_timeout_s=orphan_timeout_s,
     )
-    joins = JoinServer(keys, Interface.of(script), RunFolder(run_dir))
+    joins = JoinServer(keys, passes or Passes(keys), Interface.of(script), RunFolder(run_dir))
+    joins.open()
     words = (str(PROGRAM), "run", json.encode(config).decode(), joins.address)
     process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=PIPE)
     assert process.stdin is not None
@@ -281,6 +293,57 @@ async def test_an_agent_tells_a_script_elsewhere_why_its_node_is_of_no_use(tmp_p
         assert await process.wait() == ConfigError.exit_code
         [joining] = joins.joined("").values()
         assert "has no address in that network" in str(joining.facts)
+
+
+async def test_a_node_that_has_a_large_tree_serves_it_to_workers_of_the_run(tmp_path: Path) -> None:
+    """Another one, whose pass is void, gets nothing there; nor does who has none."""
+    keys, model = RunKeys.create(), tmp_path / "model"
+    keys.write(RunFolder(tmp_path).keys_path)
+    passes = Passes(keys)
+    model.mkdir()
+    (model / "weights").write_text("w")
+    name_path(RunFolder(tmp_path).sources, model, Contents.all)
+    of_script = ZmqTransport(client=CurveClient.of_controller(keys))
+    puller = passes.issue("rollout/9", Caller.rollout)
+    of_worker = ZmqTransport(client=CurveClient.of_worker(puller))
+    stranger = ZmqTransport(client=CurveClient(KeyPair.create(), keys.workers.public))
+    async with agent_elsewhere(
+        tmp_path, "127.0.0.1", orphan_timeout_s=1000.0, sees_folder=False, passes=passes
+    ) as (joins, _):
+        await until(lambda: joins.joined(""))
+        [joining] = joins.joined("").values()
+        assert isinstance(joining.facts, NodeFacts)
+        agent = Agent(connect_agent(of_script, joining.facts), passes)
+        its_order = replace(order(0), engine_config={"path": str(model)})
+        assert (await launch(agent, its_order)).failure == ""
+        [tree] = (tmp_path / "node").glob("*/trees/*/weights")
+        [address_path] = (tmp_path / "node").glob("*/runs/*/.files")
+        files = of_worker.connect(read_address(address_path), "files", ANY_INCARNATION)
+        piece = TreePiece(tree.parent.name, "weights", 0, 1)
+        [holder] = await files.call(HOLDERS, piece.digest, timeout_s=LIMIT_S)
+        assert holder == TreeHolder(joining.facts.address, joining.facts.key)
+        place = holder.address, "agent", ANY_INCARNATION
+        node = of_worker.connect(*place, server_key=holder.key)
+        assert await node.call(TAKE_TURN, None, timeout_s=LIMIT_S)
+        assert await node.call(READ_TREE_PIECE, piece, timeout_s=LIMIT_S) == b"w"
+        for name in ("../../x", "/etc/passwd", ""):
+            with pytest.raises(NotPermitted):
+                await node.call(READ_TREE_PIECE, replace(piece, name=name), timeout_s=LIMIT_S)
+        for digest in ("..", piece.digest[1:], ""):
+            with pytest.raises(NotPermitted):
+                await node.call(READ_TREE_PIECE, replace(piece, digest=digest), timeout_s=LIMIT_S)
+        with pytest.raises(NotPermitted):
+            await node.call(STOP, Stop([], 0.0), timeout_s=LIMIT_S)
+        nobody = stranger.connect(*place, server_key=holder.key)
+        with pytest.raises(TransportError):
+            await nobody.call(READ_TREE_PIECE, piece, timeout_s=1.0)
+        passes.issue("rollout/9", Caller.rollout)
+        watch = Watch("rollout", 0, 0.0, replaced=passes.replaced)
+        await agent.connection.call(WATCH, watch, timeout_s=LIMIT_S)
+        with pytest.raises(NotPermitted, match="of an earlier life of rollout/9"):
+            await node.call(READ_TREE_PIECE, piece, timeout_s=LIMIT_S)
+        for transport in (of_script, of_worker, stranger):
+            await transport.close()
 
 
 async def ended(scheduler: LocalScheduler) -> dict[Node, str]:

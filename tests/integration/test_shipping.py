@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import (
     CheckpointError,
+    ConfigError,
     NotPermitted,
     PeerLost,
     StaleCall,
     TransportError,
+    WaitTimeout,
 )
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
+from areal_sc.shipping import node_cache
 from areal_sc.shipping.calls import (
     END_FILE,
     PIECE_BYTES,
     READ_PIECE,
     WRITE_PIECE,
-    FilesAddress,
     Piece,
     Shipped,
+    TreeHolder,
     WrittenFile,
     WrittenPiece,
 )
@@ -38,12 +43,15 @@ from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.shipping.node_cache import NodeCache
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
 from areal_sc.workers.node_files import ShippedFiles
+from areal_sc.workers.node_folder import NodeFolder
+from areal_sc.workers.spec import Welcome, WorkerOrder
 from areal_sc.workflows.prompts import JsonlPrompts
 from areal_sc.workflows.sources import SourceReader, SourceRegistry
 
@@ -62,7 +70,7 @@ class Script:
 
     folder: RunFolder
     keys: RunKeys
-    where: FilesAddress
+    where: str
     transport: ZmqTransport
     files: ScriptFiles
 
@@ -88,16 +96,31 @@ def folder(tmp_path: Path, keys: RunKeys) -> RunFolder:
 
 
 @pytest.fixture
-def beside(folder: RunFolder) -> Iterator[FilesBeside]:
-    beside = FilesBeside(folder, LOOPBACK)
+def passes(keys: RunKeys) -> Passes:
+    return Passes(keys)
+
+
+@pytest.fixture
+def beside(folder: RunFolder, passes: Passes) -> Iterator[FilesBeside]:
+    beside = FilesBeside(folder, LOOPBACK, passes)
     yield beside
     beside.close()
 
 
 @pytest.fixture
-async def script(beside: FilesBeside, folder: RunFolder, keys: RunKeys) -> AsyncIterator[Script]:
+def next_beside(folder: RunFolder, keys: RunKeys) -> Iterator[FilesBeside]:
+    """That of the next start of the script, which has the same keys."""
+    beside = FilesBeside(folder, LOOPBACK, Passes(keys, 1, is_first=False))
+    yield beside
+    beside.close()
+
+
+@pytest.fixture
+async def script(
+    beside: FilesBeside, folder: RunFolder, keys: RunKeys, passes: Passes
+) -> AsyncIterator[Script]:
     where = await asyncio.to_thread(beside.address)
-    of_worker = Passes(keys).issue("train/0", Caller.train)
+    of_worker = passes.issue("train/0", Caller.train)
     transport = ZmqTransport(client=CurveClient.of_worker(of_worker))
     async with ScriptFiles.opened(transport, where) as files:
         yield Script(folder, keys, where, transport, files)
@@ -133,6 +156,51 @@ async def test_a_named_path_comes_once_a_node_and_again_when_it_has_changed(
     assert [it.name for it in (tmp_path / "node").rglob(".*.partial")] == []
 
 
+@asynccontextmanager
+async def serving(cache: NodeCache, keys: RunKeys) -> AsyncIterator[TreeHolder]:
+    """A node that serves its trees."""
+    own = KeyPair.create()
+    callers = KnownCallers(keys.controller.public, keys.authority)
+    security = CurveServer(own, callers, "agent")
+    parts = {"node_id": "agent", "incarnation": "1", "bind": LOOPBACK.bind, "security": security}
+    server = RpcServer(cache.methods(), **parts)
+    try:
+        yield TreeHolder(await server.start(), own.public.decode())
+    finally:
+        await server.close()
+
+
+async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_script(
+    script: Script, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a node has that is damaged is not taken."""
+    monkeypatch.setattr(node_cache, "LARGE_BYTES", 1)
+    model, content = tmp_path / "model", os.urandom(3 * PIECE_BYTES)
+    model.mkdir()
+    for name in "ab":
+        (model / name).write_bytes(content)
+    name_path(script.folder.sources, model, Contents.all)
+    first, others = cache_in(tmp_path / "n0"), [cache_in(tmp_path / f"n{n}") for n in (1, 2, 3)]
+
+    async def come(cache: NodeCache, holder: TreeHolder | None = None) -> int:
+        """Bytes that it gets of the script's process."""
+        connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
+        files = ScriptFiles(connection, script.transport)
+        here = await cache.bring(files, str(model), LIMIT_S, holder)
+        await connection.close()
+        assert here is not None
+        assert [(here / name).read_bytes() for name in "ab"] == [content] * 2
+        return connection.bytes_received
+
+    async with serving(first, keys) as holder:
+        assert await come(first, holder) > 2 * len(content)
+        assert await come(others[0]) < len(content) / 10
+        [tree] = (tmp_path / "n0").glob("*/trees/*/b")
+        tree.write_bytes(bytes(len(content)))
+        assert await come(others[1]) > len(content)
+    assert await come(others[2]) > 2 * len(content), "that node is gone"
+
+
 async def test_a_file_that_changes_on_its_way_does_not_come(script: Script, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("1")
@@ -160,7 +228,7 @@ async def test_nothing_else_of_the_machine_comes(script: Script, tmp_path: Path)
     ):
         with pytest.raises(TransportError):
             await script.files.read_all(path, name)
-    connection = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
     for num_bytes, offset in ((PIECE_BYTES + 1, 0), (-1, 0), (1, -1)):
         piece = Piece(str(code), "a.py", offset, num_bytes)
         with pytest.raises(TransportError):
@@ -176,11 +244,11 @@ async def test_only_workers_of_the_run_are_served(script: Script) -> None:
         CurveClient(strangers.own, script.keys.workers.public, strangers.shown_pass),
     ):
         transport = ZmqTransport(client=client)
-        stranger = transport.connect(script.where.address, "files", ANY_INCARNATION)
+        stranger = transport.connect(script.where, "files", ANY_INCARNATION)
         with pytest.raises(TransportError):
             await stranger.call(READ_PIECE, piece, timeout_s=NO_SERVICE_S)
         await transport.close()
-    member = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    member = script.transport.connect(script.where, "files", ANY_INCARNATION)
     assert await member.call(READ_PIECE, piece, timeout_s=LIMIT_S) == b"secret"
 
 
@@ -193,7 +261,7 @@ async def test_what_comes_back_is_whole_or_not_there(script: Script, tmp_path: P
     own.write_bytes(b"")
     await script.files.write_file(own, name)
     assert (script.folder.path / name).read_bytes() == b""
-    connection = script.transport.connect(script.where.address, "files", ANY_INCARNATION)
+    connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
     piece = WrittenPiece(name, TOKEN, 0, b"damaged")
     await connection.call(WRITE_PIECE, piece, timeout_s=LIMIT_S)
     end = WrittenFile(name, TOKEN, 7, hashlib.sha256(b"correct").hexdigest())
@@ -230,6 +298,28 @@ async def test_a_generator_brings_logs_back_and_nothing_else(
     assert not script.folder.exports.exists()
 
 
+async def test_logs_of_a_node_come_back_in_the_name_of_any_worker_that_it_still_has(
+    script: Script, passes: Passes, tmp_path: Path
+) -> None:
+    config = SchedulerConfig(run_dir=str(script.folder.path), node_folder=str(tmp_path / "node"))
+    node = NodeFolder(config, "run", "another nonce")
+    node.note(Welcome("", script.where))
+    names = ("rollout/0", "rollout/1")
+    orders = [WorkerOrder("rollout", i, "x", {}, Device.cpu, 1) for i, _ in enumerate(names)]
+    keys = [passes.issue(name, Caller.rollout) for name in names]
+    await node.bring_first(orders, keys, TreeHolder("", ""))
+    elsewhere = CurveClient.of_worker(passes.issue(names[0], Caller.rollout))
+    transport = ZmqTransport(client=elsewhere)
+    async with ScriptFiles.opened(transport, script.where) as files:
+        await files.list_run("checkpoints/step-1/engine")  # so its life before is known to be void
+    await transport.close()
+    RunFolder(node.config.run_dir).log_path("rollout/1").write_text("a line")
+    await node.bring_logs_back()
+    [log] = script.folder.logs.glob("*/rollout-1.log")
+    assert log.read_text() == "a line"
+    node.remove()
+
+
 async def test_a_process_that_dies_is_there_again_at_its_address(
     script: Script, beside: FilesBeside
 ) -> None:
@@ -248,6 +338,44 @@ async def test_a_process_that_dies_is_there_again_at_its_address(
     assert await asyncio.to_thread(beside.address) == script.where
 
 
+async def served(files: ScriptFiles) -> bool:
+    """Whether a caller is; NotPermitted otherwise, and nothing else."""
+    try:
+        return await files.read_all("", "sources/1.json") == b"x"
+    except NotPermitted:
+        return False
+
+
+async def test_whose_worker_was_started_again_is_not_served_any_more(
+    script: Script, beside: FilesBeside, passes: Passes
+) -> None:
+    (script.folder.sources / "1.json").write_text("x")
+    lives = [passes.issue(f"rollout/{number}", Caller.rollout) for number in (0, 1)]
+    transports = [ZmqTransport(client=CurveClient.of_worker(keys)) for keys in lives]
+    async with (
+        ScriptFiles.opened(transports[0], script.where) as before,
+        ScriptFiles.opened(transports[1], script.where) as other,
+    ):
+        assert await served(before)
+        passes.issue("rollout/0", Caller.rollout)  # its new life does not come here
+        async with asyncio.timeout(LIMIT_S):
+            while await served(before):
+                pass
+        assert await served(other)
+    assert beside.pid is not None
+    os.kill(beside.pid, signal.SIGKILL)  # another one is told before it serves
+    pid, answers = beside.pid, list[bool]()
+    async with asyncio.timeout(LIMIT_S):
+        while not answers:
+            with suppress(PeerLost):
+                async with ScriptFiles.opened(transports[0], script.where) as before:
+                    answers.append(await served(before))
+    assert beside.pid != pid
+    assert answers == [False]
+    for transport in transports:
+        await transport.close()
+
+
 class Rows:
     """A dataset that only the script can read."""
 
@@ -258,13 +386,20 @@ class Rows:
         return {"prompt": str(index)}
 
 
+def files_on_node(script: Script, tmp_path: Path, **settings: Any) -> ShippedFiles:
+    """Those of a worker."""
+    folders = {"run_dir": str(tmp_path / "here"), "node_folder": str(tmp_path / "node")}
+    config = SchedulerConfig(**folders, **settings)
+    return ShippedFiles(Shipped(str(script.folder.path)), config, script.transport)
+
+
 @pytest.fixture
 def shipped(script: Script, tmp_path: Path) -> ShippedFiles:
-    config = SchedulerConfig(run_dir=str(tmp_path / "here"), node_folder=str(tmp_path / "node"))
     cache_in(tmp_path / "node")
     (tmp_path / "here" / "sources").mkdir(parents=True)
     (tmp_path / "here" / "checkpoints").mkdir()
-    return ShippedFiles(Shipped(script.where), config, script.transport)
+    (tmp_path / "here" / ".files").write_text(script.where)
+    return files_on_node(script, tmp_path)
 
 
 async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
@@ -287,6 +422,26 @@ async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
         await registry.make_readable(written, index)
         await asyncio.gather(*(shipped.bring_source(written) for _ in "abc"))
         assert reader.prompts(written)[index] == {"prompt": str(index)}
+
+
+async def test_a_row_that_a_killed_script_was_writing_is_another_one_in_the_end(
+    script: Script, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    killed = SourceRegistry(script.folder.path, "rollout")
+    number = killed.register_prompts(Rows())
+    await killed.make_readable(number, 3)
+    [rows] = script.folder.sources.glob("rows-*")
+    with rows.open("ab") as file:
+        file.write(b'{"index": 4, "row": {"prom')
+    await shipped.bring_source(number)
+    registry = SourceRegistry(script.folder.path, "rollout")
+    assert registry.register_prompts(Rows()) == number
+    await registry.make_readable(number, 5)
+    await shipped.bring_source(number)
+    reader = SourceReader(tmp_path / "here", shipped.place)
+    assert [reader.prompts(number)[index] for index in (3, 5)] == [{"prompt": "3"}, {"prompt": "5"}]
+    for it in (killed, registry):
+        it.close()
 
 
 async def test_what_is_not_answered_while_the_process_starts_again_is_asked_for_again(
@@ -318,6 +473,64 @@ async def test_what_is_not_answered_while_the_process_starts_again_is_asked_for_
     await shipped.bring_snapshot(here)
     assert (here / "snapshot.json").read_text() == "one"
     assert failures == ["PeerLost"] * 2 + ["StaleCall"] * 2
+
+
+@pytest.mark.parametrize("outlives_script", [False, True])
+async def test_workers_get_files_of_the_next_start_of_a_script_that_was_killed(
+    script: Script,
+    shipped: ShippedFiles,
+    beside: FilesBeside,
+    next_beside: FilesBeside,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    outlives_script: bool,
+) -> None:
+    """Where its process ends with the script, or lives on, but does nothing any more."""
+    number = SourceRegistry(script.folder.path, "rollout").register_prompts([{"prompt": "b"}])
+    assert beside.pid is not None
+    if outlives_script:
+        os.kill(beside.pid, signal.SIGSTOP)
+        monkeypatch.setattr("areal_sc.shipping.client.PIECE_LIMIT_S", 0.5)
+    else:
+        await asyncio.to_thread(beside.close)
+    waiting = asyncio.create_task(shipped.bring_source(number))
+    address = await asyncio.to_thread(next_beside.address)
+    assert not waiting.done()
+    (tmp_path / "here" / ".files").write_text(address)  # as the agent does, which was told
+    async with asyncio.timeout(LIMIT_S):
+        await waiting
+    assert SourceReader(tmp_path / "here", shipped.place).prompts(number)[0] == {"prompt": "b"}
+    if outlives_script:
+        os.kill(beside.pid, signal.SIGCONT)
+
+
+async def test_a_snapshot_that_does_not_come_in_time_may_be_a_good_one(
+    script: Script, beside: FilesBeside, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    script.snapshot(1, "one")
+    here = RunFolder(tmp_path / "here").snapshot_path(1) / "engine"
+    in_a_hurry = files_on_node(script, tmp_path, shipping_timeout_s=0.5)
+    assert beside.pid is not None
+    os.kill(beside.pid, signal.SIGSTOP)
+    with pytest.raises(WaitTimeout, match=r"within scheduler\.shipping_timeout_s=0\.5"):
+        await in_a_hurry.bring_snapshot(here)
+    os.kill(beside.pid, signal.SIGCONT)
+    await shipped.bring_snapshot(here)
+    assert (here / "snapshot.json").read_text() == "one"
+
+
+async def test_a_node_without_room_for_a_snapshot_says_so(
+    script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.snapshot(1, "one")
+
+    async def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ScriptFiles, "read_file", fail)
+    with pytest.raises(ConfigError, match=r"No space left on device; set scheduler\.node_folder"):
+        await shipped.bring_snapshot(RunFolder(tmp_path / "here").snapshot_path(1) / "engine")
 
 
 async def test_a_snapshot_comes_and_another_one_of_the_same_step_in_its_place(

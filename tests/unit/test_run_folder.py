@@ -381,6 +381,11 @@ def test_a_run_whose_agent_lives_is_attached_and_nothing_is_moved(
         agent.kill()
         agent.wait()
         with RunFolder(path) as folder:
+            folder.joined_path.touch()  # of agents that do not see the folder, and may live
+            assert folder.open(config_text=CONFIG) is Opening.attach
+            assert folder.metrics_path.exists()
+            folder.remove_keys()
+        with RunFolder(path) as folder:
             opening = Opening.resume if snapshot else Opening.restart
             assert folder.open(config_text=CONFIG) is opening
 

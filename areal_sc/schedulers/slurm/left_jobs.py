@@ -32,6 +32,6 @@ def end_left_jobs(folder: RunFolder, *, are_told: bool) -> list[str]:
             f"run folder {folder.path}: jobs of its run do not end: {', '.join(names)}; end them "
             "by `scancel --name`"
         )
-    for path in (folder.jobs_path, folder.join_path):
+    for path in (folder.jobs_path, folder.join_path, folder.joined_path):
         path.unlink(missing_ok=True)
     return left

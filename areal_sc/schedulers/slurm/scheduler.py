@@ -105,7 +105,9 @@ class SlurmScheduler(OpenRun):
             end_agents(folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             earlier = find_earlier(folder, self.keys, digest_of(self._config_of_agents))
             delete_files_of_dead_agents(folder.path)
-            self._joins = JoinServer(self.keys, self._interface(earlier.agents), folder)
+            self._joins = JoinServer(
+                self.keys, self.passes, self._interface(earlier.agents), folder
+            )
             undo.callback(self._joins.close)
             self.keys.write(folder.keys_path)
             undo.callback(folder.remove_keys)
@@ -178,9 +180,7 @@ class SlurmScheduler(OpenRun):
 
     def _take_over(self, earlier: EarlierStart) -> None:
         """Agents that live have joined; the nodes are those of the earlier start, if it had any."""
-        living = {found.place: found for found in earlier.agents}
-        for found in earlier.agents:
-            self._joins.adopt(found.joining)
+        living = {found.place: found for found in self._joins.open(earlier.agents)}
         for record in earlier.known.lent:
             if record.agent is None:
                 plan = single_plan(self.config.slurm)

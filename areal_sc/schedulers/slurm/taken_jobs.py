@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from areal_sc.agent_files import living_agents
 from areal_sc.errors import RunFolderError, SchedulerSilent
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.found_agents import FoundAgent, find_agents, tell_to_end
@@ -53,13 +52,9 @@ def find_earlier(folder: RunFolder, keys: RunKeys, settings: str) -> EarlierStar
     """
     new = RunJobs(keys.run_id, settings)
     known = JobsFile.read(folder) or new
-    files = [file for file in living_agents(folder.path) if file.job]
-    # a lock may be unknown to other machines than its own: so those of the nodes are asked, too
     lent = [it.agent for it in known.lent if it.agent]
-    agents = find_agents([*files, *lent], keys, folder.term)
+    agents = find_agents(folder, keys, lent)
     is_like = (known.run_id, known.settings) == (new.run_id, new.settings)
-    # the others know only the process that served files to them, which has ended with the script
-    is_like = is_like and all(it.shares_folder for it in agents)
     jobs = _not_ended(_with_ids(known), has_agents=bool(agents))
     if is_like:
         strangers = [agent for agent in agents if not _is_expected(agent, known, jobs)]

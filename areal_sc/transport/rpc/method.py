@@ -49,10 +49,12 @@ class Method(Generic[A, R]):
         deadline_s: seconds that a call may take where its caller does not say; None: the
             `transport.call_timeout_s` of the run.
         writes: it waits for a disk: `transport.write_timeout_s` is its deadline.
+        ships: it waits for files, where nodes do not share those of the script: its deadline is
+            later there, by `scheduler.shipping_timeout_s`.
         callers: those that may call it.
     """
 
-    __slots__ = ("_args", "_reply", "callers", "deadline_s", "name", "writes")
+    __slots__ = ("_args", "_reply", "callers", "deadline_s", "name", "ships", "writes")
 
     def __init__(
         self,
@@ -62,12 +64,14 @@ class Method(Generic[A, R]):
         *,
         deadline_s: float | None = None,
         writes: bool = False,
+        ships: bool = False,
         callers: frozenset[Caller] = CONTROLLER,
     ) -> None:
         self.name = name
         self.callers = callers
         self.deadline_s = deadline_s
         self.writes = writes
+        self.ships = ships
         self._args = msgspec.msgpack.Decoder(args)
         self._reply = msgspec.msgpack.Decoder(reply)
 

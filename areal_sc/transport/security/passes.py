@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -103,10 +103,12 @@ class Passes:
     Attributes:
         replaced: number of the newest pass of each worker that has had another one, by name. It is
             another object whenever its content is another one.
+        on_replaced: is called then, in the thread of who issues the pass.
     """
 
     def __init__(self, keys: RunKeys, term: int = 0, *, is_first: bool = True) -> None:
         self.replaced: dict[str, int] = {}
+        self.on_replaced: Callable[[], object] = lambda: None
         self._keys = keys
         self._signing_key = keys.signing_key()
         self._term = term
@@ -122,6 +124,7 @@ class Passes:
             number = self._term << _TERM_BITS | self._count
             if name in self._issued or not self._is_first:
                 self.replaced = {**self.replaced, name: number}
+                self.on_replaced()
             self._issued.add(name)
         own = KeyPair.create()
         content = msgspec.msgpack.encode(Pass(own.public, caller, name, number))
@@ -157,13 +160,16 @@ class KnownCallers:
         self._takes_newcomers = takes_newcomers
         self._authority: Ed25519PublicKey | None = None
         if authority:
-            self._authority = Ed25519PublicKey.from_public_bytes(z85.decode(authority))
+            self.take_passes(authority)
         self._newest: dict[str, tuple[int, str]] = {}  # number and key of a pass, by name
-        self._takes_strangers = takes_newcomers or self._authority is not None
+
+    def take_passes(self, authority: bytes) -> None:
+        """From now on passes are taken that the owner of this key has issued."""
+        self._authority = Ed25519PublicKey.from_public_bytes(z85.decode(authority))
 
     def may_connect(self, key: str) -> bool:
         """Whether a connection with this key is made, on which its caller may show more."""
-        return self._takes_strangers or key in self.known
+        return self._takes_newcomers or self._authority is not None or key in self.known
 
     def find(self, key: str, shown_pass: bytes) -> Caller | None:
         """As what the owner of the key calls; None: nobody knows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 6
+KILLED_AFTER = 3
+"""A step that no snapshot has."""
 
 
 @pytest.fixture
@@ -70,26 +73,47 @@ class Example:
         return [it["step"] for it in self.lines(kind, name)]
 
 
+def is_killed_after(example: Example) -> bool:
+    """There is a snapshot, and a later step that only the workers have."""
+    steps = example.told("step")
+    return bool(example.told("event", "snapshot")) and len(steps) >= KILLED_AFTER
+
+
 @pytest.mark.slow
 async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, place: Path) -> None:
-    """It is killed, and goes on from what came back; its trainers are two on each of two hosts."""
+    """It is killed, and the next start takes all over; its trainers are two on each of two hosts.
+
+    What has served the files of the killed start is stopped before: so it outlives the script, at
+    the address that workers know.
+    """
     example = Example(place, "actor.parallel.data=4", f"transport.bind={cluster.network6}:/64")
     with example.start() as script:
         try:
-            await until(lambda: example.told("event", "snapshot") or script.poll() is not None, 240)
+            await until(lambda: is_killed_after(example) or script.poll() is not None, 240)
+            stopped = int(cluster.run("pgrep", "-P", str(script.pid), "-x", "areal:files"))
+            os.kill(stopped, signal.SIGSTOP)
         finally:
             script.kill()
         await until(lambda: script.poll() is not None)
     assert script.returncode == -signal.SIGKILL, example.output
-    assert cluster.jobs(), "its agents live: the next start ends them"
     [*_, newest] = sorted((example.run_dir / "checkpoints").glob("step-*"))
     snapshot = {it.name for it in (newest / "engine").iterdir()}
     assert snapshot == {*(f"rank-{rank}.safetensors" for rank in range(4)), "snapshot.json"}
+    [job] = cluster.jobs()
     with example.start() as script:
+        await until(lambda: example.lines("event", "reattached") or script.poll() is not None, 120)
+        assert cluster.jobs() == [job], example.output
         await until(lambda: script.poll() is not None, 240)
+    os.kill(stopped, signal.SIGKILL)
     assert script.returncode == 0, example.output
-    assert example.told("event", "resumed") == [int(newest.name.rpartition("-")[2])]
+    [taken] = example.lines("event", "reattached")
+    assert (taken["num_workers"], taken["num_again"]) == (6, 0)
+    assert taken["step"] >= KILLED_AFTER
+    assert example.told("event", "resumed") == []
+    assert example.told("event", "workers_restarted") == []
     assert example.told("step") == list(range(1, NUM_STEPS + 1))
+    summary = json.loads((example.run_dir / "summary.json").read_text())
+    assert summary["num_rows_trained_twice"] == 0
     steps = example.lines("step")
     assert all(it["reward"] > 0 and it["train"]["grad_norm"] > 0 for it in steps), steps
     for model in (example.run_dir / "model", example.run_dir / "models" / "step-4"):

@@ -186,15 +186,20 @@ class TestScript:
     async def test_the_same_command_goes_on_with_the_agents_of_a_script_that_was_killed(
         self, kind: tuple[str, Cluster], tmp_path: Path
     ) -> None:
+        """One does not see the run folder, and one does not answer."""
         name, cluster = kind
         config = replace(config_of(name, tmp_path, cluster), orphan_timeout_s=1000.0)
+        config = replace(config, node_folder=str(tmp_path / "node"))
+        cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
         killed, before = await started(config)
+        unseen, *others = json.decode((tmp_path / ".joined").read_bytes())
+        assert (unseen["facts"]["host"], others) == ("node1", [])
         killed.kill()
         await killed.communicate()
         cluster.host("cut", "node2")
-        address = (tmp_path / ".join").read_text()
+        written_ns = (tmp_path / ".join").stat().st_mtime_ns
         starting = asyncio.create_task(started(config))
-        await until(lambda: (tmp_path / ".join").read_text() != address)
+        await until(lambda: (tmp_path / ".join").stat().st_mtime_ns != written_ns)
         cluster.host("heal", "node2")  # by now it was found not to answer, and is waited for
         again, after = await starting
         assert after.keys() == before.keys() == set(NODES)
@@ -202,4 +207,6 @@ class TestScript:
         again.send_signal(signal.SIGINT)
         await again.communicate()
         await until(lambda: cluster.left_overs() == [])
-        assert not {"keys.json", ".join", ".jobs"} & set(os.listdir(tmp_path))
+        assert not {"keys.json", ".join", ".joined", ".jobs"} & set(os.listdir(tmp_path))
+        assert cluster.on("node1", "ls", str(tmp_path)) == "node"
+        cluster.on("node1", "umount", str(tmp_path))

@@ -151,11 +151,13 @@ async def test_what_has_other_settings_ends_before_a_new_job_begins(
 async def test_a_job_that_waits_is_taken_over_and_not_submitted_twice(
     cluster: Cluster, tmp_path: Path
 ) -> None:
+    """One of its nodes does not see the run folder, and so not where the script is by then."""
+    cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
     other = cluster.run(
         "sbatch", "--parsable", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 99"
     )
     await until(lambda: cluster.run("squeue", "-h", "-j", other, "-o", "%T") == "RUNNING")
-    settings = settings_of(tmp_path)
+    settings = settings_of(tmp_path) | {"node_folder": str(tmp_path / "node")}
     async with script(cluster, settings) as killed:
         assert await killed.line() == "began"
     [waits] = set(cluster.jobs()) - {other}
@@ -166,11 +168,13 @@ async def test_a_job_that_waits_is_taken_over_and_not_submitted_twice(
         assert await second.line() == "began"
         assert set(cluster.jobs()) == {other, waits}
         cluster.run("scancel", other)
-        assert len(await second.nodes()) == 2
+        assert (await second.nodes()).keys() == {"node1", "node2"}
         assert cluster.jobs() == [waits]
+        assert "node1" in (tmp_path / ".joined").read_text()
         await second.end()
     assert cluster.jobs() == []
     await until(lambda: cluster.left_overs() == [])
+    cluster.on("node1", "umount", str(tmp_path))
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -109,3 +109,28 @@ def test_without_a_snapshot_the_ranks_begin_with_their_first_model() -> None:
     assert run.actor.num_restarts == 0  # of a controller that is closed
     for rank in run.cluster.train_workers:
         assert sorted({version for version, _ in rank.past}) == list(range(settings.num_steps))
+
+
+def test_a_snapshot_may_be_long_on_its_way_to_nodes_that_share_no_folder() -> None:
+    """Ranks that wait for it do not hang."""
+    settings = Settings(num_steps=3, num_ranks=2, behavior=BEHAVIOR)
+
+    async def scenario() -> None:
+        run = TrainingRun(settings)
+        async with run.started():
+            await steps_up_to(run, 2)
+            state = await run.rollout.state_async()
+            await (await run.actor._writes.snapshot())()
+            for workers in run.actor.fleet.nodes:
+                workers.node.facts = replace(workers.node.facts, shares_folder=False)
+            transport, behavior = run.cluster.config.transport, run.cluster.behavior
+            run.cluster.behavior = replace(behavior, sealing_s=2 * transport.call_timeout_s)
+            await run.actor.load_snapshot_async(2)
+            run.cluster.behavior = behavior
+            assert run.actor.num_restarts == 0
+            await run.rollout.go_back_async(state)
+            await run.actor.share_weights_async(run.rollout)
+            await steps_up_to(run, settings.num_steps)
+            await run.check_end()
+
+    run_virtual(scenario())

@@ -13,7 +13,7 @@ from areal_sc.config.schema import CheckpointConfig
 from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import RejectionCounts
 from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
-from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
 from areal_sc.trainer.metrics_log import read_metrics
@@ -27,6 +27,7 @@ class Actor:
         self.folder = folder
         self.version = 0
         self.broken: set[int] = set()
+        self.late: set[int] = set()
         self.loaded: list[int] = []
         self.noted: list[int] = []
         self.written: Future[None] = Future()
@@ -48,6 +49,8 @@ class Actor:
     def load_snapshot(self, step: int) -> None:
         if step in self.broken:
             raise CheckpointError(f"the files of step {step} are damaged")
+        if step in self.late:
+            raise WaitTimeout(f"step {step} did not come to node1")
         self.loaded.append(step)
 
 
@@ -258,6 +261,19 @@ def test_unreadable_ones_are_skipped_with_a_warning(folder: RunFolder, writer: W
     (folder.checkpoints / "step-000001" / CONTROLLERS).unlink()
     with pytest.raises(CheckpointError, match=r"no snapshot in .* can be read: .*000002.*000001"):
         writer.load()
+
+
+def test_one_that_does_not_come_to_the_ranks_is_none_that_cannot_be_read(
+    folder: RunFolder, writer: Writer
+) -> None:
+    for step in (1, 2):
+        writer.snapshot(step)
+    writer.actor.late = {2}
+    with pytest.raises(WaitTimeout, match="step 2 did not come"):
+        writer.load()
+    assert (names(folder), writer.actor.loaded) == (["step-000001", "step-000002"], [])
+    writer.actor.late = set()
+    assert writer.load() == (2, [])
 
 
 def test_no_flipped_bit_of_the_controllers_is_loaded(folder: RunFolder, writer: Writer) -> None:
