@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from areal_sc.config.slurm_jobs import submitted_id
 from areal_sc.errors import ConfigError, SchedulerSilent
 
 COMMAND_TIMEOUT_S: Final = 60.0
@@ -219,7 +220,7 @@ def submit(script: str, name: str, variables: Mapping[str, str]) -> str:
 
 
 def found_job(name: str, give_up_s: float | None = None) -> str:
-    """The id of the job of that name; "": there is none.
+    """The id that the submission of that name has got; "": there is none.
 
     A slurmctld that answers again may still have the submission before it: so it is asked twice.
 
@@ -231,10 +232,10 @@ def found_job(name: str, give_up_s: float | None = None) -> str:
     num_looks = 0
     while True:
         try:
-            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%A"])
+            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%i"])
             num_looks += 1
             if listed.strip() or num_looks > 1:
-                return next(iter(listed.split()), "")
+                return submitted_id(next(iter(listed.split()), ""))
         except SchedulerSilent:
             num_looks = 0
             if time.monotonic() > give_up_s:
@@ -254,7 +255,7 @@ def named_jobs(names: Sequence[str]) -> dict[str, str]:
 def look_at(jobs: Sequence[str]) -> dict[str, JobState]:
     """The state of each job. Raises: SchedulerSilent: nothing is known now."""
     states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
-    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%T|%r|%S|%N"]
+    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%i|%T|%r|%S|%N"]
     try:
         told = run_command(words) if jobs else ""
     except ConfigError as error:
@@ -262,15 +263,19 @@ def look_at(jobs: Sequence[str]) -> dict[str, JobState]:
             raise
         told = ""
     for line in told.splitlines():
-        job, state, reason, start, nodes = line.split("|", 4)
-        states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)
+        job, component, state, reason, start, nodes = line.split("|", 5)
+        found = JobState(state, frozenset(host_names(nodes)), reason, start)
+        states |= {job: found, component: found}
     return states
 
 
 def num_restarts(job: str) -> int:
-    """How often SLURM has put a job back to those that wait. Raises: SchedulerSilent."""
+    """How often SLURM has put a job back to those that wait, with all of its components.
+
+    Raises: SchedulerSilent.
+    """
     told = run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]).split()
-    return int(told[0]) if told and told[0].isdecimal() else 0
+    return max((int(count) for count in told if count.isdecimal()), default=0)
 
 
 def host_names(hosts: str) -> list[str]:
@@ -297,7 +302,8 @@ def cancel(words: Sequence[str]) -> None:
 
 def what_to_change(script: str = "") -> str:
     """For whoever has asked for what there is not, by a job's script if it was one."""
-    asked = re.findall(r"^#SBATCH (--(?!output|chdir|ntasks|no-|requeue).*)$", script, re.MULTILINE)
+    kept = r"^#SBATCH (hetjob|--(?!output|chdir|ntasks|no-|requeue).*)$"
+    asked = re.findall(kept, script, re.MULTILINE)
     advice = "\nchange scheduler.slurm (--dry-run shows the script)"
     advice += f"; asked for: {' '.join(asked)}" if asked else ""
     try:

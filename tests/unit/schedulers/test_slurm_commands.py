@@ -97,7 +97,7 @@ def test_a_job_that_is_forgotten_has_ended(bin_folder: Path) -> None:
 
 
 def test_a_look_tells_state_nodes_and_reason(bin_folder: Path) -> None:
-    stand_in(bin_folder, "squeue", "echo '17|RUNNING|None|2026-01-02T03:04:05|node3'")
+    stand_in(bin_folder, "squeue", "echo '17|17|RUNNING|None|2026-01-02T03:04:05|node3'")
     expected = JobState("RUNNING", frozenset(["node3"]), "None", "2026-01-02T03:04:05")
     assert commands.look_at(["16", "17"])["17"] == expected
     assert not expected.has_ended
@@ -112,6 +112,18 @@ def test_what_a_surrounding_job_says_is_not_handed_on(monkeypatch: pytest.Monkey
     assert (found["SLURM_CONF"], found["SBATCH_ACCOUNT"], found["MORE"]) == (
         *("/etc/slurm.conf", "mine", "1"),
     )
+
+
+def test_components_of_a_job_are_told_apart_and_found_by_the_id_of_all(bin_folder: Path) -> None:
+    lines = "18|17+1|PENDING|Priority|N/A|\\n17|17+0|PENDING|Resources|N/A|\\n"
+    stand_in(bin_folder, "squeue", f"printf '{lines}'")
+    states = commands.look_at(["17+0", "17+1"])
+    assert [states[it].reason for it in ("17+0", "17+1")] == ["Resources", "Priority"]
+    assert commands.look_at(["17"])["17"].reason == "Resources", "the job around a script, say"
+    stand_in(bin_folder, "squeue", "echo 17+1; echo 17+0")
+    assert commands.found_job("areal_sc-1") == "17"
+    stand_in(bin_folder, "squeue", "echo 0; echo 1")  # one is not put back yet
+    assert commands.num_restarts("17+0") == 1
 
 
 @pytest.mark.parametrize(
