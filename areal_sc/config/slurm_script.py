@@ -95,7 +95,11 @@ def step_lines(
     start = _start_line(config, run_dir, plan, srun_flags, before)
     lines = _begin_lines(config, [plan])
     if len(nodes) == 1:
-        return [*lines, f"node={nodes[0]}", f"exec {start}"]  # whose exit code tells what happened
+        return [
+            *lines,
+            f"node={shlex.quote(nodes[0])}",
+            f"exec {start}",
+        ]  # whose exit code tells what happened
     return [*lines, *_each_node(shlex.join(nodes), start), *_END_LINES]
 
 

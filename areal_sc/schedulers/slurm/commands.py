@@ -35,8 +35,11 @@ HOPELESS_REASONS: Final = re.compile(
 
 _SILENT: Final = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were"
-    r"|Unexpected message received|Slurm backup controller in standby"
+    r"|Unexpected message received|[Cc]ontroller (is )?in standby mode"
+    r"|Communication (connection|shutdown) failure|Message (send|receive) failure"
 )
+_SUBMITTED: Final = re.compile(r"^([0-9]+)(?:;.*)?$", re.MULTILINE)
+"""What `sbatch --parsable` says; a site's wrapper may say more."""
 _LOOKS_S: Final = 120.0
 _LOOK_AGAIN_S: Final = 1.0
 _REGISTER_S: Final = 30.0
@@ -70,6 +73,7 @@ class _Silence:
 
 
 _silence: Final = _Silence()
+_UNKNOWN_JOB: Final = "Invalid job id"
 _FORGOTTEN: Final = "SLURM has forgotten it"
 
 
@@ -138,7 +142,8 @@ def run_command(
             input=text,
             env=environment(variables),
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a site's filter may speak another encoding
             timeout=COMMAND_TIMEOUT_S,
         )
     except OSError as error:
@@ -154,7 +159,7 @@ def run_command(
         raise SchedulerSilent(f"{words[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        if words[0] == "scancel" and "Invalid job id" in said:
+        if words[0] == "scancel" and _UNKNOWN_JOB in said:
             return ""  # it has just ended
         _silence.note(is_silent=bool(_SILENT.search(said)))
         if _silence.is_silent:
@@ -206,17 +211,22 @@ def submit(script: str, name: str, variables: Mapping[str, str]) -> str:
         variables: further environment of the job.
     Raises: ConfigError: SLURM refuses it. SchedulerSilent: slurmctld cannot be reached.
     """
-    words = ["sbatch", f"--job-name={name}", "--parsable"]
+    # SBATCH_EXPORT of the user, or of a site, would keep the invitation from the job
+    words = ["sbatch", "--export=ALL", f"--job-name={name}", "--parsable"]
     give_up_s = time.monotonic() + _LOOKS_S
     while True:
         try:
             told = run_command(words, text=script, variables=variables, advice=what_to_change)
-            return told.strip().partition(";")[0]
+            if ids := _SUBMITTED.findall(told):
+                return str(ids[-1])
+            raise SchedulerSilent(f"sbatch does not tell the job's id, but {told.strip()!r}")
         except SchedulerSilent as error:
             logger.warning("the submission of job %s may have failed: %s", name, error)
             found = found_job(name, give_up_s)
             if found:
                 return found
+            if time.monotonic() > give_up_s:
+                raise
 
 
 def found_job(name: str, give_up_s: float | None = None) -> str:
@@ -252,14 +262,20 @@ def named_jobs(names: Sequence[str]) -> dict[str, str]:
     return {job: state for job, state in listed if state not in ENDED_STATES}
 
 
-def look_at(jobs: Sequence[str]) -> dict[str, JobState]:
-    """The state of each job. Raises: SchedulerSilent: nothing is known now."""
+def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobState]:
+    """The state of each job.
+
+    Args:
+        is_patient: a silent slurmctld is asked again for a while.
+    Raises: SchedulerSilent: nothing is known now.
+    """
+    ask = run_patiently if is_patient else run_command
     states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
     words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%i|%T|%r|%S|%N"]
     try:
-        told = run_command(words) if jobs else ""
+        told = ask(words) if jobs else ""
     except ConfigError as error:
-        if "Invalid job id" not in str(error):  # the only one ended long ago
+        if _UNKNOWN_JOB not in str(error):  # the only one ended long ago
             raise
         told = ""
     for line in told.splitlines():
@@ -287,7 +303,12 @@ def host_names(hosts: str) -> list[str]:
 
 def steps_of(job: str, name: str) -> list[str]:
     """Ids of the job's running steps of that name. Raises: SchedulerSilent."""
-    listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
+    try:
+        listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
+    except ConfigError as error:
+        if _UNKNOWN_JOB not in str(error):  # it ended long ago, and its steps with it
+            raise
+        return []
     lines = (line.strip().split("|", 1) for line in listed.splitlines() if "|" in line)
     return [step for step, its_name in lines if its_name == name]
 

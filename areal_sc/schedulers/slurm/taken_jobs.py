@@ -109,7 +109,8 @@ def _not_ended(jobs: Sequence[JobRecord], *, has_agents: bool) -> list[JobRecord
     Raises: SchedulerSilent: as in `find`.
     """
     try:
-        states = commands.look_at([job.job_id for job in jobs if job.job_id])
+        ids = [job.job_id for job in jobs if job.job_id]
+        states = commands.look_at(ids, is_patient=not has_agents)
     except SchedulerSilent as error:
         if not has_agents:
             raise

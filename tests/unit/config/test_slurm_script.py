@@ -135,6 +135,22 @@ def test_the_arguments_of_agents_come_from_the_environment() -> None:
     assert "b c" not in done.stdout
 
 
+@pytest.mark.parametrize("nodes", [["a;touch x"], ["a;touch x", "$(touch x)"]])
+def test_names_of_nodes_which_agents_have_told_are_no_commands(
+    tmp_path: Path, nodes: list[str]
+) -> None:
+    [plan] = job_plans(SlurmConfig())
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$*" >>agents\n')
+    (tmp_path / "srun").chmod(0o755)
+    lines = step_lines(SchedulerConfig(run_dir="/r"), Path("/r"), plan, nodes, [])
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["bash", "-c", "\n".join(lines)]
+    subprocess.run(words, input=b"key\n", check=True, cwd=tmp_path, env=path)
+    assert sorted(os.listdir(tmp_path)) == ["agents", "srun"]
+    told = (tmp_path / "agents").read_text()
+    assert all(f"--nodelist={node} bash" in told for node in nodes)
+
+
 @pytest.mark.parametrize(
     ("container", "command"),
     [
