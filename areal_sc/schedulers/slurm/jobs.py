@@ -136,6 +136,13 @@ class Jobs:
         self._file.note_lent(lent)
 
     def _begin_step(self, around: str, plan: JobPlan) -> Job:
+        """Raises: ConfigError: the job around the script lacks nodes, or has them in components."""
+        if int(os.environ.get("SLURM_HET_SIZE") or 1) > 1:
+            raise ConfigError(
+                f"the script runs in the heterogeneous job {around}, whose nodes are not used: "
+                "start it in a job of one kind of nodes, or outside of any: then "
+                "scheduler.slurm.heterogeneous=true asks for nodes that differ"
+            )
         nodes = commands.host_names(os.environ.get("SLURM_JOB_NODELIST", ""))[: plan.num_nodes]
         if len(nodes) < plan.num_nodes:
             raise ConfigError(

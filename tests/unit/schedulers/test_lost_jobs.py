@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_jobs import job_plans
+from areal_sc.config.slurm_jobs import JobPlan, job_plans
 from areal_sc.config.slurm_script import JOIN_SECRET
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
 from areal_sc.errors import ConfigError
@@ -100,6 +100,25 @@ def test_components_that_are_lost_are_submitted_again_together(
     noted = JobsFile.read(folder)
     assert noted is not None
     assert [job.job_id for job in noted.jobs] == ["18+0", "18+1"]
+
+
+def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slurm = SlurmConfig(heterogeneous=True, rollout=RolloutNodes(nodes=1, constraint="other"))
+    started: list[JobPlan] = []
+    steps: Any = SimpleNamespace(start=lambda job, name, plan, *_, **__: started.append(plan))
+    joins: Any = None
+    known = RunJobs("run", "")
+    config = SchedulerConfig(run_dir="r", slurm=slurm)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr(commands, "host_names", lambda _: ["node1", "node2"])
+    [job] = Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
+    assert (job.job_id, job.plan.num_nodes, started[0].component) == ("5", 2, None)
+    assert "heterogeneous has no effect in job 5, whose nodes are used" in caplog.text
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs in the heterogeneous job 5, whose nodes are not"):
+        Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
 
 
 def test_why_a_job_waits_is_logged_once_and_not_when_its_expected_start_moves(
