@@ -15,7 +15,6 @@ keys.json        the keys of the run, as long as it lives; its owner's alone
 agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
-.joined          those that it has taken in: see `schedulers.joined_file`
 .nonce           who reads it shares the folder: see `workers.node_files`
 sources/         how workers build the user's datasets and workflows
 previous/<n>/    what an earlier start left that had no snapshot to go on from
@@ -61,7 +60,6 @@ END_LIMIT_S = 10.0
 
 _JOBS = ".jobs"
 _JOIN = ".join"
-_JOINED = ".joined"
 _NONCE = ".nonce"
 _KEYS = "keys.json"
 _MARKER = "run.json"
@@ -105,7 +103,6 @@ class RunFolder:
         self.status_path = self.path / "status.json"
         self.jobs_path = self.path / _JOBS
         self.join_path = self.path / _JOIN
-        self.joined_path = self.path / _JOINED
         self.nonce_path = self.path / _NONCE
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
@@ -362,7 +359,7 @@ class RunFolder:
         crash cut short."""
         if not self.path.is_dir():
             return []
-        kept = (TERM, LINEAGE, _JOBS, _JOIN, _JOINED, _NONCE)
+        kept = (TERM, LINEAGE, _JOBS, _JOIN, _NONCE)
         own = (LOCK, *kept, f".{_MARKER}.", *(f".{name}" for name in kept))
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 

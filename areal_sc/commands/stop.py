@@ -16,7 +16,6 @@ from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import TransportError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import Owner
-from areal_sc.schedulers.joined_file import end_joined
 from areal_sc.schedulers.slurm.left_jobs import end_left_jobs
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -77,15 +76,11 @@ def run(arguments: argparse.Namespace) -> None:
     elif folder.is_taken:
         _say(f"{who} has no workers, or none any more; waiting for its end")
     has_lived = run.is_heard or had_agents or folder.is_taken
-    # those that do not see the folder; before others end, which delete its keys
-    unseen = [] if run.is_heard or folder.is_taken else end_joined(folder, arguments.timeout)
-    if unseen:
-        _say(f"agents that were left of it have ended: on {', '.join(unseen)}")
     run.wait(arguments.timeout)
     cancelled = end_left_jobs(folder, are_told=had_agents)
     if cancelled:
         _say(f"jobs that were left of it are cancelled: {', '.join(cancelled)}")
-    if has_lived or unseen or cancelled:
+    if has_lived or cancelled:
         _say("stopped: nothing of the run is left")
     else:
         how = "is finished" if folder.summary_path.exists() else "has ended before it was finished"

@@ -10,10 +10,9 @@ A subclass says how an agent is started, and on which machine; `examples/ssh_sch
 All machines see the Python environment under the same path; files of the script are brought to
 those that do not see its run folder.
 
-The name of a start says on which machine it is. It is noted in the run's folder when the agent
-joins: so the next start of a killed script knows where agents are. Those that live go on, unless
-their settings differ, or they do not see the folder: these end. Of the others' machines it gets new
-ones.
+The name of a start says on which machine it is, and agents note it in their files: so the next
+start of a killed script knows where they are. Those that live go on, unless their settings differ;
+of the others' machines it gets new ones.
 
 consumes     agents that join; `renew`, by controllers
 waits for    an agent, `startup_timeout_s` at most; and, without a limit, for a machine in place of
@@ -24,6 +23,7 @@ unblocked by that agent, or the end of its command; looks at the machines; `clos
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shlex
@@ -33,20 +33,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
 from pathlib import Path
+from socket import getaddrinfo
 from typing import Final, Generic, Protocol, TypeVar
 
 from msgspec import json
 
 from areal_sc import interrupts
-from areal_sc.agent_files import (
-    AgentFile,
-    delete_files_of_dead_agents,
-    end_agents,
-    living_agents,
-)
+from areal_sc.agent_files import delete_files_of_dead_agents, end_agents, living_agents
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError, WorkerStartError
 from areal_sc.ids import random_id
@@ -56,7 +50,6 @@ from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import AGENT, agent_environment
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.found_agents import FoundAgent, end_found, find_agents
-from areal_sc.schedulers.joined_file import note_joined, read_joined
 from areal_sc.schedulers.joining import JoinServer
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
 from areal_sc.transport.sockets.interface import Interface
@@ -138,7 +131,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         self.agents: list[A] = []
         self._nodes: dict[Node, A] = {}
         self._workers: dict[str, list[LivingWorker]] = {}  # by the agent's start
-        self._numbers = count()
+        self._numbers = itertools.count()
         self._one_waits = threading.Lock()  # controllers may have event loops of their own
         self._one_starts = threading.Lock()  # an agent, and none after the close
         self._one_renews: dict[Node, threading.Lock] = {}
@@ -150,10 +143,8 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             end_agents(self.folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             found = self._find(num_nodes)
             delete_files_of_dead_agents(self.folder.path)
-            interface = Interface.towards(config.transport.bind, [host])
-            self._joins = JoinServer(
-                self.keys, interface, self.folder, partial(note_joined, self.folder)
-            )
+            interface = _interface_towards(host, config.transport.bind)
+            self._joins = JoinServer(self.keys, interface, self.folder)
             undo.callback(self._joins.close)
             self.keys.write(self.folder.keys_path)
             undo.callback(self.folder.remove_keys)
@@ -221,8 +212,6 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
                 self.agents.remove(agent)
                 raise
             self.agents.remove(past)
-            if (joining := self._joined(past)) is not None:
-                self._joins.forget(joining)
             node.facts, node.found, node.log_path = facts, [], agent.start.log_path
             self._nodes[node] = agent
 
@@ -256,22 +245,15 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         wanted = settings_of_agents(self._config_of_agents)
         found: list[tuple[A, FoundAgent]] = []
         others: list[FoundAgent] = []
-        unseen: list[tuple[A, FoundAgent]] = []
-        left: list[AgentFile | Joining] = [*living_agents(self.folder.path)]
-        left += read_joined(self.folder)
-        for it in find_agents(left, self.keys, self.term):
+        for it in find_agents(living_agents(self.folder.path), self.keys, self.term):
             agent = self._agent_of(it.joining.job)
             is_alike = settings_of_agents(it.config) == wanted and it.shares_folder
             if agent is not None and is_alike and len(found) < num_nodes:
                 found.append((agent, it))
             else:
                 others.append(it)
-                if agent is not None and not it.shares_folder:
-                    unseen.append((agent, it))
         limit_s = END_FACTOR * self.config.shutdown_timeout_s
         end_found(others, self.keys, self.folder, limit_s)
-        for agent, it in unseen:  # no file tells of their end
-            agent.end(limit_s, it.joining.pid)
         return found
 
     def _take_over(self, found: Sequence[tuple[A, FoundAgent]]) -> None:
@@ -363,5 +345,13 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             end.start()
         for end in ends:
             end.join()
-        for path in (self.folder.join_path, self.folder.joined_path):
-            path.unlink(missing_ok=True)
+        self.folder.join_path.unlink(missing_ok=True)
+
+
+def _interface_towards(host: str, bind: str) -> Interface:
+    """Where agents reach the script. Raises: ConfigError: there is no way to the host."""
+    try:
+        address = str(getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"the host {host} has no address: {error.strerror}") from error
+    return Interface.of(bind, address)

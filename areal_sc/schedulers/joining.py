@@ -21,7 +21,6 @@ import hashlib
 import hmac
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -86,7 +85,6 @@ class JoinServer:
 
     Args:
         folder: of the run, in which a nonce is written that agents look for.
-        on_change: is called with all that are agents then, before one that has joined hears of it.
 
     Attributes:
         address: where agents join.
@@ -94,18 +92,11 @@ class JoinServer:
         written.
     """
 
-    def __init__(
-        self,
-        keys: RunKeys,
-        interface: Interface,
-        folder: RunFolder,
-        on_change: Callable[[list[Joining]], None] = lambda agents: None,
-    ) -> None:
+    def __init__(self, keys: RunKeys, interface: Interface, folder: RunFolder) -> None:
         # as secret as the invitations, and the same for every start of the script
         self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
         folder.write_atomic(folder.nonce_path, self._nonce.encode())
         self._files = FilesBeside(folder, interface)
-        self._on_change = on_change
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
         self._one_changes = threading.Lock()
@@ -167,7 +158,6 @@ class JoinServer:
             self._joined.pop((agent.job, agent.node), None)
             if isinstance(agent.facts, NodeFacts):
                 self._replaced.add(agent.facts.incarnation)
-            self._on_change(list(self._joined.values()))
 
     def close(self) -> None:
         """Nobody joins any more, or gets files. Closing again does nothing."""
@@ -220,8 +210,7 @@ class JoinServer:
             is_replaced = isinstance(facts, NodeFacts) and facts.incarnation in self._replaced
             if is_replaced or known != told:
                 self._admit(joining, is_replaced=is_replaced)
-                self._joined[place] = told
-                self._on_change(list(self._joined.values()))
+            self._joined[place] = told
 
     def _admit(self, joining: Joining, *, is_replaced: bool) -> None:
         """Raises: NotPermitted: as `_join`."""

@@ -6,16 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import NoneType
 
 import pytest
 
-from areal_sc.errors import NotPermitted, ProtocolError, RunFolderError, TransportError
+from areal_sc.errors import NotPermitted, ProtocolError, TransportError
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.joined_file import note_joined, read_joined
 from areal_sc.schedulers.joining import JoinServer
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
@@ -113,29 +111,6 @@ async def test_a_job_that_slurm_starts_again_is_invited_again(
         else:
             await come(joins, keys, own, secret, monkeypatch, restart=restart)
     assert joins.joined("7")["node1"].agent_key == lives[1].public.decode()
-
-
-async def test_who_joins_is_noted_before_it_hears_of_it_and_until_it_is_forgotten(
-    keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the next start of a killed script knows of it."""
-    folder = RunFolder(tmp_path)
-    assert read_joined(folder) == []
-    joins = JoinServer(keys, LOOPBACK, folder, partial(note_joined, folder))
-    try:
-        secret, own = secret_of(joins, 2), KeyPair.create()
-        for node in ("node1", "node2"):
-            await come(joins, keys, own, secret, monkeypatch, node=node)
-        noted = read_joined(folder)
-        assert [agent.node for agent in noted] == ["node1", "node2"]
-        assert secret not in folder.joined_path.read_text()
-        joins.forget(noted[0])
-        assert read_joined(folder) == noted[1:]
-    finally:
-        joins.close()
-    folder.joined_path.write_text("[{")
-    with pytest.raises(RunFolderError, match=r"\.joined cannot be read.*delete it"):
-        read_joined(folder)
 
 
 async def test_nobody_else_gets_anything_from_where_agents_join(

@@ -159,13 +159,3 @@ def invitations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(JoinServer, "invite", noted)
     return made
-
-
-@pytest.fixture
-def place(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """A folder that each host has for itself."""
-    for node in NODES:
-        cluster.on(node, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
-    yield tmp_path
-    for node in NODES:
-        cluster.on(node, "umount", str(tmp_path))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 6
+
+
+@pytest.fixture
+def place(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A folder that each host has for itself."""
+    for node in NODES:
+        cluster.on(node, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
+    yield tmp_path
+    for node in NODES:
+        cluster.on(node, "umount", str(tmp_path))
 
 
 class Example:
