@@ -11,7 +11,7 @@ from areal_sc.config.loader import config_text
 from areal_sc.config.machine import Machine
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import GRPOConfig, Resume
-from areal_sc.config.slurm_jobs import job_plans, memory_bytes
+from areal_sc.config.slurm_jobs import JobPlan, job_plans, memory_bytes, submissions
 from areal_sc.config.slurm_script import job_script
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.worker_plan import Plan, format_bytes
@@ -63,31 +63,38 @@ def _job_lines(config: GRPOConfig) -> Iterator[str]:
 
     Raises: ConfigError: a node has too little for its workers.
     """
-    scheduler, nodes = config.scheduler, []
+    scheduler, nodes = config.scheduler, list[PlannedNode]()
     run_dir, words = RunFolder(config.run_dir).path, commands.sbatch_words()
     if words:
         yield f"sbatch obeys the environment before the script: {words}"
-    for job in job_plans(scheduler.slurm):
-        script = job_script(scheduler, run_dir, job)
+    for jobs in submissions(job_plans(scheduler.slurm)):
+        script = job_script(scheduler, run_dir, jobs)
         yield script
-        reported = None
+        reported = dict[str, int | None]()
         try:
             commands.check_submission(script, {})
-            reported = commands.most_memory_bytes(job.request.partition)
-            times = f", {job.num_jobs} times" if job.num_jobs > 1 else ""
+            for partition in {job.request.partition for job in jobs}:
+                reported[partition] = commands.most_memory_bytes(partition)
+            times = f", {jobs[0].num_jobs} times" if jobs[0].num_jobs > 1 else ""
             yield f"SLURM would take this job{times}"
         except (ConfigError, SchedulerSilent) as error:
             yield f"this job would not be taken: {error}"
-        asked = memory_bytes(job.request.memory_per_node)
-        machine = Machine(asked or reported, (None,) * job.request.gpus_per_node)
-        for purpose, number in job.shares.items():
-            names = (f"node {purpose}/{index}" for index in range(number * job.num_jobs))
-            nodes += [PlannedNode(name, machine, purpose) for name in names]
+        for job in jobs:
+            nodes += _planned_nodes(job, reported.get(job.request.partition))
     if not scheduler.slurm.gang:  # more workers than at first come with nodes of their own
         config = replace(config, rollout=replace(config.rollout, autoscale=AutoscaleConfig()))
     for name, planned in plans(config, nodes).items():
         yield f"{name}:"
         yield from (f"  {line}" for line in planned.lines())
+
+
+def _planned_nodes(job: JobPlan, reported_bytes: int | None) -> Iterator[PlannedNode]:
+    """Those of a job. Args: reported_bytes: memory of a node, if the job does not ask for it."""
+    asked = memory_bytes(job.request.memory_per_node)
+    machine = Machine(asked or reported_bytes, (None,) * job.request.gpus_per_node)
+    for purpose, number in job.shares.items():
+        for index in range(number * job.num_jobs):
+            yield PlannedNode(f"node {purpose}/{index}", machine, purpose)
 
 
 def _shared_memory_lines(config: GRPOConfig, planned: Plan) -> Iterator[str]:

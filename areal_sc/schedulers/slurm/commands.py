@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from areal_sc.config.slurm_jobs import submitted_id
 from areal_sc.errors import ConfigError, SchedulerSilent
 
 COMMAND_TIMEOUT_S: Final = 60.0
@@ -34,8 +35,11 @@ HOPELESS_REASONS: Final = re.compile(
 
 _SILENT: Final = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were"
-    r"|Unexpected message received|Slurm backup controller in standby"
+    r"|Unexpected message received|[Cc]ontroller (is )?in standby mode"
+    r"|Communication (connection|shutdown) failure|Message (send|receive) failure"
 )
+_SUBMITTED: Final = re.compile(r"^([0-9]+)(?:;.*)?$", re.MULTILINE)
+"""What `sbatch --parsable` says; a site's wrapper may say more."""
 _LOOKS_S: Final = 120.0
 _LOOK_AGAIN_S: Final = 1.0
 _REGISTER_S: Final = 30.0
@@ -69,6 +73,7 @@ class _Silence:
 
 
 _silence: Final = _Silence()
+_UNKNOWN_JOB: Final = "Invalid job id"
 _FORGOTTEN: Final = "SLURM has forgotten it"
 
 
@@ -137,7 +142,8 @@ def run_command(
             input=text,
             env=environment(variables),
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a site's filter may speak another encoding
             timeout=COMMAND_TIMEOUT_S,
         )
     except OSError as error:
@@ -153,7 +159,7 @@ def run_command(
         raise SchedulerSilent(f"{words[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        if words[0] == "scancel" and "Invalid job id" in said:
+        if words[0] == "scancel" and _UNKNOWN_JOB in said:
             return ""  # it has just ended
         _silence.note(is_silent=bool(_SILENT.search(said)))
         if _silence.is_silent:
@@ -205,21 +211,26 @@ def submit(script: str, name: str, variables: Mapping[str, str]) -> str:
         variables: further environment of the job.
     Raises: ConfigError: SLURM refuses it. SchedulerSilent: slurmctld cannot be reached.
     """
-    words = ["sbatch", f"--job-name={name}", "--parsable"]
+    # SBATCH_EXPORT of the user, or of a site, would keep the invitation from the job
+    words = ["sbatch", "--export=ALL", f"--job-name={name}", "--parsable"]
     give_up_s = time.monotonic() + _LOOKS_S
     while True:
         try:
             told = run_command(words, text=script, variables=variables, advice=what_to_change)
-            return told.strip().partition(";")[0]
+            if ids := _SUBMITTED.findall(told):
+                return str(ids[-1])
+            raise SchedulerSilent(f"sbatch does not tell the job's id, but {told.strip()!r}")
         except SchedulerSilent as error:
             logger.warning("the submission of job %s may have failed: %s", name, error)
             found = found_job(name, give_up_s)
             if found:
                 return found
+            if time.monotonic() > give_up_s:
+                raise
 
 
 def found_job(name: str, give_up_s: float | None = None) -> str:
-    """The id of the job of that name; "": there is none.
+    """The id that the submission of that name has got; "": there is none.
 
     A slurmctld that answers again may still have the submission before it: so it is asked twice.
 
@@ -231,10 +242,10 @@ def found_job(name: str, give_up_s: float | None = None) -> str:
     num_looks = 0
     while True:
         try:
-            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%A"])
+            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%i"])
             num_looks += 1
             if listed.strip() or num_looks > 1:
-                return next(iter(listed.split()), "")
+                return submitted_id(next(iter(listed.split()), ""))
         except SchedulerSilent:
             num_looks = 0
             if time.monotonic() > give_up_s:
@@ -251,26 +262,36 @@ def named_jobs(names: Sequence[str]) -> dict[str, str]:
     return {job: state for job, state in listed if state not in ENDED_STATES}
 
 
-def look_at(jobs: Sequence[str]) -> dict[str, JobState]:
-    """The state of each job. Raises: SchedulerSilent: nothing is known now."""
+def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobState]:
+    """The state of each job.
+
+    Args:
+        is_patient: a silent slurmctld is asked again for a while.
+    Raises: SchedulerSilent: nothing is known now.
+    """
+    ask = run_patiently if is_patient else run_command
     states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
-    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%T|%r|%S|%N"]
+    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%i|%T|%r|%S|%N"]
     try:
-        told = run_command(words) if jobs else ""
+        told = ask(words) if jobs else ""
     except ConfigError as error:
-        if "Invalid job id" not in str(error):  # the only one ended long ago
+        if _UNKNOWN_JOB not in str(error):  # the only one ended long ago
             raise
         told = ""
     for line in told.splitlines():
-        job, state, reason, start, nodes = line.split("|", 4)
-        states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)
+        job, component, state, reason, start, nodes = line.split("|", 5)
+        found = JobState(state, frozenset(host_names(nodes)), reason, start)
+        states |= {job: found, component: found}
     return states
 
 
 def num_restarts(job: str) -> int:
-    """How often SLURM has put a job back to those that wait. Raises: SchedulerSilent."""
+    """How often SLURM has put a job back to those that wait, with all of its components.
+
+    Raises: SchedulerSilent.
+    """
     told = run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]).split()
-    return int(told[0]) if told and told[0].isdecimal() else 0
+    return max((int(count) for count in told if count.isdecimal()), default=0)
 
 
 def host_names(hosts: str) -> list[str]:
@@ -282,7 +303,12 @@ def host_names(hosts: str) -> list[str]:
 
 def steps_of(job: str, name: str) -> list[str]:
     """Ids of the job's running steps of that name. Raises: SchedulerSilent."""
-    listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
+    try:
+        listed = run_command(["squeue", "-h", "--steps", "-j", job, "-o", "%i|%j"])
+    except ConfigError as error:
+        if _UNKNOWN_JOB not in str(error):  # it ended long ago, and its steps with it
+            raise
+        return []
     lines = (line.strip().split("|", 1) for line in listed.splitlines() if "|" in line)
     return [step for step, its_name in lines if its_name == name]
 
@@ -297,7 +323,8 @@ def cancel(words: Sequence[str]) -> None:
 
 def what_to_change(script: str = "") -> str:
     """For whoever has asked for what there is not, by a job's script if it was one."""
-    asked = re.findall(r"^#SBATCH (--(?!output|chdir|ntasks|no-|requeue).*)$", script, re.MULTILINE)
+    kept = r"^#SBATCH (hetjob|--(?!output|chdir|ntasks|no-|requeue).*)$"
+    asked = re.findall(kept, script, re.MULTILINE)
     advice = "\nchange scheduler.slurm (--dry-run shows the script)"
     advice += f"; asked for: {' '.join(asked)}" if asked else ""
     try:

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Final
 
-from areal_sc.errors import RunFolderError, SchedulerSilent
+from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.log import setup_logging
 from areal_sc.process import name_process
 from areal_sc.run_folder import RunFolder
@@ -90,7 +90,7 @@ def watch(folder: RunFolder, term: int, orphan_timeout_s: float) -> None:
     for _ in range(_TRIES):
         try:
             return _cancel(folder, term)
-        except (SchedulerSilent, RunFolderError, OSError) as error:
+        except (ArealError, OSError) as error:
             logger.warning("jobs are not cancelled yet: %s", error)
         time.sleep(_PAUSE_S)
 

@@ -19,7 +19,8 @@ class Job:
 
     Attributes:
         job_id: SLURM's.
-        name: of the job, or of the steps in it, that are the run's.
+        name: of the job, or of the steps in it, that are the run's; all components of a
+            heterogeneous job have the same.
         plan: what was asked for.
         is_own: it was submitted for the run, and ends with it.
         is_taken: a node of the run is of it, or is to be.
@@ -29,7 +30,7 @@ class Job:
         step: the first one, in a job that is not the run's own.
         runs_since_s: `time.monotonic()` at which it was first seen running; 0: as far as is known,
             it waits.
-        told: what SLURM has said of it last.
+        told: what SLURM has said of it last; the expected start changes at any look.
     """
 
     job_id: str
@@ -44,6 +45,11 @@ class Job:
     runs_since_s: float = 0.0
     told: str = "nothing is known of it yet"
 
+    @property
+    def invitation(self) -> str:
+        """Name of that to its agents."""
+        return self.plan.job_id(self.name)
+
     def check_waits(self, state: JobState) -> None:
         """Logs why it waits, when that has changed.
 
@@ -55,8 +61,11 @@ class Job:
             )
         text = state.state
         if state.state == "PENDING" and state.reason not in ("", "None"):
-            text += f", reason {state.reason}, expected start {state.start}"
-            if text != self.told:
-                what = (self.job_id, self.plan.kind, text)
+            text += f", reason {state.reason}, expected start "
+            if not self.told.startswith(text) or self.told.endswith("N/A") != (
+                state.start == "N/A"
+            ):
+                what = (self.job_id, self.plan.kind, text + state.start)
                 logger.warning("job=%s kind=%s waits for its nodes: %s", *what)
+            text += state.start
         self.told = text

@@ -30,8 +30,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from ipaddress import ip_address
-from socket import getaddrinfo
 from typing import Final
 
 from msgspec import json
@@ -161,12 +159,8 @@ class SlurmScheduler(OpenRun):
             return Interface.of(self.config.transport.bind, host)
         hosts = os.environ.get("SLURM_JOB_NODELIST", "")
         partitions = {plan.request.partition for plan in job_plans(self.config.slurm)}
-        for address in commands.node_addresses(partitions, hosts):
-            host = str(getaddrinfo(address, None)[0][4][0])
-            interface = Interface.of(self.config.transport.bind, host)
-            if not ip_address(interface.host).is_loopback:
-                break
-        return interface
+        addresses = commands.node_addresses(partitions, hosts)
+        return Interface.towards(self.config.transport.bind, addresses)
 
     def _variables(self) -> dict[str, str]:
         """The arguments of agents, of which none is secret."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,6 +63,30 @@ class Interface:
                 f"{_HOW_TO} (ports are chosen by the system); its interfaces: {_own_interfaces()}"
             ) from error
         return cls(host, host)
+
+    @classmethod
+    def towards(cls, bind: str, hosts: Iterable[str]) -> Interface:
+        """As `of`, by the first machine to which there is a way; one that is this one comes last.
+
+        Args:
+            hosts: names or IP addresses of machines, of which one is enough.
+        Raises: ConfigError: there is a way to none.
+        """
+        own, failure = None, ConfigError(f"transport.bind={bind}: no machine is named")
+        for host in hosts:
+            try:
+                found = cls.of(bind, str(socket.getaddrinfo(host, None)[0][4][0]))
+            except ConfigError as error:
+                failure = error
+            except OSError as error:
+                failure = ConfigError(f"the host {host} has no address: {error.strerror}")
+            else:
+                if not ipaddress.ip_address(found.host).is_loopback:
+                    return found
+                own = found
+        if own is None:
+            raise failure
+        return own
 
     @property
     def bind(self) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_sc.schedulers.joining import JoinServer
+
 SCRIPT = Path(__file__).parents[2] / "slurm_cluster" / "hosts.sh"
 NODES = ("node1", "node2", "node3")
 
@@ -142,3 +144,18 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clus
         _cluster.wait_until_idle()
         _cluster.clear()
     assert not jobs
+
+
+@pytest.fixture
+def invitations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The secrets of all that there are."""
+    made: list[str] = []
+    invite = JoinServer.invite
+
+    def noted(*arguments: int) -> str:
+        words = invite(*arguments)
+        made.append(words.split()[1])
+        return words
+
+    monkeypatch.setattr(JoinServer, "invite", noted)
+    return made

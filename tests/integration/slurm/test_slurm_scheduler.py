@@ -18,7 +18,6 @@ from integration.slurm.conftest import NODES, Cluster
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
 from areal_sc.errors import ConfigError, WorkerStartError
-from areal_sc.schedulers.joining import JoinServer
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
@@ -71,24 +70,9 @@ async def is_served(scheduler: SlurmScheduler, facts: NodeFacts) -> bool:
     return True
 
 
-@pytest.fixture
-def invitations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The secrets of all that there are."""
-    made: list[str] = []
-    invite = JoinServer.invite
-
-    def noted(*arguments: int) -> str:
-        words = invite(*arguments)
-        made.append(words.split()[1])
-        return words
-
-    monkeypatch.setattr(JoinServer, "invite", noted)
-    return made
-
-
-def shown_of(cluster: Cluster, run_dir: Path, node: str) -> str:
-    """All that others can see of the run's only job."""
-    [job] = cluster.jobs()
+def shown_of(cluster: Cluster, run_dir: Path, node: str, job: str = "") -> str:
+    """All that others can see of a job of the run, or of its only one."""
+    [job] = [job] if job else cluster.jobs()
     look = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; true"
     processes = cluster.on(node, "sh", "-c", look)
     assert "areal_sc.workers.agent" in processes
@@ -230,7 +214,6 @@ PROGRAM = """
 import asyncio, sys
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SlurmConfig
-from areal_sc.schedulers.joining import JoinServer
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 scheduler = SlurmScheduler(SchedulerConfig(run_dir=sys.argv[1], slurm=SlurmConfig(nodes=3)))
 print(*[node.name for node in asyncio.run(scheduler.nodes())], flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -11,12 +12,12 @@ import pytest
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import job_plans
-from areal_sc.config.slurm_script import COMES_BACK, job_script, step_lines
-from areal_sc.config.slurm_settings import SlurmConfig
+from areal_sc.config.slurm_script import COMES_BACK, JOIN_SECRET, job_script, step_lines
+from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig, TrainNodes
 
 
 def test_what_is_not_set_is_left_to_the_cluster() -> None:
-    script = job_script(SchedulerConfig(run_dir="/r"), Path("/r"), *job_plans(SlurmConfig()))
+    script = job_script(SchedulerConfig(run_dir="/r"), Path("/r"), job_plans(SlurmConfig()))
     flags = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
     assert flags == [
         *("--nodes=1", "--ntasks-per-node=1", "--output=/dev/null", "--chdir=/"),
@@ -39,7 +40,7 @@ def test_all_settings_are_in_the_script_and_bash_reads_it() -> None:
         setup=["module load cuda"],
     )
     script = job_script(
-        SchedulerConfig(run_dir="/r", slurm=slurm), Path("/a folder"), *job_plans(slurm)
+        SchedulerConfig(run_dir="/r", slurm=slurm), Path("/a folder"), job_plans(slurm)
     )
     flags = {line for line in script.splitlines() if line.startswith("#SBATCH")}
     assert flags > {
@@ -51,10 +52,53 @@ def test_all_settings_are_in_the_script_and_bash_reads_it() -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_components_of_a_heterogeneous_job_are_one_script(tmp_path: Path) -> None:
+    """Each agent is told the id of its own component, and gets an invitation to that."""
+    train, rollout = TrainNodes(nodes=1, gpus_per_node=4), RolloutNodes(nodes=2, partition="cheap")
+    slurm = SlurmConfig(heterogeneous=True, train=train, rollout=rollout)
+    config = SchedulerConfig(run_dir=str(tmp_path), slurm=slurm, node_folder=str(tmp_path))
+    script = job_script(config, tmp_path, job_plans(slurm))
+    first, second = script.split("#SBATCH hetjob\n")
+    assert "#SBATCH --gpus-per-node=4\n" in first
+    assert "--partition" not in first
+    assert "#SBATCH --partition=cheap\n" in second
+    assert "--gpus-per-node" not in second
+    assert script.count("#SBATCH --nodes=") == script.count("#SBATCH --no-requeue\n") == 2
+    assert "--no-kill" not in script
+    stand_ins = {
+        "scontrol": 'shift 2; echo "$@"',
+        "srun": f'echo "$(cat) $*" >>{tmp_path}/agents',
+    }
+    for name, does in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "a",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "a b",
+        "SLURM_SUBMIT_DIR": "/",
+        JOIN_SECRET: "key one\nkey two",
+    }
+    (tmp_path / "script").write_text(script)
+    subprocess.run(["bash", str(tmp_path / "script")], check=True, env=variables)
+    agents = sorted((tmp_path / "agents").read_text().splitlines())
+    told = [
+        re.findall(r"^(key \w+) .*--het-group=(\d) .*nodelist=(\w) .*ID\+(\d);", it)
+        for it in agents
+    ]
+    assert told == [
+        [("key one", "0", "a", "0")],
+        [("key two", "1", "a", "1")],
+        [("key two", "1", "b", "1")],
+    ]
+
+
 def test_agents_of_nodes_that_are_replaced_do_not_ask_the_run_to_end() -> None:
     slurm = SlurmConfig(gang=False)
     config = SchedulerConfig(run_dir="/r", slurm=slurm)
-    train, rollout = (job_script(config, Path("/r"), plan) for plan in job_plans(slurm))
+    train, rollout = (job_script(config, Path("/r"), [plan]) for plan in job_plans(slurm))
     assert f"export {COMES_BACK}=1" in rollout
     assert COMES_BACK not in train
 
@@ -68,7 +112,7 @@ def test_a_job_has_its_log_in_the_run_folder_or_else_on_its_node(
         (run_dir / "logs").mkdir(parents=True)
     slurm = SlurmConfig(setup=["echo set up in $PWD; exit"])
     config = SchedulerConfig(run_dir=str(run_dir), slurm=slurm, node_folder=str(node_folder))
-    script = job_script(config, run_dir, *job_plans(slurm))
+    script = job_script(config, run_dir, job_plans(slurm))
     variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path / "not there")}
     subprocess.run(["bash", "-c", script], input="\n", text=True, check=True, env=variables)
     [log] = tmp_path.rglob("slurm-7.log")
@@ -81,7 +125,7 @@ def test_a_job_has_its_log_in_the_run_folder_or_else_on_its_node(
 def test_the_arguments_of_agents_come_from_the_environment() -> None:
     [plan] = job_plans(SlurmConfig())
     config = SchedulerConfig(run_dir="/r")
-    lines = step_lines(config, Path("/r"), plan, ["node1"], before="true; ")
+    lines = step_lines(config, Path("/r"), plan, ["node1"], [], before="true; ")
     shown = "\n".join(lines).replace("exec srun", "echo").replace("exec /", "echo /")
     variables = {f"AREAL_SC_AGENT_{i}": word for i, word in enumerate(["id", '{"a": "b c"}', "x"])}
     done = subprocess.run(
@@ -89,6 +133,22 @@ def test_the_arguments_of_agents_come_from_the_environment() -> None:
     )
     assert '"$AREAL_SC_AGENT_1"' in done.stdout, "the shell of the node expands it"
     assert "b c" not in done.stdout
+
+
+@pytest.mark.parametrize("nodes", [["a;touch x"], ["a;touch x", "$(touch x)"]])
+def test_names_of_nodes_which_agents_have_told_are_no_commands(
+    tmp_path: Path, nodes: list[str]
+) -> None:
+    [plan] = job_plans(SlurmConfig())
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$*" >>agents\n')
+    (tmp_path / "srun").chmod(0o755)
+    lines = step_lines(SchedulerConfig(run_dir="/r"), Path("/r"), plan, nodes, [])
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["bash", "-c", "\n".join(lines)]
+    subprocess.run(words, input=b"key\n", check=True, cwd=tmp_path, env=path)
+    assert sorted(os.listdir(tmp_path)) == ["agents", "srun"]
+    told = (tmp_path / "agents").read_text()
+    assert all(f"--nodelist={node} bash" in told for node in nodes)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +162,7 @@ def test_a_container_is_around_the_agent_and_not_around_slurms_commands(
     container: list[str], command: str
 ) -> None:
     slurm = SlurmConfig(container=container, python="python3", requeue=True)
-    script = job_script(SchedulerConfig(run_dir="/r", slurm=slurm), Path("/r"), *job_plans(slurm))
+    script = job_script(SchedulerConfig(run_dir="/r", slurm=slurm), Path("/r"), job_plans(slurm))
     assert "#SBATCH --requeue\n" in script
     [line] = [line.strip() for line in script.splitlines() if line.startswith("  srun ")]
     words = shlex.split(line)

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_jobs import job_plans
-from areal_sc.config.slurm_settings import SlurmConfig
+from areal_sc.config.slurm_jobs import JobPlan, job_plans
+from areal_sc.config.slurm_script import JOIN_SECRET
+from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
 from areal_sc.errors import ConfigError
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, jobs
 from areal_sc.schedulers.slurm.commands import JobState
+from areal_sc.schedulers.slurm.job import Job
 from areal_sc.schedulers.slurm.jobs import Jobs
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
 
@@ -67,3 +69,67 @@ def test_one_that_slurm_does_not_take_again_can_be_ended(
     with pytest.raises(ConfigError):
         lost.check_start(job, 0)
     lost.end_one(job, 0.0, are_told=False)
+
+
+def test_components_that_are_lost_are_submitted_again_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = SlurmConfig(heterogeneous=True, rollout=RolloutNodes(nodes=1, constraint="other"))
+    plans = job_plans(slurm)
+    records = [JobRecord("one", it, is_own=True, job_id=it.job_id("17")) for it in plans]
+    joins: Any = SimpleNamespace(invite=lambda name, *_: f"secret of {name}")
+    steps: Any = None
+    folder, known = RunFolder(tmp_path), RunJobs("run", "", records)
+    lost = Jobs(SchedulerConfig(run_dir="r", slurm=slurm), folder, known, {}, steps, joins)
+    submitted: list[str] = []
+
+    def submit(script: str, name: str, variables: Mapping[str, str]) -> str:
+        submitted.append(script)
+        assert variables[JOIN_SECRET] == "secret of one+0\nsecret of one+1"
+        return "18"
+
+    monkeypatch.setattr(commands, "look_at", lambda ids: dict.fromkeys(ids, FORGOTTEN))
+    monkeypatch.setattr(commands, "found_job", lambda _: "")
+    monkeypatch.setattr(commands, "submit", submit)
+    components = [lost.of(record.job_id) for record in records]
+    lost.check_start(components[0], 0)
+    lost.check_start(components[1], 0)
+    assert [job.job_id for job in components] == ["18+0", "18+1"]
+    [script] = submitted
+    assert "#SBATCH hetjob" in script
+    noted = JobsFile.read(folder)
+    assert noted is not None
+    assert [job.job_id for job in noted.jobs] == ["18+0", "18+1"]
+
+
+def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slurm = SlurmConfig(heterogeneous=True, rollout=RolloutNodes(nodes=1, constraint="other"))
+    started: list[JobPlan] = []
+    steps: Any = SimpleNamespace(start=lambda job, name, plan, *_, **__: started.append(plan))
+    joins: Any = None
+    known = RunJobs("run", "")
+    config = SchedulerConfig(run_dir="r", slurm=slurm)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr(commands, "host_names", lambda _: ["node1", "node2"])
+    [job] = Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
+    assert (job.job_id, job.plan.num_nodes, started[0].component) == ("5", 2, None)
+    assert "heterogeneous has no effect in job 5, whose nodes are used" in caplog.text
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs in the heterogeneous job 5, whose nodes are not"):
+        Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
+
+
+def test_why_a_job_waits_is_logged_once_and_not_when_its_expected_start_moves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    [plan] = job_plans(SlurmConfig(nodes=1))
+    job = Job("17", "one", plan, is_own=True)
+    looks = [("Priority", "N/A"), ("Priority", "10:00"), ("Priority", "11:00"), ("Held", "N/A")]
+    for reason, start in [looks[0], *looks, looks[-1]]:
+        job.check_waits(JobState("PENDING", reason=reason, start=start))
+        assert f"{reason}, expected start {start}" in job.told
+    said = [record.getMessage().partition("reason ")[2] for record in caplog.records]
+    expected = ["Priority, expected start N/A", "Priority, expected start 10:00"]
+    assert said == [*expected, "Held, expected start N/A"]

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from areal_sc.config.slurm_jobs import job_plans
+from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
-from areal_sc.schedulers.slurm import commands
+from areal_sc.schedulers.slurm import commands, taken_jobs
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState
+from areal_sc.schedulers.slurm.jobs_file import JobRecord
 
 SILENT = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
 
@@ -43,6 +46,43 @@ def test_a_submission_that_was_not_accepted_is_repeated(bin_folder: Path) -> Non
     stand_in(bin_folder, "squeue", "true")
     assert commands.submit("#!/bin/sh\n", "areal_sc-1", {}) == "18"
     assert len(calls.read_text().splitlines()) == 2
+
+
+def test_a_submission_that_never_gets_an_answer_is_given_up(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = bin_folder / "sbatch.calls"
+    stand_in(bin_folder, "sbatch", f'[ "$(wc -l <{calls})" -gt 2 ] && echo 17 || {{ {SILENT}; }}')
+    stand_in(bin_folder, "squeue", "true")
+    monkeypatch.setattr(commands, "_LOOKS_S", 0.0)
+    with pytest.raises(SchedulerSilent, match="sbatch: Socket timed out"):
+        commands.submit("#!/bin/sh\n", "areal_sc-1", {})
+
+
+@pytest.mark.parametrize("said", ["welcome to the site\\n17\\n", "17;cluster\\n", "welcome\\n"])
+def test_the_id_is_known_whatever_else_a_sites_wrapper_says(bin_folder: Path, said: str) -> None:
+    calls = stand_in(bin_folder, "sbatch", f"printf '{said}'")
+    stand_in(bin_folder, "squeue", "echo 17")
+    assert commands.submit("#!/bin/sh\n", "areal_sc-1", {}) == "17"
+    [call] = calls.read_text().splitlines()
+    assert "--export=ALL" in call.split(), "whatever SBATCH_EXPORT says"
+
+
+def test_words_in_another_encoding_are_shown_as_far_as_they_can_be_read(bin_folder: Path) -> None:
+    stand_in(bin_folder, "sbatch", r"printf 'Konto \374berzogen' >&2; exit 1")
+    with pytest.raises(ConfigError, match="Konto \N{REPLACEMENT CHARACTER}berzogen"):
+        commands.submit("#!/bin/sh\n", "areal_sc-1", {})
+
+
+def test_a_script_that_begins_waits_for_slurmctld(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_LOOK_AGAIN_S", 0.01)
+    once = f"[ -e {bin_folder}/asked ] && echo '17|17|PENDING|None|N/A|'"
+    stand_in(bin_folder, "squeue", f"{once} || {{ touch {bin_folder}/asked; {SILENT}; }}")
+    [plan] = job_plans(SlurmConfig())
+    waits = JobRecord("one", plan, is_own=True, job_id="17")
+    assert taken_jobs._not_ended([waits], has_agents=False) == [waits]
 
 
 def test_no_answer_is_neither_an_end_nor_a_refusal(bin_folder: Path) -> None:
@@ -94,10 +134,11 @@ def test_a_job_that_is_forgotten_has_ended(bin_folder: Path) -> None:
         bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; false"
     )
     assert commands.look_at(["17"])["17"].has_ended
+    assert commands.steps_of("17", "one") == []
 
 
 def test_a_look_tells_state_nodes_and_reason(bin_folder: Path) -> None:
-    stand_in(bin_folder, "squeue", "echo '17|RUNNING|None|2026-01-02T03:04:05|node3'")
+    stand_in(bin_folder, "squeue", "echo '17|17|RUNNING|None|2026-01-02T03:04:05|node3'")
     expected = JobState("RUNNING", frozenset(["node3"]), "None", "2026-01-02T03:04:05")
     assert commands.look_at(["16", "17"])["17"] == expected
     assert not expected.has_ended
@@ -112,6 +153,18 @@ def test_what_a_surrounding_job_says_is_not_handed_on(monkeypatch: pytest.Monkey
     assert (found["SLURM_CONF"], found["SBATCH_ACCOUNT"], found["MORE"]) == (
         *("/etc/slurm.conf", "mine", "1"),
     )
+
+
+def test_components_of_a_job_are_told_apart_and_found_by_the_id_of_all(bin_folder: Path) -> None:
+    lines = "18|17+1|PENDING|Priority|N/A|\\n17|17+0|PENDING|Resources|N/A|\\n"
+    stand_in(bin_folder, "squeue", f"printf '{lines}'")
+    states = commands.look_at(["17+0", "17+1"])
+    assert [states[it].reason for it in ("17+0", "17+1")] == ["Resources", "Priority"]
+    assert commands.look_at(["17"])["17"].reason == "Resources", "the job around a script, say"
+    stand_in(bin_folder, "squeue", "echo 17+1; echo 17+0")
+    assert commands.found_job("areal_sc-1") == "17"
+    stand_in(bin_folder, "squeue", "echo 0; echo 1")  # one is not put back yet
+    assert commands.num_restarts("17+0") == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig
-from areal_sc.errors import RunFolderError, SchedulerSilent
+from areal_sc.errors import ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, guard
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
@@ -47,7 +47,7 @@ def test_jobs_are_cancelled_although_the_folder_or_slurm_did_not_answer_for_a_wh
     monkeypatch: pytest.MonkeyPatch, folder: RunFolder, cancelled: list[str]
 ) -> None:
     answers = iter([RunFolderError("stale"), OSError("stale")])
-    named = iter([SchedulerSilent("busy")])
+    named = iter([SchedulerSilent("busy"), ConfigError("SLURM_CONF cannot be read")])
 
     def is_newest() -> bool:
         if (failure := next(answers, None)) is not None:

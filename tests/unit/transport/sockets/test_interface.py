@@ -147,3 +147,27 @@ async def test_loopback_is_closed_to_the_network() -> None:
             socket.create_connection(("127.0.0.2", port), 10.0)
     finally:
         await server.close()
+
+
+def test_the_way_to_one_of_several_machines_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node may not know the names of all nodes, or lack a protocol that some speak."""
+    addresses = {"v6": "fd77:ffff::1", "here": "127.0.0.1", "far": "192.0.2.7"}
+    ways = {"127.0.0.1": "127.0.0.1", "192.0.2.7": "127.0.0.2"}
+
+    def look_up(host: str, port: None) -> list[tuple[object, ...]]:
+        if host not in addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 0, 0, "", (addresses[host], 0))]
+
+    def own_address(host: str) -> str:
+        if host not in ways:
+            raise ConfigError(f"finds no way to {host}")
+        return ways[host]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(f"{Interface.__module__}.own_address_towards", own_address)
+    assert Interface.towards("auto", ["unknown", "v6", "here"]).host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="the host unknown has no address: Name or service"):
+        Interface.towards("auto", ["v6", "unknown"])
+    with pytest.raises(ConfigError, match="finds no way to fd77:ffff::1"):
+        Interface.towards("auto", ["unknown", "v6"])
