@@ -104,6 +104,15 @@ class WithoutMemory(TorchDispatchMode):
         return found
 
 
+def fail_to_read() -> None:
+    """Lets Megatron-core's ranks raise an error without words when they read the model."""
+
+    def read(_: ActorConfig) -> None:
+        raise MemoryError
+
+    importlib.import_module("areal_sc.engines.megatron.engine").read_causal_lm = read  # type: ignore[attr-defined]
+
+
 def swap_gate_and_up() -> None:
     """Makes Megatron-core's ranks put these weights where the others belong."""
     state: Any = importlib.import_module("areal_sc.engines.megatron.state").MegatronState
@@ -114,15 +123,6 @@ def swap_gate_and_up() -> None:
         write(self, kind, re.sub("|".join(names), lambda found: names[found[0]], name), values)
 
     state.write = write_swapped
-
-
-def fail_to_read() -> None:
-    """Lets Megatron-core's ranks raise an error without words when they read the model."""
-
-    def read(_: ActorConfig) -> None:
-        raise MemoryError
-
-    importlib.import_module("areal_sc.engines.megatron.engine").read_causal_lm = read  # type: ignore[attr-defined]
 
 
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:
@@ -153,12 +153,12 @@ def run_rank(
     name: str, scenario: dict[str, Any], folder: Path, rank: int, world_size: int, address: str
 ) -> None:
     torch.set_num_threads(1)
+    if scenario.get("fails_to_read"):
+        fail_to_read()
     is_weighed = scenario.get("weighed", False)
     config = actor_config(scenario)
     if scenario.get("swaps_gate_and_up"):
         swap_gate_and_up()
-    if scenario.get("fails_to_read"):
-        fail_to_read()
     engine = WeighedEngine(config) if is_weighed else make_actor(config).build()
     if address == "" and rank == 0:
         address = engine.create_rendezvous()
