@@ -2,7 +2,7 @@
 
     python benchmarks/output_layer.py [--quick] [--json FILE] [--engine sglang]
 
-A model of Qwen2's architecture learns sequences in which a token mostly tells the next one. Its
+A model of Qwen2's architecture learns sequences in which a token mostly tells a later one. Its
 folder is read by the trainer in bfloat16, and by generation in bfloat16 with and without
 `rollout.float32_output_layer`. Of the tokens that are sampled, at temperature 1, the two have the
 log-probabilities t and g: the KL divergence of generation from the trainer is the mean of
@@ -46,7 +46,10 @@ from areal_sc.transport.packed_rows import PackedRows
 ROW_TOKENS = 128
 PROMPT_TOKENS = 8
 CERTAINTY = 0.8
-"""How often a token is the one that the token before it tells."""
+"""How often a token is the one that an earlier token tells."""
+
+LAG = 3
+"""Which one: so many places before it, so that attention, whose results are rounded, finds it."""
 
 
 class Sequences:
@@ -64,8 +67,8 @@ class Sequences:
             self._shares, num_rows * ROW_TOKENS, True, generator=self._generator
         ).view(shape)
         is_told = torch.rand(shape, generator=self._generator) < CERTAINTY
-        for place in range(1, ROW_TOKENS):
-            told = self._next[drawn[:, place - 1]]
+        for place in range(LAG, ROW_TOKENS):
+            told = self._next[drawn[:, place - LAG]]
             drawn[:, place] = torch.where(is_told[:, place], told, drawn[:, place])
         return drawn
 
