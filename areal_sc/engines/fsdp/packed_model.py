@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -226,7 +226,9 @@ class PackedModel(nn.Module):
 
 
 @torch.no_grad()
-def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
+def probe_abilities(
+    model: PackedModel, longest_input: int, fill: Callable[[Any], None] = lambda causal_lm: None
+) -> ModelAbilities:
     """Compares the fast paths with the model's own forward of one row at a time.
 
     The rows are longer than the model's windows, chunks and the like: these are made small.
@@ -234,10 +236,12 @@ def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
     Args:
         model: whole (not sharded), in float32; its `abilities` are left as they were.
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
+        fill: gives a copy of the model that is tried in its place the values that it lacks.
     Raises: ModelError: not even a padded batch gives what single rows give.
     """
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:
+        fill(causal_lm)
         model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens)
     vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
     rows = probe_rows(vocabulary, model.device)
