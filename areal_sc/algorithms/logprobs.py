@@ -137,18 +137,19 @@ class _Float32Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         return (
-            _product(grad, weight).to(hidden.dtype),
-            _product(grad.t(), hidden).to(weight.dtype),
+            gradient_product(grad, weight).to(hidden.dtype),
+            gradient_product(grad.t(), hidden).to(weight.dtype),
             None if bias is None else grad.sum(0).to(bias.dtype),
         )
 
 
-def _logits(
+def scaled_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     temperatures: torch.Tensor | None,
 ) -> torch.Tensor:
+    """As `output_logits`, each token's divided by its temperature."""
     logits = output_logits(hidden, weight, bias)
     return logits if temperatures is None else logits.div_(temperatures[:, None])
 
@@ -178,7 +179,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         exponentials = None
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
+            logits = scaled_logits(hidden[part], weight, bias, part_of(temperatures, part))
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
             if vocabulary is not None:
@@ -223,7 +224,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             if kept is None:
-                logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
+                logits = scaled_logits(hidden[part], weight, bias, part_of(temperatures, part))
                 probabilities = logits.sub_(normalizer[part, None]).exp_()
             else:
                 probabilities = kept
@@ -236,9 +237,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 scale = scale.masked_fill(is_foreign[part, None], 0)
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
             if grad_hidden is not None:
-                grad_hidden[part] = _product(grad_logits, weight)
+                grad_hidden[part] = gradient_product(grad_logits, weight)
             if grad_weight is not None:
-                grad_weight += _product(grad_logits.t(), hidden[part])
+                grad_weight += gradient_product(grad_logits.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         if grad_hidden is not None and ctx.vocabulary is not None:
@@ -250,11 +251,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _part(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """Where there are values."""
     return None if values is None else values[part]
 
 
-def _product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def gradient_product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Gradient times weight or hidden; on CUDA bfloat16 goes through the tensor cores."""
     if other.is_cuda and other.dtype == torch.bfloat16:
         return torch.mm(grad_logits.bfloat16(), other, out_dtype=torch.float32)

@@ -27,6 +27,7 @@ from areal_sc.engines.fsdp.packed_model import (
     probe_abilities,
     probe_hidden,
 )
+from areal_sc.engines.fsdp.spread_vocabulary import spread_vocabulary
 from areal_sc.engines.fsdp.streamed_layers import stream_layers
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
@@ -181,7 +182,8 @@ def _spread(
 ) -> None:
     """Leaves each rank its part, without values.
 
-    Each decoder layer is a unit of FSDP, the rest is the root's.
+    Each decoder layer is a unit of FSDP, the rest is the root's, which is whole on every rank while
+    it computes, with its gradients. Where that is possible, embeddings and output layer are not.
     """
     world, causal_lm = groups.world, model.causal_lm
     buffers = dict(causal_lm.named_buffers(remove_duplicate=False))
@@ -199,9 +201,20 @@ def _spread(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
+        own_rows = set[nn.Parameter]()
+        if model.abilities.has_linear_head:
+            own_rows, model.head_rows = spread_vocabulary(
+                causal_lm, groups.rows, compute_dtype(config)
+            )
         # Temperatures, the only fractions among its arguments, are not rounded.
         policy = replace(policy, cast_forward_inputs=False)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            model,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=False,
+            ignored_params=own_rows,
+        )
     _take_memory(model, world.device)
     for name, values in buffers.items():
         causal_lm.get_buffer(name).copy_(values)
