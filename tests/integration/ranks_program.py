@@ -29,7 +29,7 @@ from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.training.micro_batches import MicroBatch
 from areal_sc.engines.training.rank_engine import RankEngine
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, ModelError
 from areal_sc.transport.packed_rows import PackedRows
 
 RANK_TIMEOUT_S = 120.0
@@ -135,7 +135,20 @@ def spoil_exchange() -> None:
     module._exchange = lambda parts, group: exchange(parts, group).flip(0)
 
 
-SPOILT = {"last layer": spoil_last_layer, "exchange": spoil_exchange}
+def lose_files_later() -> None:
+    """Rank 0 has read the files, and cannot read them again."""
+    weights: Any = importlib.import_module("areal_sc.engines.training.stored_weights").StoredWeights
+    read, name = weights.read, "model.layers.1.mlp.up_proj.weight"
+
+    def read_before(self: Any, names: list[str]) -> Any:
+        if names == [name]:  # alone: when the ranks are filled
+            raise ModelError(f"{name} is gone")
+        return read(self, names)
+
+    weights.read = read_before
+
+
+SPOILT = {"files": lose_files_later, "last layer": spoil_last_layer, "exchange": spoil_exchange}
 
 
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:

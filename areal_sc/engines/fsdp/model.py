@@ -215,12 +215,12 @@ def _spread(
             reshard_after_forward=False,
             ignored_params=own_rows,
         )
-    _take_memory(model, world.device)
+    take_memory(model, world.device)
     for name, values in buffers.items():
         causal_lm.get_buffer(name).copy_(values)
 
 
-def _take_memory(model: PackedModel, device: torch.device) -> None:
+def take_memory(model: PackedModel, device: torch.device) -> None:
     """Memory for parameters and buffers, whose values are lost; tied parameters stay tied."""
     causal_lm, names_of = model.causal_lm, dict[int, list[str]]()
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from unit.engines.families import SIZES, build
 
-from areal_sc.engines.fsdp.model import decoder_layers
+from areal_sc.engines.fsdp.model import decoder_layers, take_memory
 from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
 from areal_sc.engines.fsdp.streamed_layers import stream_layers
 from areal_sc.engines.training.causal_lm import build_without_parameters
@@ -87,3 +87,11 @@ def test_the_probe_finds_the_same_without_the_whole_model(family: str, tmp_path:
     fill(streamed.causal_lm)
     assert probe_abilities(streamed, 64, fill) == probe_abilities(whole, 64)
     assert most == 1  # before the next one is read
+
+
+def test_memory_for_an_unfilled_model_leaves_tied_parameters_tied(tmp_path: Path) -> None:
+    config = hf.Qwen2Config(**SIZES, tie_word_embeddings=True)
+    unfilled = unfilled_copy(hf.AutoModelForCausalLM.from_config(config), tmp_path)
+    take_memory(PackedModel(unfilled, chunk_tokens=4), torch.device("cpu"))
+    assert unfilled.lm_head.weight is unfilled.model.embed_tokens.weight
+    assert {parameter.device.type for parameter in unfilled.parameters()} == {"cpu"}
