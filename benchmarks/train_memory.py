@@ -11,6 +11,7 @@ that needs most:
   counts them.
 - step: what the step takes beyond what is there before it, over the rank's share of the gradients
   and of one decoder layer's parameters.
+- gradients: the same without the two layers' parameters that FSDP has gathered at that time.
 - loading_first, loading_others: what loading takes at most, over the rank's share of the parameters
   and the two largest tensors; of rank 0, and of the others.
 """
@@ -136,9 +137,13 @@ def compared(config: ActorConfig, shape: Shape, found: list[Found]) -> report.Me
     share = sum(sizes.values()) / config.parallel.num_ranks
     layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
     loading = share + sum(sorted(sizes.values())[-2:])
+    step, allowed = max(rank.step for rank in found), share + layer / config.parallel.tensor
+    is_gathered = config.parallel.num_ranks > config.parallel.tensor
+    gathered = 2 * layer / config.parallel.tensor if is_gathered else 0
     metrics = {
         "dry_run": max(rank.held + rank.step for rank in found) / counted,
-        "step": max(rank.step for rank in found) / (share + layer / config.parallel.tensor),
+        "step": step / allowed,
+        "gradients": (step - gathered) / allowed,
         "loading_first": found[0].loading / loading,
     }
     if found[1:]:

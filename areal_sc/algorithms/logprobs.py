@@ -149,18 +149,19 @@ class _Float32Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         return (
-            _product(grad, weight).to(hidden.dtype),
-            _product(grad.t(), hidden).to(weight.dtype),
+            gradient_product(grad, weight).to(hidden.dtype),
+            gradient_product(grad.t(), hidden).to(weight.dtype),
             None if bias is None else grad.sum(0).to(bias.dtype),
         )
 
 
-def _logits(
+def scaled_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     temperatures: torch.Tensor | None,
 ) -> torch.Tensor:
+    """As `output_logits`, each token's divided by its temperature."""
     logits = output_logits(hidden, weight, bias)
     return logits if temperatures is None else logits.div_(temperatures[:, None])
 
@@ -190,7 +191,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         exponentials = None
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
+            logits = scaled_logits(hidden[part], weight, bias, part_of(temperatures, part))
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
             if vocabulary is not None:
@@ -237,7 +238,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             if kept is None:
-                logits = _logits(hidden[part], weight, bias, _part(temperatures, part))
+                logits = scaled_logits(hidden[part], weight, bias, part_of(temperatures, part))
                 probabilities = logits.sub_(normalizer[part, None]).exp_()
             else:
                 probabilities = kept
@@ -246,7 +247,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if temperatures is not None:
                 scale = scale / temperatures[part, None]
             if grad_entropy is not None:
-                of_entropy = _entropy_gradient(probabilities, entropy[part], grad_entropy[part])
+                of_entropy = entropy_gradient(probabilities, entropy[part], grad_entropy[part])
                 if temperatures is not None:
                     of_entropy.div_(temperatures[part, None])
             grad_logits = probabilities.mul_(-scale) if kept is None else probabilities * -scale
@@ -256,9 +257,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 scale = scale.masked_fill(is_foreign[part, None], 0)
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
             if grad_hidden is not None:
-                grad_hidden[part] = _product(grad_logits, weight)
+                grad_hidden[part] = gradient_product(grad_logits, weight)
             if grad_weight is not None:
-                grad_weight += _product(grad_logits.t(), hidden[part])
+                grad_weight += gradient_product(grad_logits.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         if grad_hidden is not None and ctx.vocabulary is not None:
@@ -270,7 +271,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _entropy_gradient(
+def entropy_gradient(
     probabilities: torch.Tensor, entropy: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
     """[N, V] d H / d logit_v = -p_v (log p_v + H), times `grad`. A p_v of 0 has none."""
@@ -278,11 +279,12 @@ def _entropy_gradient(
     return weighed.addcmul_(probabilities, entropy[:, None]).mul_(-grad[:, None])
 
 
-def _part(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """Where there are values."""
     return None if values is None else values[part]
 
 
-def _product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def gradient_product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Gradient times weight or hidden; on CUDA bfloat16 goes through the tensor cores."""
     if other.is_cuda and other.dtype == torch.bfloat16:
         return torch.mm(grad_logits.bfloat16(), other, out_dtype=torch.float32)

@@ -41,7 +41,10 @@ def with_small_limits(causal_lm: Any, attention: str, longest_input: int) -> Any
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{name}: rows beyond its limits cannot be tried: {error}") from error
     smaller.load_state_dict(causal_lm.state_dict(), assign=True)  # shared, not copied
-    return smaller.to(causal_lm.device).eval()  # buffers that are not stored, too
+    for module in smaller.modules():  # buffers that are not stored
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(causal_lm.device))
+    return smaller.eval()
 
 
 def _make_small(settings: dict[str, Any], longest_input: int) -> bool:

@@ -29,7 +29,7 @@ from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.training.micro_batches import MicroBatch
 from areal_sc.engines.training.rank_engine import RankEngine
-from areal_sc.errors import ArealError
+from areal_sc.errors import ArealError, ModelError
 from areal_sc.transport.packed_rows import PackedRows
 
 RANK_TIMEOUT_S = 120.0
@@ -125,6 +125,41 @@ def swap_gate_and_up() -> None:
     state.write = write_swapped
 
 
+def spoil_last_layer() -> None:
+    """Ranks get a weight of the last layer the wrong way round."""
+    module: Any = importlib.import_module("areal_sc.engines.fsdp.model")
+    receive = module.receive_part
+
+    def receive_spoilt(target: torch.Tensor, source: Any, name: str, *others: Any) -> None:
+        is_spoilt = source is not None and name.endswith("layers.1.mlp.down_proj.weight")
+        receive(target, source.flip(1) if is_spoilt else source, name, *others)
+
+    module.receive_part = receive_spoilt
+
+
+def spoil_exchange() -> None:
+    """Ranks of a sequence group put the tokens of the others in the wrong order."""
+    module: Any = importlib.import_module("areal_sc.engines.training.sequence_parallel")
+    exchange = module._exchange
+    module._exchange = lambda parts, group: exchange(parts, group).flip(0)
+
+
+def lose_files_later() -> None:
+    """Rank 0 has read the files, and cannot read them again."""
+    weights: Any = importlib.import_module("areal_sc.engines.training.stored_weights").StoredWeights
+    read, name = weights.read, "model.layers.1.mlp.up_proj.weight"
+
+    def read_before(self: Any, names: list[str]) -> Any:
+        if names == [name]:  # alone: when the ranks are filled
+            raise ModelError(f"{name} is gone")
+        return read(self, names)
+
+    weights.read = read_before
+
+
+SPOILT = {"files": lose_files_later, "last layer": spoil_last_layer, "exchange": spoil_exchange}
+
+
 def actor_config(scenario: dict[str, Any]) -> ActorConfig:
     return ActorConfig(
         engine=TrainEngineKind(scenario.get("engine", "fsdp")),
@@ -159,6 +194,8 @@ def run_rank(
     config = actor_config(scenario)
     if scenario.get("swaps_gate_and_up"):
         swap_gate_and_up()
+    if "spoilt" in scenario:
+        SPOILT[scenario["spoilt"]]()
     engine = WeighedEngine(config) if is_weighed else make_actor(config).build()
     if address == "" and rank == 0:
         address = engine.create_rendezvous()

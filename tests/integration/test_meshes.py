@@ -138,6 +138,9 @@ def results(folder: Path) -> Results:
     scenarios |= {
         "resumed_by_one": scenario(tied, "one", steps=[], **resumes(MESHES)),
         "bfloat16": scenario(tied, "dp2_tp2", dtype="bfloat16"),
+        "spoilt_layer": scenario(tied, "tp2", spoilt="last layer"),
+        "lost_files": scenario(tied, "tp2", spoilt="files"),
+        "spoilt_exchange": scenario(tied, "sp2", spoilt="exchange"),
         "too_few_heads": scenario(tied, "tp2", world_size=3, parallel={"tensor": 3}),
         "no_mesh": scenario(tied, "dp2", world_size=2, parallel={"sequence": 3}),
     }
@@ -260,11 +263,15 @@ def test_an_export_holds_the_weights_of_the_mesh(mesh: str, results: Results, fo
     ("name", "message"),
     [
         ("too_few_heads", r"ConfigError: actor.parallel.tensor: expected a divisor .* 4 .*, got 3"),
+        ("lost_files", r"ModelError: model\.layers\.1\.mlp\.up_proj\.weight is gone"),
+        ("spoilt_layer", r"ModelError: Qwen2ForCausalLM does not compute on tensor=2, .* on one"),
+        ("spoilt_exchange", r"ModelError: Qwen2ForCausalLM .* tensor=1, sequence=2 ranks what"),
         ("no_mesh", r"WorkerStartError: 2 ranks cannot be .*sequence=3 x .* a multiple of 3"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(
     name: str, message: str, results: Results
 ) -> None:
+    """As is one that computes something else, be it in the last layer; weights may be lost, too."""
     for rank in results[name]:
         assert re.match(message, rank["error"]), rank["error"]

@@ -15,6 +15,9 @@ from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 
+PIECE_BYTES = 8 << 20
+"""Of all ranks' rows of the vocabulary that are together at a time, in float32."""
+
 
 def needs_fsdp(num_ranks: int, dtype: Dtype) -> bool:
     """Whether FSDP is used: it spreads parameters, and keeps float32 copies for bfloat16."""
@@ -59,18 +62,22 @@ class FSDPPPOActor(TrainHandle):
         ]
 
     def _gathered_bytes(self, shape: ModelShape) -> int:
-        """The most that FSDP has on a rank beyond the rank's own share, in a backward pass.
+        """The most that a rank has beyond its own share, in a backward pass.
 
-        Parameters outside of layers are whole until its end, with their gradients; so is one layer,
-        while the next one's parameters come. Gradients are copied to be averaged, in float32.
+        One layer is whole, with its gradients, while the next one's parameters come, and the
+        gradients that were before are averaged, in float32. At another time there are pieces of the
+        vocabulary's parameters, their gradients, a copy to be averaged, and the rank's share of
+        gradients that are added to earlier ones.
         """
         parallel = self.config.parallel
-        if not needs_fsdp(parallel.num_ranks // parallel.tensor, self.config.dtype):
+        rows_ranks = parallel.num_ranks // parallel.tensor
+        if not needs_fsdp(rows_ranks, self.config.dtype):
             return 0
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
-        averaged = max(FLOAT32_BYTES * others, (3 * width + FLOAT32_BYTES) * layer)
-        return -(-(2 * width * others + averaged) // parallel.tensor)
+        of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
+        added = FLOAT32_BYTES * others // parallel.num_ranks
+        return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others) + added)
 
 
 @dataclass(frozen=True)

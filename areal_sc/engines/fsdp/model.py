@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.optimizer import local_part
-from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities, probe_hidden
+from areal_sc.engines.fsdp.packed_model import (
+    ModelAbilities,
+    PackedModel,
+    probe_abilities,
+    probe_hidden,
+)
+from areal_sc.engines.fsdp.spread_vocabulary import spread_vocabulary
+from areal_sc.engines.fsdp.streamed_layers import stream_layers
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
-from areal_sc.engines.training.causal_lm import build_unfilled, compute_dtype, read_causal_lm
+from areal_sc.engines.training.causal_lm import (
+    build_without_parameters,
+    compute_dtype,
+    loading_error,
+    read_causal_lm,
+)
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
+from areal_sc.engines.training.stored_weights import Weights, open_weights
 from areal_sc.engines.training.whole_tensors import receive_part
 from areal_sc.errors import ModelError
 
@@ -33,53 +48,96 @@ from areal_sc.errors import ModelError
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """What rank 0 finds out about a model before the ranks load it.
+
+    Attributes:
+        abilities: of the model.
+        conversions: see `Weights`.
+        expected: hidden states that the ranks have to compute together; None: each computes alone.
+    """
+
+    abilities: ModelAbilities
+    conversions: Sequence[int] | None
+    expected: torch.Tensor | None
+
+
 def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[PackedModel, CutParts]:
     """The model of `config.path` with float32 parameters, spread over the ranks, in eval mode.
 
-    Rank 0 alone reads the weights and sends every rank its part. Eval mode keeps dropout off:
-    the policy that is trained must be the one that was sampled from, or the ratios mean nothing.
+    Rank 0 alone reads the weights, some at a time, and sends every rank its part. Eval mode keeps
+    dropout off: the policy that is trained must be the one that was sampled from, or the ratios
+    mean nothing.
 
     Raises: ModelError, ConfigError: on every rank, when the folder cannot be used, or not on this
         mesh.
     """
     world = groups.world
-    model = error = found = expected = None
-    trained: set[str] = set()
+    if not needs_fsdp(world.size, config.dtype):
+        model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
+        _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
+        model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
+        if config.activation_checkpointing:
+            _checkpoint_layers(model.causal_lm)
+        return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
+    weights = trial = error = None
     if world.rank == 0:
         try:
-            model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
-            _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
-            found = model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
-            if groups.is_model_split:
-                expected = probe_hidden(model, decoder_layers(model.causal_lm))
-            named = model.causal_lm.named_parameters()
-            trained = {name for name, p in named if p.requires_grad}
+            weights = open_weights(config)
+            trial = _try_model(weights, config, groups)
         except Exception as failure:  # the other ranks wait
-            error = failure
-    message, abilities, expected, trained = world.broadcast(
-        (str(error) if error else None, found, expected, trained)
-    )
-    if message is not None:
+            error = loading_error(failure, config)
+        gc.collect()  # modules refer to each other, and would keep their values
+    message, trial = world.broadcast((str(error) if error else None, trial))
+    if message is not None or trial is None:
         raise error or ModelError(message)
-    if model is None:
-        model = PackedModel(
-            build_unfilled(Path(config.path)), chunk_tokens=config.logprob_chunk_tokens
-        )
-        for name, parameter in model.causal_lm.named_parameters():
-            parameter.requires_grad_(name in trained)  # loading changes it, building does not
-    model.abilities = abilities
-    cuts = plan_cuts(model.causal_lm, groups.tensor.size, cuts_vocabulary=abilities.has_linear_head)
-    check_sequence_parallel(model.causal_lm, config.parallel, packs=model.attends_by_interface)
+    model = _build_model(config)
+    causal_lm = model.causal_lm
+    model.abilities = trial.abilities
+    if trial.conversions is not None:  # exports have the form that was loaded
+        known = get_model_conversion_mapping(causal_lm)
+        causal_lm._weight_conversions = [known[index] for index in trial.conversions]
+    cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
+    check_sequence_parallel(causal_lm, config.parallel, packs=model.attends_by_interface)
     if config.activation_checkpointing:
-        _checkpoint_layers(model.causal_lm)
+        _checkpoint_layers(causal_lm)
     parts = CutParts(cuts, world.rank, groups.rows.size)
-    if not needs_fsdp(world.size, config.dtype):
-        return model.to(world.device), parts
-    layers = decoder_layers(model.causal_lm)  # while they still have their own classes
+    layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
-    if expected is not None:
-        _check_spread(model, layers, expected, compute_dtype(config), groups)
+    _fill(model, weights, parts, groups)
+    if trial.expected is not None:
+        _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
     return model, parts
+
+
+def _build_model(config: ActorConfig) -> PackedModel:
+    """Its parameters take no memory."""
+    causal_lm = build_without_parameters(Path(config.path))
+    return PackedModel(causal_lm, chunk_tokens=config.logprob_chunk_tokens)
+
+
+def _try_model(weights: Weights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
+    """Rank 0 computes with the whole model, and has no more of it at a time than it will have.
+
+    That is what is outside of layers, and as many layers as make up its share.
+    """
+    model, longest_input = _build_model(config), config.max_tokens_per_micro_batch
+    _check_supported(model.causal_lm, longest_input)
+    num_ranks = groups.world.size
+
+    def fill(causal_lm: Any) -> None:
+        layers = decoder_layers(causal_lm)
+        # one less leaves room for the one that is read
+        num_kept = len(layers) if num_ranks == 1 else max(0, len(layers) // num_ranks - 1)
+        stream_layers(causal_lm, layers, weights.read, num_kept)
+
+    fill(model.causal_lm)
+    model.abilities = probe_abilities(model, longest_input, fill)
+    expected = None
+    if groups.is_model_split:
+        expected = probe_hidden(model, decoder_layers(model.causal_lm))
+    return _Trial(model.abilities, weights.conversions, expected)
 
 
 def _check_supported(causal_lm: Any, max_tokens: int) -> None:
@@ -124,10 +182,13 @@ def _spread(
     config: ActorConfig,
     groups: ProcessGroups,
 ) -> None:
-    """Leaves each rank its part. Each decoder layer is a unit of FSDP, the rest is the root's."""
+    """Leaves each rank its part, without values.
+
+    Each decoder layer is a unit of FSDP, the rest is the root's, which is whole on every rank while
+    it computes, with its gradients. Where that is possible, embeddings and output layer are not.
+    """
     world, causal_lm = groups.world, model.causal_lm
-    whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
-    buffers = dict(causal_lm.named_buffers())
+    buffers = dict(causal_lm.named_buffers(remove_duplicate=False))
     cut_model(causal_lm, parts.cuts, groups.tensor)
     if groups.tensor.size > 1:
         start = vocabulary_start(causal_lm, parts.cuts, groups.tensor.rank)
@@ -142,19 +203,66 @@ def _spread(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
+        own_rows = set[nn.Parameter]()
+        if model.abilities.has_linear_head:
+            own_rows, model.head_rows = spread_vocabulary(
+                causal_lm, groups.rows, compute_dtype(config)
+            )
         # Temperatures, the only fractions among its arguments, are not rounded.
         policy = replace(policy, cast_forward_inputs=False)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    else:
-        model.to(world.device)
-    for name, parameter in causal_lm.named_parameters():
-        source, target = whole.pop(name), local_part(parameter.detach())
-        receive_part(target, source if world.rank == 0 else None, name, parts, world)
-        del source
+        fully_shard(
+            model,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=False,
+            ignored_params=own_rows,
+        )
+    take_memory(model, world.device)
     for name, values in buffers.items():
-        # Not in the weights file, e.g. rotary frequencies; rank 0's were made by its loading.
-        received = world.broadcast(values.cpu() if world.rank == 0 else None)
-        causal_lm.get_buffer(name).copy_(received)
+        causal_lm.get_buffer(name).copy_(values)
+
+
+def take_memory(model: PackedModel, device: torch.device) -> None:
+    """Memory for parameters and buffers, whose values are lost; tied parameters stay tied."""
+    causal_lm, names_of = model.causal_lm, dict[int, list[str]]()
+    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    model.to_empty(device=device)
+    for first, *others in names_of.values():
+        for path, _, own_name in (name.rpartition(".") for name in others):
+            setattr(causal_lm.get_submodule(path), own_name, causal_lm.get_parameter(first))
+
+
+def _fill(
+    model: PackedModel, weights: Weights | None, parts: CutParts, groups: ProcessGroups
+) -> None:
+    """Every rank gets the values of its part, one tensor after the other.
+
+    Args:
+        weights: on rank 0.
+    Raises: ModelError: on every rank.
+    """
+    world, causal_lm = groups.world, model.causal_lm
+    error = None
+
+    def read(name: str) -> torch.Tensor | None:
+        nonlocal error
+        if weights is not None and error is None:
+            try:
+                return weights.read([name]).get(name)
+            except ModelError as failure:  # the other ranks wait for all tensors
+                error = failure
+        return None
+
+    for name, parameter in causal_lm.named_parameters():
+        receive_part(local_part(parameter.detach()), read(name), name, parts, world)
+    for name, values in causal_lm.named_buffers():  # stored ones; others are made by the model
+        received = world.broadcast(read(name))
+        if received is not None:
+            values.copy_(received)
+    message = world.broadcast(str(error) if error else None)
+    if message is not None:
+        raise error or ModelError(message)
 
 
 def _check_spread(

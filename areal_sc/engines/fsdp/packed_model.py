@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from areal_sc.algorithms.logprobs import (
     float32_linear,
     logprobs_of_logits,
 )
+from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_logprobs
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.small_limits import with_small_limits
 from areal_sc.engines.training.packed_attention import (
@@ -61,11 +62,14 @@ _SLOWEST = ModelAbilities(packs=False, has_linear_head=False)
 class PackedModel(nn.Module):
     """Wraps an unmodified Hugging Face causal language model.
 
-    It is the root that FSDP shards, so that within `forward` the output layer's weight is whole.
+    It is the root that FSDP shards, so that within `forward` what FSDP has of the output layer is
+    whole.
 
     Attributes:
         own_attention: the implementation that transformers has chosen for the model.
-        vocabulary: what this rank has of the output layer; None: all of it.
+        vocabulary: what the ranks that share this one's tokens have of the output layer; None: all
+            of it.
+        head_rows: how that is spread over ranks which compute other tokens; None: FSDP has it.
         sequence: ranks that share the tokens of each forward; None: this one has them all.
     """
 
@@ -75,6 +79,7 @@ class PackedModel(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.own_attention: str = causal_lm.config._attn_implementation
         self.vocabulary: VocabularyPart | None = None
+        self.head_rows: SpreadRows | None = None
         self.sequence: ProcessGroup | None = None
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
@@ -142,15 +147,15 @@ class PackedModel(nn.Module):
         if not self.abilities.has_linear_head:
             return self._own_logprobs(output, hidden, targets, temperatures)
         head = self.causal_lm.get_output_embeddings()
-        return chunked_logprobs(
-            hidden,
-            head.weight,
-            targets,
-            bias=head.bias,
-            temperatures=temperatures,
-            chunk_tokens=self.chunk_tokens,
-            vocabulary=self.vocabulary,
-        )
+        settings = {
+            "bias": head.bias,
+            "temperatures": temperatures,
+            "chunk_tokens": self.chunk_tokens,
+            "vocabulary": self.vocabulary,
+        }
+        if self.head_rows is not None:
+            return spread_logprobs(hidden, head.weight, targets, self.head_rows, **settings)
+        return chunked_logprobs(hidden, head.weight, targets, **settings)
 
     def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> tuple[Any, torch.Tensor]:
         """What the model without its head returns, and the [T, H] final hidden states in it."""
@@ -230,7 +235,9 @@ class PackedModel(nn.Module):
 
 
 @torch.no_grad()
-def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
+def probe_abilities(
+    model: PackedModel, longest_input: int, fill: Callable[[Any], None] = lambda causal_lm: None
+) -> ModelAbilities:
     """Compares the fast paths with the model's own forward of one row at a time.
 
     The rows are longer than the model's windows, chunks and the like: these are made small.
@@ -238,11 +245,13 @@ def probe_abilities(model: PackedModel, longest_input: int) -> ModelAbilities:
     Args:
         model: whole (not sharded), in float32; its `abilities` are left as they were.
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
+        fill: gives a copy of the model that is tried in its place the values that it lacks.
     Raises: ModelError: not even a padded batch gives what single rows give, or what they give
         depends on later tokens.
     """
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:
+        fill(causal_lm)
         model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens)
     vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
     name = type(model.causal_lm).__name__

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -44,11 +46,20 @@ def load_causal_lm(folder: Path) -> Any:
     model, loading = loaded
     absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
     if absent:
-        raise ModelError(
-            f"the weights in {folder} do not fit its config.json: "
-            f"{len(absent)} missing or misshapen, e.g. {absent[0]}"
-        )
+        raise misfit(folder, absent)
+    # Loading forgets which parameters the model's authors do not train.
+    trained = {name for name, p in build_unfilled(folder).named_parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
     return model.eval()
+
+
+def misfit(folder: Path, names: Sequence[str]) -> ModelError:
+    """The error of weights that are missing or misshapen."""
+    return ModelError(
+        f"the weights in {folder} do not fit its config.json: "
+        f"{len(names)} missing or misshapen, e.g. {names[0]}"
+    )
 
 
 def build_unfilled(folder: Path) -> Any:
@@ -57,6 +68,19 @@ def build_unfilled(folder: Path) -> Any:
         model = _from_config(folder)
     model.tie_weights()
     return model.eval()
+
+
+def build_without_parameters(folder: Path) -> Any:
+    """The same model, its parameters on the meta device, its buffers as transformers makes them."""
+    model = build_unfilled(folder)  # memory that nobody has written to is none yet
+    on_meta: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for name, values in module.named_parameters(recurse=False):
+            if id(values) not in on_meta:
+                unfilled = torch.empty_like(values, device="meta")
+                on_meta[id(values)] = nn.Parameter(unfilled, requires_grad=values.requires_grad)
+            setattr(module, name, on_meta[id(values)])
+    return model
 
 
 def _from_config(folder: Path) -> Any:

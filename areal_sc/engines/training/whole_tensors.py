@@ -37,9 +37,11 @@ def receive_part(
     """
     whole, own = Box.whole(parts.shapes[name]), parts.box(name)
     for box in runs_of_rows(whole, SENT_BYTES // target.element_size()):
-        values = torch.empty(box.sizes, dtype=target.dtype, device=world.device)
-        if source is not None:
-            values.copy_(source[box.within(whole)])
+        if source is None:
+            values = torch.empty(box.sizes, dtype=target.dtype, device=world.device)
+        else:  # a view, where nothing has to change
+            sent = source[box.within(whole)]
+            values = sent.to(world.device, target.dtype).contiguous()
         if world.size > 1:
             dist.broadcast(values, group=world.handle, group_src=0)
         if (common := own.common(box)) is not None:

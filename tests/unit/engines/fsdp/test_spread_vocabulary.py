@@ -1,0 +1,228 @@
+"""Embeddings and output layers of which no rank has all are exact, in pieces of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from unit.engines.families import HEADS_OF_8, SIZES
+
+from areal_sc.algorithms.logprobs import VocabularyPart
+from areal_sc.engines.fsdp import spread_vocabulary as spread
+from areal_sc.engines.training.process_group import ProcessGroup
+
+TIMEOUT = timedelta(seconds=30)
+WIDTH, VOCABULARY, PADDING = 6, 11, 3
+NUM_TOKENS = (9, 0, 4, 1)  # of each rank
+PIECES = [1, 4 * WIDTH * 5, 1 << 20]
+CPU = torch.device("cpu")
+
+
+def draw(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+WEIGHT, BIAS = 2 * draw(VOCABULARY, WIDTH), draw(VOCABULARY, seed=1)
+HIDDEN = [draw(count, WIDTH, seed=2 + rank) for rank, count in enumerate(NUM_TOKENS)]
+TOKENS = [(torch.arange(count) * 7 + rank) % VOCABULARY for rank, count in enumerate(NUM_TOKENS)]
+UPSTREAM = [torch.linspace(-1, 2, count) for count in NUM_TOKENS]
+TEMPERATURES = [0.5 + torch.arange(count) / 4 for count in NUM_TOKENS]
+
+
+def weighed(logprobs: torch.Tensor, entropy: torch.Tensor, rank: int) -> torch.Tensor:
+    return (logprobs * UPSTREAM[rank] + entropy * UPSTREAM[rank].flip(0)).sum()
+
+
+def on_ranks(size: int, action: Callable[[ProcessGroup], Any]) -> list[Any]:
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        handle = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+        return action(ProcessGroup(rank, size, CPU, handle))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def own_rows(whole: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    share = -(-len(whole) // group.size)
+    rows = whole[group.rank * share : (group.rank + 1) * share]
+    return rows.detach().clone().requires_grad_()
+
+
+def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    found = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    assert len(found) == len(tensors)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("piece_bytes", PIECES)
+def test_embeddings(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
+
+    def embed(group: ProcessGroup) -> tuple[torch.Tensor, ...]:
+        own, rows = own_rows(WEIGHT, group), spread.SpreadRows(VOCABULARY, group, torch.float32)
+        found = spread.spread_embedding(own, TOKENS[group.rank], rows, PADDING)
+        (found * HIDDEN[group.rank]).sum().backward()
+        return found.detach(), *gradients(own)
+
+    expected = WEIGHT.clone().requires_grad_()
+    ranks = on_ranks(size, embed)
+    for rank, (found, _) in enumerate(ranks):
+        whole = F.embedding(TOKENS[rank], expected, PADDING)
+        assert torch.equal(found, whole)
+        (whole * HIDDEN[rank]).sum().backward()
+    assert expected.grad is not None
+    gradient = torch.cat([own for _, own in ranks])
+    assert torch.allclose(gradient, expected.grad / size, atol=1e-6)
+    assert not gradient[PADDING].any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("piece_bytes", PIECES)
+@pytest.mark.parametrize("chunk_tokens", [2, 100])
+def test_logprobs(
+    size: int, piece_bytes: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients of the mean over the ranks, against all logits in float64."""
+    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        rank = group.rank
+        hidden, bias = HIDDEN[rank].clone().requires_grad_(), BIAS.clone().requires_grad_()
+        own = own_rows(WEIGHT, group)
+        logprobs, entropy = spread.spread_logprobs(
+            hidden,
+            own,
+            TOKENS[rank],
+            spread.SpreadRows(VOCABULARY, group, torch.float32),
+            bias=bias,
+            temperatures=TEMPERATURES[rank],
+            chunk_tokens=chunk_tokens,
+            vocabulary=None,
+        )
+        weighed(logprobs, entropy, rank).backward()
+        return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
+
+    check_against_all_logits(on_ranks(size, compute))
+
+
+def check_against_all_logits(ranks: list[list[torch.Tensor]]) -> None:
+    weight = WEIGHT.double().requires_grad_()
+    for rank, (*found, bias_grad, _) in enumerate(ranks):
+        hidden = HIDDEN[rank].double().requires_grad_()
+        bias = BIAS.double().requires_grad_()
+        logits = F.linear(hidden, weight, bias) / TEMPERATURES[rank][:, None]
+        distribution = torch.distributions.Categorical(logits=logits, validate_args=False)
+        logprobs = distribution.log_prob(TOKENS[rank])
+        weighed(logprobs, distribution.entropy(), rank).backward()
+        expected = [logprobs, distribution.entropy(), hidden.grad, bias.grad]
+        for value, right in zip([*found, bias_grad], expected, strict=True):
+            assert right is not None
+            assert torch.allclose(value.double(), right, atol=2e-5)
+    assert weight.grad is not None
+    gradient = torch.cat([own for *_, own in ranks]).double()
+    assert torch.allclose(gradient, weight.grad / len(ranks), atol=2e-5)
+
+
+@pytest.mark.parametrize("piece_bytes", PIECES)
+def test_a_vocabulary_that_is_split_over_tensor_ranks(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 have other tokens of the vocabulary, and the same hidden states."""
+    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
+    border = 5
+
+    def compute(group: ProcessGroup) -> list[torch.Tensor]:
+        part = slice(0, border) if group.rank == 0 else slice(border, None)
+        hidden, own = HIDDEN[0].clone().requires_grad_(), WEIGHT[part].clone().requires_grad_()
+        bias = BIAS[part].clone().requires_grad_()
+        alone = ProcessGroup(0, 1, CPU)
+        logprobs, entropy = spread.spread_logprobs(
+            hidden,
+            own,
+            TOKENS[0],
+            spread.SpreadRows(len(own), alone, torch.float32),
+            bias=bias,
+            temperatures=TEMPERATURES[0],
+            chunk_tokens=4,
+            vocabulary=VocabularyPart(part.start, group.handle),
+        )
+        weighed(logprobs, entropy, 0).backward()
+        return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
+
+    first, second = on_ranks(2, compute)
+    for index in range(3):
+        assert torch.equal(first[index], second[index])
+    together = [torch.cat(pair) for pair in zip(first[3:], second[3:], strict=True)]
+    check_against_all_logits([[*first[:3], *together]])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Of all that this thread makes, the number of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.count = max(self.count, found.numel())
+        return found
+
+
+def test_no_rank_ever_has_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
+    tokens = torch.tensor([1, 4, 10])
+
+    def compute(group: ProcessGroup) -> int:
+        own, rows = own_rows(WEIGHT, group), spread.SpreadRows(VOCABULARY, group, torch.float32)
+        settings = {"bias": None, "temperatures": None, "chunk_tokens": 2, "vocabulary": None}
+        with LargestTensor() as largest:
+            hidden = spread.spread_embedding(own, tokens, rows)
+            spread.spread_logprobs(hidden, own, tokens, rows, **settings)[0].sum().backward()
+        return largest.count
+
+    assert on_ranks(2, compute) == [6 * WIDTH, 5 * WIDTH]  # a rank's own share
+
+
+def test_what_is_gathered_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
+    rows = spread.SpreadRows(VOCABULARY, ProcessGroup(1, 2, CPU), torch.float32)
+    assert list(rows.pieces(WIDTH)) == [range(0, 2), range(2, 4), range(4, 6)]
+    found = [rows.rows_in(piece, CPU).tolist() for piece in rows.pieces(WIDTH)]
+    assert found == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10]]
+
+
+@pytest.mark.parametrize(
+    ("config", "is_spread"),
+    [
+        (hf.Qwen2Config(**SIZES, tie_word_embeddings=True), True),
+        (hf.Qwen2Config(**SIZES), True),
+        (hf.Gemma3TextConfig(**HEADS_OF_8), False),  # scales what it looks up
+    ],
+)
+def test_which_models_are_spread(config: Any, is_spread: bool) -> None:
+    causal_lm = hf.AutoModelForCausalLM.from_config(config)
+    before = causal_lm.get_output_embeddings().weight
+    group = ProcessGroup(0, 2, CPU)
+    own, rows = spread.spread_vocabulary(causal_lm, group, torch.float32)
+    embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    assert (embeddings.weight is head.weight) == config.tie_word_embeddings
+    if not is_spread:
+        assert (own, rows, head.weight is before) == (set(), None, True)
+        return
+    assert own == {embeddings.weight, head.weight}
+    assert {tuple(weight.shape) for weight in own} == {(32, 32)}
+    assert all(isinstance(weight, nn.Parameter) for weight in own)
