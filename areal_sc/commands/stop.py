@@ -16,6 +16,7 @@ from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import TransportError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import Owner
+from areal_sc.schedulers.found_agents import UnseenAgents
 from areal_sc.schedulers.slurm.left_jobs import end_left_jobs
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     who = "its script" if owner is None else f"process {owner.pid} on {owner.host}"
     if folder.is_taken and owner is not None and owner.go_on():
         _say(f"{who} was stopped by a signal, and goes on now")
-    had_agents = run.has_agents
+    had_agents, unseen = run.has_agents, UnseenAgents(folder)
     run.ask()
     if run.is_heard:
         _say(f"asked {who} to stop, as Ctrl-C does; waiting for its end")
@@ -77,10 +78,13 @@ def run(arguments: argparse.Namespace) -> None:
         _say(f"{who} has no workers, or none any more; waiting for its end")
     has_lived = run.is_heard or had_agents or folder.is_taken
     run.wait(arguments.timeout)
+    ended = [] if run.is_heard else unseen.end(arguments.timeout)
+    if ended:
+        _say(f"agents that were left of it have ended: on {', '.join(ended)}")
     cancelled = end_left_jobs(folder, are_told=had_agents)
     if cancelled:
         _say(f"jobs that were left of it are cancelled: {', '.join(cancelled)}")
-    if has_lived or cancelled:
+    if has_lived or ended or cancelled:
         _say("stopped: nothing of the run is left")
     else:
         how = "is finished" if folder.summary_path.exists() else "has ended before it was finished"

@@ -12,7 +12,7 @@ from msgspec import MsgspecError, json
 
 from areal_sc.agent_files import AgentFile, living_agents
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import RunFolderError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers import other_agents
@@ -112,6 +112,42 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
             joining = Joining(*what, restart=place.restart, step=place.step)
             found.append(FoundAgent(joining, told.workers, told.config))
     return found
+
+
+class UnseenAgents:
+    """Agents that do not see the folder of a run whose script is gone, as that has noted them.
+
+    Raises: RunFolderError: the file is damaged. TransportError: the keys cannot be read.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._noted = _unseen(folder)
+        # read before other agents end, which delete them
+        self._keys = RunKeys.read(folder.keys_path) if self._noted else None
+
+    def end(self, limit_s: float) -> list[str]:
+        """Returns when they have ended, with their workers: on which nodes, of those that lived.
+
+        Raises: WaitTimeout: they do not end in time.
+        """
+        if self._keys is None:
+            return []
+        living = self._living(self._keys)
+        tell_to_end(living, self._keys, None)
+        give_up_s = time.monotonic() + limit_s
+        while left := self._living(self._keys):
+            if time.monotonic() > give_up_s:
+                where = ", ".join(f"process {it.joining.pid} on {it.joining.node}" for it in left)
+                raise WaitTimeout(f"agents of the run in {self._folder.path} do not end: {where}")
+            time.sleep(_LOOK_S)
+        for path in (self._folder.joined_path, self._folder.join_path):
+            path.unlink(missing_ok=True)
+        self._folder.remove_keys()
+        return [it.joining.node for it in living]
+
+    def _living(self, keys: RunKeys) -> list[FoundAgent]:
+        return [it for it in find_agents(self._folder, keys) if not it.shares_folder]
 
 
 def tell_to_end(agents: Iterable[FoundAgent], keys: RunKeys, term: RunTerm | None) -> None:

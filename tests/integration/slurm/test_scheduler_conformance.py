@@ -204,8 +204,12 @@ class TestScript:
         again, after = await starting
         assert after.keys() == before.keys() == set(NODES)
         assert [it for it in before if before[it] != after[it]] == ["node2"]
-        again.send_signal(signal.SIGINT)
+        again.kill()
         await again.communicate()
+        stop = [sys.executable, "-m", "areal_sc", "stop", str(tmp_path), "--timeout", "60"]
+        said = await asyncio.to_thread(cluster.run, *stop)
+        assert "agents that were left of it have ended: on node1" in said
+        assert "stopped: nothing of the run is left" in said
         await until(lambda: cluster.left_overs() == [])
         assert not {"keys.json", ".join", ".joined", ".jobs"} & set(os.listdir(tmp_path))
         assert cluster.on("node1", "ls", str(tmp_path)) == "node"
