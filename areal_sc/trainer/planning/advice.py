@@ -26,6 +26,8 @@ SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""
 MAX_BOUND: Final = 32
 """A larger one than the present is not advised beyond this."""
+MAX_EARLIER: Final = 4
+"""The newest earlier operating points whose forecasts are judged."""
 NUM_LOOKS: Final = 6
 """Splits are narrowed down by so many a time."""
 
@@ -55,6 +57,7 @@ class Plan:
         tried: all that were compared, the shortest step first.
         earlier: forecasts that can be judged by now.
         error: of the simulation at the present point, before it was corrected by that.
+        hint: what is worth a try although it cannot be forecast; "" if nothing is.
     """
 
     figures: Figures
@@ -65,6 +68,7 @@ class Plan:
     tried: Sequence[Forecast]
     earlier: Sequence[EarlierForecast]
     error: float
+    hint: str
 
     @property
     def settings(self) -> str:
@@ -155,6 +159,27 @@ def make_plan(
         tried,
         _earlier(steps, config, figures, num_cores),
         forecaster.error,
+        _hint(config, figures.point, ranks_per_data, num_cores),
+    )
+
+
+def _hint(
+    config: GRPOConfig, point: OperatingPoint, ranks_per_data: int, num_cores: int | None
+) -> str:
+    """Fewer ranks, where they compete for cores.
+
+    A rank that waits for another one's core counts as training, so the steps do not tell what
+    fewer ranks would take.
+    """
+    if num_cores is None:
+        return ""
+    free = num_cores - config.rollout.num_threads * point.num_rollout_workers
+    data = max(1, free // (config.actor.num_threads * ranks_per_data))
+    if data * ranks_per_data >= point.num_train_workers:
+        return ""
+    return (
+        f"try actor.parallel.data={data}: ranks share cores here, so that a step with fewer of "
+        "them may be shorter; no forecast of it can be made"
     )
 
 
@@ -199,7 +224,7 @@ def _searched(of_split: Callable[[int], Forecast], numbers: Sequence[int]) -> li
 def _earlier(
     steps: Sequence[StepMetrics], config: GRPOConfig, figures: Figures, num_cores: int | None
 ) -> list[EarlierForecast]:
-    found = [f for f in all_figures(steps, config) if f.point != figures.point]
+    found = [f for f in all_figures(steps, config) if f.point != figures.point][-MAX_EARLIER:]
     return [
         EarlierForecast(
             source, Forecaster(source, config, num_cores).at(figures.point), figures.step_s
