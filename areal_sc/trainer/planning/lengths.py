@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-NUM_QUANTILES: Final = 48
-NUM_HALVINGS: Final = 20
+NUM_QUANTILES: Final = 32
+NUM_HALVINGS: Final = 17
 MAX_SIGMA: Final = 3.0
 
 Floats = npt.NDArray[np.float64]
