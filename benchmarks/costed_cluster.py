@@ -64,6 +64,10 @@ class CostedCluster(SimulatedCluster):
             **turns,
             "busy_s": sum(server.busy.busy_s for server in self.all_servers),
             "generated_tokens": sum(server.num_tokens for server in self.all_servers),
+            "weight_updates": sum(server.num_updates for server in self.all_servers),
+            "recomputed_tokens": sum(server.num_recomputed_tokens for server in self.all_servers),
+            "update_stall_s": sum(server.load_s for server in self.all_servers),
+            "recompute_s": sum(server.recompute_s for server in self.all_servers),
             "finished_groups": self.num_groups,
             "group_s": self.groups_s,
         }

@@ -1,6 +1,6 @@
 """What the planner forecasts, against what then happens: on virtual time, and on this machine.
 
-    python benchmarks/planner.py [--quick] [--real] [--steps N] [--json FILE]
+    python benchmarks/planner.py [--quick] [--real | --drawn N] [--steps N] [--json FILE]
 
 A run is made at each operating point: a split of the devices, and a bound. From the steps of each,
 the planner forecasts all others: `error` is how far a forecast of a step's time is from what was
@@ -9,13 +9,16 @@ advises than at the best of all points.
 
 Virtual time: the cluster of `scale.py` with 32 devices, whose workers take the time that
 `scale_costs.py` says. That knows more than the planner: new weights stop servers, and the caches of
-running answers are computed anew. `--real`: the letter-sorting example as shipped, on this machine,
-where workers share the cores.
+running answers are computed anew. `--drawn N`: N jobs whose lengths, groups, speeds, splits and
+bounds are drawn. `--real`: the letter-sorting example as shipped, on this machine, where workers
+share the cores: there, no other number of ranks is forecast, but a smaller one may be named, and
+that is followed.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import statistics
 import subprocess
 import sys
@@ -33,7 +36,7 @@ from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.metrics_log import History
-from areal_sc.trainer.planning.advice import make_plan, shared_cores
+from areal_sc.trainer.planning.advice import Plan, make_plan, shared_cores
 from areal_sc.trainer.planning.figures import Figures, OperatingPoint, newest_figures
 from areal_sc.trainer.planning.forecast import Forecaster
 
@@ -42,8 +45,14 @@ ROOT = Path(__file__).resolve().parents[1]
 COSTS = Costs(devices=32, prompts=64, answers=8, server_answers=64)
 SPLITS = ((16, 16), (8, 24), (4, 28))
 BOUNDS = (1, 2, 4, 8)
-REAL_SPLITS = ((1, 1), (1, 2), (2, 1))
-REAL_BOUNDS = (0, 1, 2, 4)
+REAL_POINTS = (
+    OperatingPoint(1, 1, 4),  # as shipped
+    OperatingPoint(1, 1, 0),
+    OperatingPoint(1, 1, 1),
+    OperatingPoint(1, 1, 2),
+    OperatingPoint(1, 2, 4),
+    OperatingPoint(2, 1, 4),
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,29 @@ class Measured:
 
     config: GRPOConfig
     steps: Sequence[StepMetrics]
+
+
+def drawn(seed: int) -> tuple[Costs, list[OperatingPoint]]:
+    """A job, and four operating points of it."""
+    rng = random.Random(seed)
+    costs = replace(
+        COSTS,
+        devices=16,
+        prompts=rng.choice((16, 32, 48)),
+        answers=rng.choice((1, 4, 8, 16)),
+        median_tokens=rng.choice((500.0, 2000.0, 8000.0)),
+        sigma=rng.uniform(0.3, 1.2),
+        server_answers=rng.choice((32, 64, 128)),
+        turn_s=COSTS.turn_s * rng.uniform(0.5, 2.0),
+        turn_s_per_answer=COSTS.turn_s_per_answer * rng.uniform(0.5, 2.0),
+        prefill=COSTS.prefill * rng.uniform(0.5, 2.0),
+        train=COSTS.train * rng.uniform(0.5, 2.0),
+    )
+    points = []
+    for num_ranks in rng.sample(range(2, 13), 2):
+        for bound in rng.sample((1, 2, 3, 4, 6, 8), 2):
+            points.append(OperatingPoint(num_ranks, costs.devices - num_ranks, bound))
+    return costs, points
 
 
 def simulated(costs: Costs, point: OperatingPoint, num_steps: int) -> Measured:
@@ -112,8 +144,8 @@ def compare(
     for point in list(runs):
         plan = plans[point] = make_plan(runs[point].steps, runs[point].config, num_cores=num_cores)
         assert plan is not None
-        if plan.advised.point not in runs:
-            measure(plan.advised.point)
+        if advised_by(plan) not in runs:
+            measure(advised_by(plan))
     best_s = min(of_point.step_s for of_point in figures.values())
     records: dict[tuple[str | int, ...], report.Metrics] = {}
     for point, plan in plans.items():
@@ -122,13 +154,14 @@ def compare(
             abs(forecaster.at(other).step_s / figures[other].step_s - 1)
             for other in figures
             if other != point
+            and (num_cores is None or other.num_train_workers == point.num_train_workers)
         ]
-        to = plan.advised.point
+        to = advised_by(plan)
         records[point.num_train_workers, point.num_rollout_workers, point.max_staleness] = {
             "s_per_step": figures[point].step_s,
             "simulation_error": plan.error,
-            "error_median": statistics.median(errors),
-            "error_max": max(errors),
+            "error_median": statistics.median(errors or [0.0]),
+            "error_max": max(errors, default=0.0),
             "to_train": to.num_train_workers,
             "to_rollout": to.num_rollout_workers,
             "to_bound": to.max_staleness,
@@ -137,28 +170,47 @@ def compare(
     return records
 
 
+def advised_by(plan: Plan) -> OperatingPoint:
+    """Where a user goes who follows all that is said."""
+    point = plan.advised.point
+    if plan.fewer_data is None:
+        return point
+    return replace(point, num_train_workers=plan.fewer_data * plan.ranks_per_data)
+
+
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--real", action="store_true", help="the example on this machine")
+    parser.add_argument("--drawn", type=int, default=0, help="so many jobs that are drawn")
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    splits, bounds = (REAL_SPLITS, REAL_BOUNDS) if arguments.real else (SPLITS, BOUNDS)
-    num_steps, costs = arguments.steps, COSTS
+    splits, bounds, num_steps, costs = SPLITS, BOUNDS, arguments.steps, COSTS
     if arguments.quick:
         splits, bounds, num_steps = splits[:2], bounds[1:2], 24
         costs = replace(COSTS, prompts=8)
-    points = [OperatingPoint(*split, bound) for split in splits for bound in bounds]
+    jobs = [(costs, [OperatingPoint(*split, bound) for split in splits for bound in bounds])]
+    if arguments.real:
+        jobs = [(costs, list(REAL_POINTS))]
+    elif arguments.drawn:
+        jobs = [drawn(seed) for seed in range(arguments.drawn)]
+    metrics: report.Metrics = {}
     with tempfile.TemporaryDirectory(prefix="areal-sc-benchmark-") as folder:
+        for number, (costs, points) in enumerate(jobs):
 
-        def run(point: OperatingPoint) -> Measured:
-            if arguments.real:
-                return real(Path(folder), point, num_steps)
-            return simulated(costs, point, num_steps)
+            def run(point: OperatingPoint, costs: Costs = costs) -> Measured:
+                if arguments.real:
+                    return real(Path(folder), point, num_steps)
+                return simulated(costs, point, num_steps)
 
-        records = compare(run, points, is_real=arguments.real)
-    report.print_records("Forecasts", {"steps": num_steps}, ("train", "rollout", "bound"), records)
-    report.write(report.flat(records), arguments.json)
+            records = compare(run, points, is_real=arguments.real)
+            title = "Forecasts" if len(jobs) == 1 else f"Forecasts of job {number}"
+            report.print_records(
+                title, {"steps": num_steps}, ("train", "rollout", "bound"), records
+            )
+            prefix = "" if len(jobs) == 1 else f"job{number}_"
+            metrics |= {prefix + name: value for name, value in report.flat(records).items()}
+    report.write(metrics, arguments.json)
 
 
 if __name__ == "__main__":

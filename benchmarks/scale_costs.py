@@ -86,11 +86,16 @@ class Server:
     Attributes:
         busy: how long it had answers, and how many.
         num_tokens: of answers that ended.
+        num_updates, num_recomputed_tokens: of weights, and what was computed anew for them.
+        load_s, recompute_s: that updates have stopped it.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.busy = BusyTime(_now_s)
         self.num_tokens = 0
+        self.num_updates = 0
+        self.num_recomputed_tokens = 0.0
+        self.load_s = self.recompute_s = 0.0
         self._costs = costs
         self._turns = 0.0
         self._at_s = 0.0
@@ -121,7 +126,12 @@ class Server:
         self._pass_time()
         costs, num = self._costs, len(self._running)
         num_tokens = num * (costs.prompt_tokens + self._turns) - self._sum_begun
+        self.num_updates += 1
+        self.num_recomputed_tokens += num_tokens
+        self.load_s += costs.load_s
+        self.recompute_s += num_tokens / costs.prefill
         self._stopped_until_s = _now_s() + costs.load_s + num_tokens / costs.prefill
+        self.busy.stop(self._stopped_until_s)
         self._versions.append((self._turns, version))
         self._go_on()
 

@@ -22,7 +22,7 @@ from areal_sc.json_lines import to_json
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.planning.advice import Plan, make_plan, shared_cores
-from areal_sc.trainer.planning.figures import MIN_STEPS, OperatingPoint
+from areal_sc.trainer.planning.figures import MIN_STEPS
 from areal_sc.trainer.planning.forecast import Forecast
 from areal_sc.trainer.quantities import short_duration
 
@@ -135,11 +135,16 @@ def _show(console: Console, plan: Plan) -> None:
     group = f"a group takes {short_duration(figures.group_s)}"
     console.print(f"{busy}, {group}; simulated steps are corrected by {plan.error:+.0%}")
     for earlier in plan.earlier:
-        source = earlier.source
+        source, error = earlier.source, earlier.error
+        point = source.point
         console.print(
-            f"steps {source.first_step} to {source.last_step} with {_point_text(source.point)} "
-            f"forecast {short_duration(earlier.forecast.step_s)} for now: {earlier.error:+.0%}"
+            f"earlier forecast, from steps {source.first_step} to {source.last_step} "
+            f"({point.num_train_workers} + {point.num_rollout_workers} workers, bound "
+            f"{point.max_staleness}): {short_duration(earlier.forecast.step_s)}, "
+            f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
         )
+    if plan.hint:
+        console.print(plan.hint)
 
 
 def _others(plan: Plan) -> Sequence[Forecast]:
@@ -148,16 +153,10 @@ def _others(plan: Plan) -> Sequence[Forecast]:
     return list(others)[:MAX_OTHERS]
 
 
-def _point_text(point: OperatingPoint) -> str:
-    return (
-        f"{point.num_train_workers} + {point.num_rollout_workers} workers and a bound of "
-        f"{point.max_staleness}"
-    )
-
-
 def _record(plan: Plan) -> dict[str, object]:
     return {
         "settings": plan.settings,
+        "hint": plan.hint,
         "num_devices": plan.num_devices,
         "figures": asdict(plan.figures),
         "present": asdict(plan.present),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class TurnSums:
 
 
 class Begun(NamedTuple):
-    """When an answer began, and the integral of the running ones at that time."""
+    """When an answer began, in generating time, and the integral of the running ones until then."""
 
     at_s: float
     answers_s: float
@@ -43,6 +44,9 @@ class Begun(NamedTuple):
 
 class BusyTime:
     """Integrates the number of running answers over time.
+
+    While new weights stop a server, it is busy, but its answers get no tokens: this time counts in
+    no turn.
 
     Attributes:
         busy_s: time in which there was at least one.
@@ -54,25 +58,39 @@ class BusyTime:
         self.turns = TurnSums()
         self._clock = clock
         self._at_s = clock()
+        self._stopped_until_s = self._at_s
+        self._generating_s = 0.0
         self._answers_s = 0.0
         self._num_running = 0
 
     def note(self, num_running: int) -> None:
         """So many run from now on; it also brings the times up to now."""
-        passed_s = self._clock() - self._at_s
-        self._at_s += passed_s
-        self._answers_s += passed_s * self._num_running
-        self.busy_s += passed_s if self._num_running else 0.0
+        now_s = self._clock()
+        generating_s = now_s - min(now_s, max(self._at_s, self._stopped_until_s))
+        self._generating_s += generating_s
+        self._answers_s += generating_s * self._num_running
+        self.busy_s += now_s - self._at_s if self._num_running else 0.0
+        self._at_s = now_s
         self._num_running = num_running
+
+    def stop(self, until_s: float = math.inf) -> None:
+        """No answer gets a token until then, by the clock, or until `go_on`."""
+        self.note(self._num_running)
+        self._stopped_until_s = until_s
+
+    def go_on(self) -> None:
+        """Answers get tokens again."""
+        self.note(self._num_running)
+        self._stopped_until_s = self._at_s
 
     def begin(self) -> Begun:
         """An answer begins, which is noted already; `end` takes what is returned."""
-        return Begun(self._at_s, self._answers_s)
+        return Begun(self._generating_s, self._answers_s)
 
     def end(self, begun: Begun, num_tokens: int) -> None:
         """The answer has ended, or was interrupted, with so many tokens."""
         self.note(self._num_running)
-        passed_s = self._at_s - begun.at_s
+        passed_s = self._generating_s - begun.at_s
         if num_tokens and passed_s > 0:
             num_running = (self._answers_s - begun.answers_s) / passed_s
             self.turns.add(num_tokens, num_running, passed_s / num_tokens)

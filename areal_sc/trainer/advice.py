@@ -55,7 +55,7 @@ class Adviser:
             yield f"{text}: {self._see_plan}"
 
     def at_end(self, steps: Sequence[StepMetrics]) -> str | None:
-        """What another operating point would have saved, if it is worth a line.
+        """What another operating point would have saved, or may save, if it is worth a line.
 
         Args:
             steps: of the whole run.
@@ -68,8 +68,10 @@ class Adviser:
         except Exception:  # the run has ended, and well
             logger.exception("nothing can be said of other operating points")
             return None
-        if plan is None or not plan.settings or plan.saved_share < WORTH:
+        if plan is None:
             return None
+        if not plan.settings or plan.saved_share < WORTH:
+            return plan.hint or None
         return (
             f"with {plan.settings} a step would take about {short_duration(plan.advised.step_s)}, "
             f"not {short_duration(plan.present.step_s)}: {self._see_plan}"

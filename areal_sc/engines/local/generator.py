@@ -37,6 +37,7 @@ class SlotGenerator:
                 "prefill_tokens",
                 "shared_prompt_tokens",
                 "recomputed_tokens",
+                "recompute_s",
                 "finished_requests",
                 "cancelled_requests",
                 "cancelled_tokens",
@@ -110,7 +111,10 @@ class SlotGenerator:
         counters["steps"] += 1
         spent_s = time.perf_counter() - start
         counters["busy_s"] += spent_s
-        self.turns.add(int(plan.is_ready.sum()), plan.num_rows, spent_s)
+        # what an update costs is no part of a turn: it depends on how often there is one
+        recompute_s = spent_s * plan.num_recomputed_tokens / len(plan.token_ids)
+        counters["recompute_s"] += recompute_s
+        self.turns.add(int(plan.is_ready.sum()), plan.num_rows, spent_s - recompute_s)
         return finished
 
     def _forward(self, plan: StepPlan) -> tuple[Ints, npt.NDArray[np.float32]]:

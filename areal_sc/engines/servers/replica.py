@@ -163,6 +163,7 @@ class Replica(ServerLoad):
             undo.pop_all()
         self._client, self.server = client, server
         self.is_paused = False
+        self.busy.go_on()
         self.num_starts += 1
         self._watch = Watch(client, server, servers, self._reopen)
         logger.info(
@@ -271,6 +272,7 @@ class Replica(ServerLoad):
         if not self.is_paused:
             self.num_pauses += 1
             await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
+            self.busy.stop()
             self.is_paused = True
 
     async def resume(self) -> None:
@@ -278,6 +280,7 @@ class Replica(ServerLoad):
         if self.is_paused:
             await self.client.resume()
             self.is_paused = False
+            self.busy.go_on()
 
     def set_updating(self, is_updating: bool) -> None:
         """See `Watch`."""

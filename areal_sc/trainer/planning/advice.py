@@ -26,6 +26,8 @@ SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""
 MAX_BOUND: Final = 32
 """A larger one than the present is not advised beyond this."""
+MAX_EARLIER: Final = 4
+"""The newest earlier operating points whose forecasts are judged."""
 NUM_LOOKS: Final = 6
 """Splits are narrowed down by so many a time."""
 
@@ -55,6 +57,8 @@ class Plan:
         tried: all that were compared, the shortest step first.
         earlier: forecasts that can be judged by now.
         error: of the simulation at the present point, before it was corrected by that.
+        fewer_data: an `actor.parallel.data` that is worth a try although it cannot be forecast:
+            with it, ranks have cores of their own. None: they have, or there are no fewer.
     """
 
     figures: Figures
@@ -65,6 +69,17 @@ class Plan:
     tried: Sequence[Forecast]
     earlier: Sequence[EarlierForecast]
     error: float
+    fewer_data: int | None
+
+    @property
+    def hint(self) -> str:
+        """What is worth a try although it cannot be forecast; "" if nothing is."""
+        if self.fewer_data is None:
+            return ""
+        return (
+            f"try actor.parallel.data={self.fewer_data}: ranks share cores here, so that a step "
+            "with fewer of them may be shorter; no forecast of it can be made"
+        )
 
     @property
     def settings(self) -> str:
@@ -116,23 +131,28 @@ def make_plan(
             f"{total} devices are too few: {num_ranks} for training and {of_worker} for "
             "generation are the least"
         )
-    # nobody waits for a group that takes so many steps, even if they were half as long
-    bound = 2 * math.ceil(figures.group_s / figures.step_s) + 1
-    bound = max(min(bound, MAX_BOUND), figures.point.max_staleness)
+    bound = max(_ample_bound(present), figures.point.max_staleness)
 
     def of_split(num_ranks: int) -> Forecast:
         num_workers = (total - num_ranks) // of_worker
         return forecaster.at(OperatingPoint(num_ranks, num_workers, bound))
 
     tried = [present] if total >= of_now else []
-    if num_cores is not None:
-        most_workers = min(total - num_ranks, num_cores)
-        tried += [
-            forecaster.at(OperatingPoint(num_ranks, number, bound))
-            for number in range(1, most_workers + 1)
-        ]
-    elif num_devices is not None or not shares_devices(config):
-        tried += _searched(of_split, range(ranks_per_data, total - of_worker + 1, ranks_per_data))
+    while True:
+        if num_cores is not None:
+            most_workers = min(total - num_ranks, num_cores)
+            tried += [
+                forecaster.at(OperatingPoint(num_ranks, number, bound))
+                for number in range(1, most_workers + 1)
+            ]
+        elif num_devices is not None or not shares_devices(config):
+            splits = range(ranks_per_data, total - of_worker + 1, ranks_per_data)
+            tried += _searched(of_split, splits)
+        # another split may have so short steps that a group takes more of them
+        ample = _ample_bound(min(tried or [present], key=lambda forecast: forecast.step_s))
+        if ample <= bound:
+            break
+        bound = ample
     best = min(tried or [present], key=lambda forecast: forecast.step_s)
     most = min(math.ceil(best.group_s / best.step_s) + 1, MAX_BOUND)
     most = max(most, figures.point.max_staleness)
@@ -155,7 +175,28 @@ def make_plan(
         tried,
         _earlier(steps, config, figures, num_cores),
         forecaster.error,
+        _fewer_data(config, figures.point, ranks_per_data, num_cores),
     )
+
+
+def _ample_bound(forecast: Forecast) -> int:
+    """Nobody waits for a group that takes so many steps, even if they were half as long."""
+    return min(2 * math.ceil(forecast.group_s / forecast.step_s) + 1, MAX_BOUND)
+
+
+def _fewer_data(
+    config: GRPOConfig, point: OperatingPoint, ranks_per_data: int, num_cores: int | None
+) -> int | None:
+    """See `Plan`.
+
+    A rank that waits for another one's core counts as training, so the steps do not tell what
+    fewer ranks would take.
+    """
+    if num_cores is None:
+        return None
+    free = num_cores - config.rollout.num_threads * point.num_rollout_workers
+    data = max(1, free // (config.actor.num_threads * ranks_per_data))
+    return data if data * ranks_per_data < point.num_train_workers else None
 
 
 def shared_cores(config: GRPOConfig) -> int | None:
@@ -199,7 +240,7 @@ def _searched(of_split: Callable[[int], Forecast], numbers: Sequence[int]) -> li
 def _earlier(
     steps: Sequence[StepMetrics], config: GRPOConfig, figures: Figures, num_cores: int | None
 ) -> list[EarlierForecast]:
-    found = [f for f in all_figures(steps, config) if f.point != figures.point]
+    found = [f for f in all_figures(steps, config) if f.point != figures.point][-MAX_EARLIER:]
     return [
         EarlierForecast(
             source, Forecaster(source, config, num_cores).at(figures.point), figures.step_s

@@ -67,10 +67,12 @@ class Figures:
         step_s, wait_s, train_s: of a step; `train_s` is that of all ranks together.
         rest_s: publication, and what the script does.
         group_s: from the start of a group on its worker until its rows are there.
+        prompt_tokens, mean_tokens: of a prompt, and of an answer.
         longest_tokens, longest_std, longest_max: of the longest answer of a group.
-        other_share: what the other answers have, as a share of the longest.
         busy_share: of the time of the servers.
         num_running: answers of a server at one time, as a token has it.
+        update_s: that new weights stop a server, and then for each token of its running answers
+        recompute_s: while it computes their keys and values anew.
     """
 
     point: OperatingPoint
@@ -81,13 +83,16 @@ class Figures:
     train_s: float
     rest_s: float
     group_s: float
+    prompt_tokens: float
+    mean_tokens: float
     longest_tokens: float
     longest_std: float
     longest_max: float
-    other_share: float
     busy_share: float
     num_running: float
     turn: Turn
+    update_s: float
+    recompute_s: float
 
     @property
     def num_steps(self) -> int:
@@ -133,9 +138,11 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
     mean_tokens = statistics.fmean(
         (step.num_trained_tokens + step.num_masked_tokens) / step.num_rows for step in steps
     )
-    num_others = config.rollout.group_size - 1
-    others = (mean_tokens * (num_others + 1) - longest) / max(1, num_others)
-    num_servers = point.num_rollout_workers * make_generator(config.rollout).num_servers
+    servers_of_worker = make_generator(config.rollout).num_servers
+    num_servers = point.num_rollout_workers * servers_of_worker
+    # not all engines count them
+    loads = _new(part, ("weight_updates", "update_stall_s"))
+    recomputed = _new(part, ("recomputed_tokens", "recompute_s"))
     return Figures(
         point,
         first_step=steps[0].step,
@@ -145,13 +152,16 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
         train_s=train_s * point.num_train_workers,
         rest_s=max(0.0, step_s - wait_s - train_s),
         group_s=statistics.fmean(times),
+        prompt_tokens=max(0.0, mean("mean_sequence_length") - mean_tokens),
+        mean_tokens=max(1.0, min(mean_tokens, longest)),
         longest_tokens=max(1.0, longest),
         longest_std=mean("longest_tokens_std"),
         longest_max=max(1, *(step.longest_tokens_max for step in steps)),
-        other_share=min(1.0, max(0.0, others / max(1.0, longest))),
         busy_share=counted["busy_s"] / ((len(steps) - 1) * step_s * num_servers),
         num_running=turns.turn_answers / turns.turn_tokens,
         turn=_fit(turns),
+        update_s=loads["update_stall_s"] / max(1.0, loads["weight_updates"] * servers_of_worker),
+        recompute_s=recomputed["recompute_s"] / max(1.0, recomputed["recomputed_tokens"]),
     )
 
 

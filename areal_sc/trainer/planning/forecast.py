@@ -16,9 +16,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import NormalDist, fmean, pstdev
 from typing import Final
 
 from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
@@ -27,16 +26,14 @@ from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.engines.handles import make_generator
 from areal_sc.metadata import PromptReference
-from areal_sc.trainer.planning.figures import Figures, OperatingPoint, Turn
+from areal_sc.trainer.planning.figures import Figures, OperatingPoint
+from areal_sc.trainer.planning.lengths import Lengths, fit_lengths
 
 NUM_STEPS: Final = 48
 NUM_SETTLING: Final = 16
 """Steps of a simulation, and the first ones, which are not counted."""
 MAX_SERVERS: Final = 16
 """Of more, a part is simulated, with the same part of the groups."""
-NUM_QUANTILES: Final = 128
-NUM_HALVINGS: Final = 24
-MAX_SIGMA: Final = 3.0
 _PROMPT: Final = PromptReference(0, 0, 0)
 
 
@@ -71,6 +68,13 @@ class Forecaster:
         self._beside_s = 0.0
         self._factor = 1.0
         self._known: dict[OperatingPoint, Forecast] = {}
+        self._lengths = fit_lengths(
+            figures.mean_tokens,
+            figures.longest_tokens,
+            figures.longest_std,
+            figures.longest_max,
+            config.rollout.group_size,
+        )
         present = self._simulate(figures.point)
         self._beside_s = max(0.0, figures.group_s - present.group_s)
         if self._beside_s > 0:
@@ -93,18 +97,20 @@ class Forecaster:
 
     def _simulate(self, point: OperatingPoint) -> Forecast:
         return _Simulation(
-            self.figures, self._config, point, self._beside_s, self._num_cores
+            self.figures, self._config, point, self._lengths, self._beside_s, self._num_cores
         ).forecast()
 
 
 class _Server:
     """All running answers get their tokens at the same pace, so progress is counted in turns."""
 
-    def __init__(self, turn: Turn, slots: int) -> None:
-        self._turn = turn
+    def __init__(self, figures: Figures, slots: int) -> None:
+        self._figures = figures
         self._slots = slots
+        self._stopped_s = 0.0
         self._turns = 0.0
-        self._running: list[tuple[float, int]] = []  # turn at which it ends, group
+        # turn at which it ends, group, turn at which it began
+        self._running: list[tuple[float, int, float]] = []
         self._waiting: list[tuple[float, int]] = []  # tokens, group
 
     @property
@@ -120,15 +126,25 @@ class _Server:
         self._waiting.append((num_tokens, group))
         self._fill()
 
+    def update(self) -> None:
+        """New weights stop it, and the keys and values of its answers are computed anew."""
+        figures = self._figures
+        of_prompts = figures.prompt_tokens * len(self._running)
+        num_tokens = of_prompts + sum(self._turns - begun for _, _, begun in self._running)
+        self._stopped_s += figures.update_s + figures.recompute_s * num_tokens
+
     @property
     def next_end_s(self) -> float:
         """Until an answer ends, at full speed."""
         if not self._running:
             return math.inf
-        return max(0.0, self._running[0][0] - self._turns) * self._turn_s
+        return self._stopped_s + max(0.0, self._running[0][0] - self._turns) * self._turn_s
 
     def advance(self, seconds: float) -> Iterator[int]:
         """Time passes; gives the groups of the answers that have ended."""
+        stopped_s = min(self._stopped_s, seconds)
+        self._stopped_s -= stopped_s
+        seconds -= stopped_s
         if not self._running:
             return
         self._turns += seconds / self._turn_s
@@ -138,12 +154,12 @@ class _Server:
 
     @property
     def _turn_s(self) -> float:
-        return self._turn.seconds(len(self._running))
+        return self._figures.turn.seconds(len(self._running))
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._slots:
             num_tokens, group = self._waiting.pop(0)
-            heapq.heappush(self._running, (self._turns + num_tokens, group))
+            heapq.heappush(self._running, (self._turns + num_tokens, group, self._turns))
 
 
 class _Simulation:
@@ -154,6 +170,7 @@ class _Simulation:
         figures: Figures,
         config: GRPOConfig,
         point: OperatingPoint,
+        lengths: Lengths,
         beside_s: float,
         num_cores: int | None,
     ) -> None:
@@ -167,9 +184,7 @@ class _Simulation:
         part = min(1.0, MAX_SERVERS / num_servers)
         self._settings = _scaled(config.rollout, point, part)
         slots = -(-config.rollout.max_running_sequences // per_worker)
-        self._servers = [
-            _Server(figures.turn, slots) for _ in range(max(1, round(num_servers * part)))
-        ]
+        self._servers = [_Server(figures, slots) for _ in range(max(1, round(num_servers * part)))]
         policy = StalenessPolicy(
             point.max_staleness, self._settings.train_batch_groups, self._settings.over_bound
         )
@@ -186,7 +201,8 @@ class _Simulation:
         self._finished: dict[int, Group] = {}
         self._training_s: float | None = None
         self._asked_s = 0.0
-        self._lengths = _lengths(figures)
+        self._lengths = lengths
+        self._rng = random.Random(0)
         self._ends: list[float] = []
         self._waits: list[float] = []
         self._group_times: list[float] = []
@@ -254,10 +270,8 @@ class _Simulation:
             self._open[number] = group, self._now_s
             self._left[number] = settings.group_size
             server = min(self._servers, key=lambda server: server.num_answers)
-            longest = next(self._lengths)
-            for answer in range(settings.group_size):
-                share = self._figures.other_share if answer else 1.0
-                server.add(max(1.0, longest * share), number)
+            for num_tokens in self._lengths.draw(self._rng, settings.group_size):
+                server.add(max(1.0, num_tokens), number)
 
     def _finish(self, number: int) -> None:
         group, began_s = self._open.pop(number)
@@ -300,6 +314,8 @@ class _Simulation:
         self._training_s = None
         self._version += 1
         self._ends.append(self._now_s)
+        for server in self._servers:
+            server.update()
         self._ask()
 
 
@@ -313,38 +329,3 @@ def _scaled(config: RolloutConfig, point: OperatingPoint, part: float) -> Rollou
         max_concurrent_groups=max(1, round(config.max_concurrent_groups * part)),
         admission=AdmissionMode(config.admission),
     )
-
-
-def _lengths(figures: Figures) -> Iterator[float]:
-    """Of the longest answers of groups: lognormal, and cut off at the longest that was seen."""
-    rng, most = random.Random(0), figures.longest_max
-    location, sigma = fit_cut_lognormal(figures.longest_tokens, figures.longest_std, most)
-    while True:
-        yield min(rng.lognormvariate(location, sigma), most)
-
-
-def fit_cut_lognormal(mean: float, deviation: float, most: float) -> tuple[float, float]:
-    """(location, sigma) of a lognormal number X, such that min(X, most) has mean and deviation.
-
-    As near as there is one: the mean is at most `most`, and the deviation is limited, too.
-    """
-    normal = NormalDist()
-    quantiles = [normal.inv_cdf((number + 0.5) / NUM_QUANTILES) for number in range(NUM_QUANTILES)]
-
-    def numbers(location: float, sigma: float) -> list[float]:
-        return [min(math.exp(min(location + sigma * z, 700.0)), most) for z in quantiles]
-
-    def location_of(sigma: float) -> float:
-        highest = math.log(most) + 3 * sigma
-        return _bisected(lambda x: fmean(numbers(x, sigma)) - mean, 0.0, highest)
-
-    sigma = _bisected(lambda s: pstdev(numbers(location_of(s), s)) - deviation, 0.0, MAX_SIGMA)
-    return location_of(sigma), sigma
-
-
-def _bisected(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where it is 0, or the end that is nearer to that."""
-    for _ in range(NUM_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return (low + high) / 2

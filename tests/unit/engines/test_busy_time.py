@@ -52,3 +52,22 @@ def test_an_attempt_without_a_token_tells_nothing(clock: Clock) -> None:
     clock.now_s += 1.0
     busy.end(begun, 0)
     assert busy.turns.turn_tokens == 0
+
+
+def test_a_turn_does_not_count_the_time_in_which_new_weights_stop_a_server(clock: Clock) -> None:
+    busy = BusyTime(clock)
+    busy.note(2)
+    begun = busy.begin()
+    clock.now_s += 4.0
+    busy.stop()
+    clock.now_s += 10.0
+    busy.note(1)  # one is cancelled meanwhile
+    clock.now_s += 10.0
+    busy.go_on()
+    clock.now_s += 4.0
+    busy.stop(until_s=clock.now_s + 1.0)
+    clock.now_s += 3.0
+    busy.end(begun, 10)
+    assert busy.busy_s == 31.0
+    assert busy.turns.turn_s == pytest.approx(4 + 4 + 2)
+    assert busy.turns.turn_answers == pytest.approx(10 * (4 * 2 + 6 * 1) / 10)

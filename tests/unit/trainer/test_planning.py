@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +27,8 @@ from areal_sc.trainer.planning.figures import (
     all_figures,
     newest_figures,
 )
-from areal_sc.trainer.planning.forecast import Forecaster, fit_cut_lognormal
+from areal_sc.trainer.planning.forecast import Forecaster
+from areal_sc.trainer.planning.lengths import Lengths, fit_lengths
 
 MakeStep = Callable[..., StepMetrics]
 
@@ -56,13 +56,16 @@ def figures_of(point: OperatingPoint, **changes: Any) -> Figures:
         train_s=2.0 * point.num_train_workers,
         rest_s=0.0,
         group_s=1.0,
+        prompt_tokens=0.0,
+        mean_tokens=100.0,
         longest_tokens=100.0,
         longest_std=0.0,
         longest_max=100.0,
-        other_share=1.0,
         busy_share=0.5,
         num_running=32.0,
         turn=Turn(0.01, 0.0),
+        update_s=0.0,
+        recompute_s=0.0,
     )
     return Figures(point, **values | changes)
 
@@ -170,7 +173,7 @@ def test_the_figures_of_each_point(make_steps: MakeSteps) -> None:
     assert first.num_running == 32
     assert first.turn.seconds(32) == pytest.approx(0.01)
     assert first.rest_s == pytest.approx(0.1)
-    assert first.other_share == pytest.approx(1)
+    assert (first.mean_tokens, first.longest_tokens) == (100, 100)
     assert newest_figures(steps, config_of()) == second
 
 
@@ -294,19 +297,77 @@ def test_the_end_of_a_run_names_what_is_worth_it(make_steps: MakeSteps) -> None:
     assert Adviser(config, Path("mine")).at_end(make_steps(range(1, 41), **values)) is None
 
 
-@pytest.mark.parametrize("most", [110.0, 150.0, 400.0, 1e6])
-def test_lengths_that_are_cut_off_have_the_mean_and_deviation(most: float) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "group_size"),
+    [
+        (Lengths(8.7, 0.0, 0.9, 27_648), 8),
+        (Lengths(8.7, 0.5, 0.6, 27_648), 8),
+        (Lengths(2.0, 0.55, 0.05, 27), 8),  # answers to one prompt are alike
+        (Lengths(6.0, 0.3, 0.3, 2_000), 16),
+    ],
+)
+def test_lengths_are_found_again(lengths: Lengths, group_size: int) -> None:
     rng = random.Random(1)
-    values = [min(rng.lognormvariate(4.5, 0.7), most) for _ in range(20_000)]
-    location, sigma = fit_cut_lognormal(fmean(values), pstdev(values), most)
-    assert (location, sigma) == (pytest.approx(4.5, rel=0.02), pytest.approx(0.7, rel=0.06))
+    groups = [lengths.draw(rng, group_size) for _ in range(10_000)]
+    longest = [max(group) for group in groups]
+    mean = fmean(chain.from_iterable(groups))
+    found = fit_lengths(mean, fmean(longest), pstdev(longest), lengths.most, group_size)
+    assert found.location == pytest.approx(lengths.location, rel=0.01)
+    assert found.of_group == pytest.approx(lengths.of_group, abs=0.1)
+    assert found.of_answer == pytest.approx(lengths.of_answer, abs=0.02)
 
 
-@pytest.mark.parametrize(("mean", "deviation"), [(7.0, 0.0), (32.0, 0.0), (16.0, 16.0), (1.0, 0.0)])
-def test_lengths_at_the_edges(mean: float, deviation: float) -> None:
-    location, sigma = fit_cut_lognormal(mean, deviation, 32.0)
-    drawn = [min(math.exp(location + sigma * z), 32.0) for z in (-1.0, 0.0, 1.0)]
-    assert fmean(drawn) == pytest.approx(mean, rel=0.2)
+@pytest.mark.parametrize(
+    ("mean", "longest", "deviation", "group_size"),
+    [(7.0, 7.0, 0.0, 4), (32.0, 32.0, 0.0, 4), (16.0, 16.0, 16.0, 1), (1.0, 32.0, 0.0, 4)],
+)
+def test_lengths_at_the_edges(
+    mean: float, longest: float, deviation: float, group_size: int
+) -> None:
+    lengths = fit_lengths(mean, longest, deviation, 32.0, group_size)
+    rng = random.Random(1)
+    found = fmean(max(lengths.draw(rng, group_size)) for _ in range(2_000))
+    assert found == pytest.approx(longest, rel=0.2)
+
+
+def test_new_weights_stop_servers(make_steps: MakeSteps) -> None:
+    """0.1 s for each update, and 0.4 s for the 2,000 tokens that are computed anew."""
+    steps = [
+        replace(
+            step,
+            mean_sequence_length=110.0,
+            counters={
+                **step.counters,
+                "weight_updates": 1.0 * number,
+                "update_stall_s": 0.1 * number,
+                "recomputed_tokens": 2_000.0 * number,
+                "recompute_s": 0.4 * number,
+            },
+        )
+        for number, step in enumerate(make_steps(range(1, 41)))
+    ]
+    figures = newest_figures(steps, config_of())
+    assert figures is not None
+    assert figures.prompt_tokens == pytest.approx(10)
+    assert figures.update_s == pytest.approx(0.1)
+    assert figures.recompute_s == pytest.approx(2e-4)
+
+
+def test_an_update_costs_more_the_more_answers_run() -> None:
+    """Generation of 1 s is the bound; each step has one update, in which 32 answers run."""
+    present = OperatingPoint(1, 1, 2)
+    values = dict(train_s=0.01, wait_s=0.99, step_s=1.0)
+    without = Forecaster(figures_of(present, **values), config_of())
+    with_it = Forecaster(
+        figures_of(present, update_s=0.1, prompt_tokens=100.0, recompute_s=1e-4, **values),
+        config_of(),
+    )
+    for forecaster in (without, with_it):
+        assert forecaster.at(present).step_s == pytest.approx(1.0)
+    # raw: 1 s, and 1 s + 0.1 s + between 0.32 s (no answer has a token) and 0.64 s
+    raw = [1 / (1 + forecaster.error) for forecaster in (without, with_it)]
+    assert raw[0] == pytest.approx(1, abs=0.02)
+    assert 1.1 + 0.3 < raw[1] < 1.1 + 0.66
 
 
 def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> None:
@@ -318,3 +379,17 @@ def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> Non
     two_ranks = make_steps(range(1, 41), num_train_workers=2, num_rollout_workers=4)
     with pytest.raises(ConfigError, match="2 devices are too few: 2 for training and 1 for"):
         make_plan(two_ranks, config_of(), 2, num_cores=4)
+
+
+def test_ranks_that_share_cores_are_worth_a_try(make_steps: MakeSteps) -> None:
+    config = config_of()
+    config.actor.parallel.data = 2
+    steps = make_steps(range(1, 41), num_train_workers=2)
+    plan = make_plan(steps, config, num_cores=2)
+    assert plan is not None
+    assert plan.settings == ""
+    assert plan.hint.startswith("try actor.parallel.data=1: ranks share cores here")
+    for enough in (3, None):
+        plan = make_plan(steps, config, num_cores=enough)
+        assert plan is not None
+        assert plan.hint == ""
