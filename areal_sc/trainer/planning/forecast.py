@@ -2,10 +2,10 @@
 
 Admission and batches are the controllers' own code on simulated time. A worker's servers give each
 of their running answers one token a turn, and turns take as long as was measured. Training is
-divided among the ranks. Each group has one longest answer, whose length is drawn, and others that
-have the measured share of it. What a group takes beyond its answers (rewards, tools) is what its
-measured time leaves. Where the processes of a machine have fewer cores than they want, all of them
-are slower by the same factor.
+divided among the ranks. Lengths of answers are drawn from those that fit what was measured
+(`lengths`). What a group takes beyond its answers (rewards, tools) is what its measured time
+leaves. Where the processes of a machine have fewer cores than they want, all of them are slower by
+the same factor.
 
 A step that is forecast for the present point differs from what was measured; every other forecast
 is corrected by the same factor.
