@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -328,3 +328,25 @@ def test_a_run_that_has_hardly_begun_has_no_plan(
     for wrong in ("1", "two", "1.5"):
         assert call("plan", planned_dir, "--devices", wrong) == 2
         assert "at least 2" in capsys.readouterr().err
+
+
+def test_a_plan_judges_what_was_forecast_from_other_settings(
+    planned_dir: Path, capsys: Told
+) -> None:
+    """The run has gone on with two rollout workers, and no step waits any more."""
+    with closing(MetricsLog(planned_dir / "metrics.jsonl")) as log:
+        for number in range(41, 81):
+            log.on_step(
+                replace(planned_step(number), num_rollout_workers=2, step_time_s=1.0, wait_s=0.0)
+            )
+    assert call("plan", planned_dir) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    found = re.search(
+        r"earlier forecast, from steps 11 to 40 \(1 \+ 1 workers, bound 4\): (\S+),", told
+    )
+    assert found, told
+    assert re.search(r"\d+% too (long|short)", told)
+    assert call("plan", planned_dir, "--json") == 0
+    (earlier,) = json.loads(capsys.readouterr().out)["earlier"]
+    assert earlier["measured_s"] == pytest.approx(1.0)
+    assert earlier["error"] == pytest.approx(earlier["forecast"]["step_s"] - 1)
