@@ -283,7 +283,7 @@ class RunFolder:
         """Deletes the keys of a run that has ended, and what is left of its agents' files.
 
         By the owner of the folder, or when it has none: otherwise nothing is deleted. A folder that
-        was deleted has none. As long as agents live, the next start needs the keys.
+        was deleted has none. As long as agents live, or may, the next start needs the keys.
 
         Args:
             agent: that calls, as the last thing it does: it counts as ended.
@@ -297,7 +297,7 @@ class RunFolder:
         if lock is self._lock:
             self.joined_path.unlink(missing_ok=True)
         delete_files_of_dead_agents(self.path)
-        if not living_agents(self.path):
+        if not (living_agents(self.path) or self.joined_path.exists()):
             self.keys_path.unlink(missing_ok=True)
         if lock is not self._lock:
             lock.close()

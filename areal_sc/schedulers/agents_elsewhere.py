@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import getaddrinfo
 from typing import Final, Generic, Protocol, TypeVar
 
 from msgspec import json
@@ -143,7 +142,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             end_agents(self.folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             found = self._find(num_nodes)
             delete_files_of_dead_agents(self.folder.path)
-            interface = _interface_towards(host, config.transport.bind)
+            interface = Interface.towards(config.transport.bind, [host])
             self._joins = JoinServer(self.keys, self.passes, interface, self.folder)
             undo.callback(self._joins.close)
             self.keys.write(self.folder.keys_path)
@@ -348,12 +347,3 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         for end in ends:
             end.join()
         self.folder.join_path.unlink(missing_ok=True)
-
-
-def _interface_towards(host: str, bind: str) -> Interface:
-    """Where agents reach the script. Raises: ConfigError: there is no way to the host."""
-    try:
-        address = str(getaddrinfo(host, None)[0][4][0])
-    except OSError as error:
-        raise ConfigError(f"the host {host} has no address: {error.strerror}") from error
-    return Interface.of(bind, address)

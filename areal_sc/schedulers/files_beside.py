@@ -130,7 +130,9 @@ class FilesBeside:
         threading.Thread(target=self._tell, args=told, name="void passes", daemon=True).start()
         watch = threading.Thread(target=self._watch, args=(process,), name="files", daemon=True)
         assert process.stdout is not None
-        is_there, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
+        output = select.poll()  # with many connections its number is too high for `select.select`
+        output.register(process.stdout, select.POLLIN)
+        is_there = output.poll(START_LIMIT_S * 1000)
         line = process.stdout.readline().decode().strip() if is_there else ""
         if not line:
             self._end()

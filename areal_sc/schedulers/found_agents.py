@@ -123,7 +123,6 @@ class UnseenAgents:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._noted = _unseen(folder)
-        # read before other agents end, which delete them
         self._keys = RunKeys.read(folder.keys_path) if self._noted else None
 
     def end(self, limit_s: float) -> list[str]:

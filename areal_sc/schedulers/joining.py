@@ -115,7 +115,7 @@ class JoinServer:
         self._loop = asyncio.new_event_loop()
         self._is_open, self._done = asyncio.Event(), asyncio.Event()
         self._one_notes = asyncio.Lock()
-        self._is_noted = True
+        self._noted: list[Joining] = []
         self.address = ""
         started: Future[str] = Future()
         self._thread = threading.Thread(
@@ -159,7 +159,8 @@ class JoinServer:
         adopted = [it for it in found if it.address not in unseen - told]
         with self._one_changes:
             self._joined |= {it.place: it.joining for it in adopted}
-        note_unseen(self._folder, self.agents())
+        self._noted = self.agents()
+        note_unseen(self._folder, self._noted)
         self._loop.call_soon_threadsafe(self._is_open.set)
         return adopted
 
@@ -237,17 +238,20 @@ class JoinServer:
         self._join(joining)
         if shares_folder(joining):
             return Welcome(self.address)
-        await self._note_unseen()
+        await self._note_unseen(joining)
         logger.info("node=%s does not see the run folder: it gets the script's files", joining.node)
         return Welcome(self.address, await asyncio.to_thread(self._files.address))
 
-    async def _note_unseen(self) -> None:
-        """Returns when they are noted; those that come at one time, together."""
-        self._is_noted = False
+    async def _note_unseen(self, joining: Joining) -> None:
+        """Returns when it is noted; those that come at one time are noted together.
+
+        One that asks whether the script lives is noted already.
+        """
         async with self._one_notes:
-            if not self._is_noted:
-                self._is_noted = True
-                await asyncio.to_thread(note_unseen, self._folder, self.agents())
+            if replace(joining, secret="") not in self._noted:
+                agents = self.agents()
+                await asyncio.to_thread(note_unseen, self._folder, agents)
+                self._noted = agents
 
     def _join(self, joining: Joining) -> None:
         """Raises: NotPermitted: the agent is not the one that was invited."""

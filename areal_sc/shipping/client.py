@@ -165,24 +165,25 @@ class ScriptFiles:
     ) -> bool:
         """Whether the holder had a turn for this node, and has given the file."""
         place = holder.address, "agent", ANY_INCARNATION
-        connection = self._transport.connect(*place, server_key=holder.key)
 
         async def read(offset: int, size: int) -> bytes:
             piece = TreePiece(digest, fact.name, offset, size)
             return await connection.call(READ_TREE_PIECE, piece, timeout_s=PIECE_LIMIT_S)
 
         try:
-            if not await connection.call(TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
-                return False
-            await _read_file(digest, fact, target, read)
-            self._last = holder
-            return True
-        except TransportError as error:
+            connection = self._transport.connect(*place, server_key=holder.key)
+            try:
+                if not await connection.call(TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
+                    return False
+                await _read_file(digest, fact, target, read)
+            finally:
+                await connection.close()
+        except TransportError as error:  # a worker says where it is: that may be no address
             logger.warning("address=%s does not serve %s: %s", holder.address, fact.name, error)
             self._failed.add(holder)
             return False
-        finally:
-            await connection.close()
+        self._last = holder
+        return True
 
     async def note_held(self, held: HeldTree) -> None:
         """Other nodes may read it there. Raises: TransportError."""

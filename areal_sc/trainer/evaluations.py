@@ -111,7 +111,7 @@ class Evaluations(BesideTraining):
         """The run has gone back to a step.
 
         An evaluation that went on, or was lost on the way, begins again: at once, or, if it was of
-        a later step, when that step is made.
+        a later step, when that step is made. The policy of an earlier step is nowhere any more.
         """
         if self._running is not None and self._named["step"] <= step:
             self.collect(wait=False)
@@ -120,8 +120,13 @@ class Evaluations(BesideTraining):
             self._running, self._is_lost = None, True
         is_lost, self._is_lost = self._is_lost, False
         self._recorded = {(name, at) for name, at in self._recorded if at <= step}
-        if is_lost and self._named["step"] <= step:
+        if is_lost and self._named["step"] == step:
             self.begin(self._named["name"], self._asked_temperature)
+        elif is_lost and self._named["step"] < step:
+            self._run.display.warning(
+                f"the evaluation of step {self._named['step']} is not repeated: the run goes on "
+                f"from step {step}"
+            )
 
     def after_step(self) -> None:
         """Every `evaluation.every_steps` steps but the last begins one."""

@@ -119,7 +119,7 @@ class NodeFolder:
     def note(self, welcome: Welcome) -> None:
         """A script says where it is: workers, which live longer than it may, look it up.
 
-        Raises: OSError: it cannot be noted.
+        Raises: TransportError: it cannot be noted, and so not be found.
         """
         if self.is_shared:
             return  # the folder says it
@@ -129,7 +129,10 @@ class NodeFolder:
             (folder.files_path, welcome.files),
         ):
             if read_address(path) != address:
-                write_atomic(path, address.encode())
+                try:
+                    write_atomic(path, address.encode())
+                except OSError as error:
+                    raise TransportError(f"cannot write {path}: {error.strerror}") from error
         self._is_told.set()
 
     async def _wait_until_told(self) -> None:

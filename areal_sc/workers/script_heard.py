@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import NotPermitted, TransportError
+from areal_sc.errors import ArealError, NotPermitted, StaleTerm, TransportError
 from areal_sc.workers.joining import JOIN_LIMIT_S
 from areal_sc.workers.wishes import Wishes
 
@@ -113,11 +113,11 @@ class ScriptHeard:
             return False
         try:
             await join(limit_s / 2)
-        except NotPermitted as error:
+        except (NotPermitted, StaleTerm) as error:
             logger.error("the agent ends with its workers: %s", error)
             return True
-        except TransportError as error:
-            logger.warning("the script does not answer: %s", error)
+        except ArealError as error:  # its disk is full, say: that is no reason to end workers
+            logger.warning("the script does not answer as it should: %s", error)
         else:
             if not self._has_workers():
                 self.note()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from types import NoneType
 
 import pytest
 
-from areal_sc.errors import NotPermitted, ProtocolError, TransportError
+from areal_sc.errors import NotPermitted, ProtocolError, RunFolderError, TransportError
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.joining import JoinServer
@@ -24,7 +25,7 @@ from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
 from areal_sc.workers.joining import Invitation
-from areal_sc.workers.spec import JOIN, Joining
+from areal_sc.workers.spec import JOIN, Joining, NodeFacts
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0
@@ -58,6 +59,7 @@ async def come(
     node: str = "node1",
     job: str = "7",
     restart: str | None = None,
+    facts: NodeFacts | None = None,
 ) -> None:
     """An agent joins."""
     monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -65,7 +67,7 @@ async def come(
     if restart is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
     invitation = Invitation(joins.address, Path("none"), keys.controller.public, secret)
-    await invitation.accept(own, f"{node} says", LIMIT_S)
+    await invitation.accept(own, facts or f"{node} says", LIMIT_S)
 
 
 async def test_an_invitation_is_good_for_one_agent_in_each_place(
@@ -100,6 +102,27 @@ async def test_an_invitation_is_good_for_one_agent_in_each_place(
     # a later step on the same node has an invitation of its own
     await come(joins, keys, third, secret_of(joins, 1), monkeypatch, restart="0")
     assert joins.joined("7")["node1"].agent_key == third.public.decode()
+
+
+async def test_an_agent_is_noted_that_does_not_see_the_folder_though_it_fails_at_first(
+    joins: JoinServer, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, own, secret = RunFolder(tmp_path), KeyPair.create(), secret_of(joins, 1)
+    place = "token", 0, "/memory", "tcp://127.0.0.1:1", "1", own.public.decode()
+    unseen = NodeFacts("host", *place, shares_folder=False)
+    folder.logs.mkdir()
+    keys.write(folder.keys_path)  # for what serves files to the agent
+    folder.joined_path.mkdir()  # so it cannot be written
+    with pytest.raises(RunFolderError, match="cannot write"):
+        await come(joins, keys, own, secret, monkeypatch, facts=unseen)
+    folder.joined_path.rmdir()
+    await come(joins, keys, own, secret, monkeypatch, facts=unseen)
+    [noted] = json.loads(folder.joined_path.read_text())
+    assert noted["facts"]["incarnation"] == "1"
+    assert secret not in folder.joined_path.read_text()
+    written = folder.joined_path.stat().st_ino
+    await come(joins, keys, own, secret, monkeypatch, facts=unseen)
+    assert folder.joined_path.stat().st_ino == written, "nothing is new"
 
 
 async def test_a_job_that_slurm_starts_again_is_invited_again(

@@ -33,6 +33,7 @@ from areal_sc.shipping.calls import (
     PIECE_BYTES,
     READ_PIECE,
     WRITE_PIECE,
+    HeldTree,
     Piece,
     Shipped,
     TreeHolder,
@@ -194,8 +195,10 @@ async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_scrip
 
     async with serving(first, keys) as holder:
         assert await come(first, holder) > 2 * len(content)
-        assert await come(others[0]) < len(content) / 10
         [tree] = (tmp_path / "n0").glob("*/trees/*/b")
+        for nowhere in (TreeHolder("ipc:///x", holder.key), TreeHolder(holder.address, "no key")):
+            await script.files.note_held(HeldTree(tree.parent.name, nowhere))
+        assert await come(others[0]) < len(content) / 10
         tree.write_bytes(bytes(len(content)))
         assert await come(others[1]) > len(content)
     assert await come(others[2]) > 2 * len(content), "that node is gone"

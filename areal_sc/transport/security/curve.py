@@ -81,8 +81,15 @@ class CurveClient:
         socket.curve_secretkey = self._own.secret
 
     def expect(self, socket: zmq.Socket[bytes], server_key: str) -> None:
-        """The socket's next connection is to the owner of that key; "": to one of `server_key`."""
-        socket.curve_serverkey = server_key.encode("ascii") if server_key else self._server_key
+        """The socket's next connection is to the owner of that key; "": to one of `server_key`.
+
+        Raises: TransportError: it is no key; another process may have said it.
+        """
+        key = server_key.encode("ascii", "replace") if server_key else self._server_key
+        try:
+            socket.curve_serverkey = key
+        except zmq.ZMQError as error:
+            raise TransportError("expected a public key of 40 characters of Z85") from error
 
 
 class CurveServer:

@@ -149,7 +149,7 @@ class PeerHub:
         Args:
             server_key: see `Route`.
         Raises: TransportError: the address is not like tcp://10.0.0.1:5555, the hub is closed, or
-            has too many connections to that address.
+            has too many connections to that address, or the key is none.
         """
         host, port = parsed_address(address)
         if self._is_closed:
@@ -191,6 +191,8 @@ class PeerHub:
                 f"cannot connect to {route.address}: this process has {MAX_PORT_DIGITS - 1} "
                 "connections to it already"
             )
+        if self._client is not None:
+            self._client.expect(self.socket.raw, route.server_key)
         # A fresh id each time: the pipe of the connection before may still hold the old one.
         route.routing_id = next(self._routing_ids).to_bytes(8, "big")
         self._routes[route.routing_id] = route
@@ -198,8 +200,6 @@ class PeerHub:
         self._by_endpoint[route.endpoint] = route
         self.socket.raw.setsockopt(zmq.CONNECT_ROUTING_ID, route.routing_id)
         self.socket.raw.setsockopt(zmq.IPV6, ":" in host)  # of this connection, as its key
-        if self._client is not None:
-            self._client.expect(self.socket.raw, route.server_key)
         self.socket.raw.connect(route.endpoint)
 
     def _disconnect(self, route: Route) -> None:

@@ -176,6 +176,19 @@ def test_an_evaluation_of_the_step_that_a_run_goes_back_to_is_not_lost(
     assert len(rollout.asked) == (1 if state == "is done" else 2), "once"
 
 
+def test_an_evaluation_of_an_earlier_step_is_not_made_of_another_policy(
+    run: Run, follower: Follower
+) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("before")
+    rollout.version += 2
+    beside.gone_back(rollout.version)
+    assert len(rollout.asked) == 1
+    beside.collect()
+    assert follower.told == []
+
+
 @pytest.mark.parametrize("has_result", [False, True])
 def test_a_resumed_run_does_an_evaluation_that_was_begun_and_not_recorded(
     run: Run, has_result: bool

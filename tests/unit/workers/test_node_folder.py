@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, TransportError
 from areal_sc.file_lock import take_lock
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping import node_cache
@@ -71,6 +71,8 @@ def test_each_start_of_the_script_says_where_it_is(tmp_path: Path) -> None:
         assert read_address(here.join_path) == f"tcp://10.0.0.{number}:1"
         assert read_address(here.files_path) == f"tcp://10.0.0.{number}:2"
     node.remove()
+    with pytest.raises(TransportError, match="cannot write"):  # nor can it on a full disk
+        node.note(Welcome("tcp://10.0.0.3:1", "tcp://10.0.0.3:2"))
 
 
 def test_what_killed_agents_left_goes_and_what_living_ones_have_stays(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import NotPermitted, PeerLost
+from areal_sc.errors import NotPermitted, PeerLost, RunFolderError
 from areal_sc.workers.joining import JOIN_LIMIT_S
 from areal_sc.workers.script_heard import ScriptHeard
 from areal_sc.workers.spec import Wish
@@ -74,6 +74,11 @@ async def test_a_far_script_that_answers_keeps_an_agent_without_workers(
     async def refused(limit_s: float) -> None:
         raise NotPermitted("another agent has taken the place of this one")
 
+    async def failing(limit_s: float) -> None:
+        raise RunFolderError("the disk of the script is full")
+
+    clock[0] += 10.0
+    assert not await script.is_done(failing)
     clock[0] += 10.0
     assert await script.is_done(refused)
 
