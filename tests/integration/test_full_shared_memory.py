@@ -6,6 +6,7 @@ A limit of the size of a worker's files stands in for the full memory: what does
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -40,7 +41,8 @@ def test_snapshots_that_do_not_fit_are_told_once_and_replaced_by_older_ones(
 ) -> None:
     weights_bytes = (tiny_model_folder / "model.safetensors").stat().st_size
     with tiny_run(tmp_path / "run", tiny_model_folder, *SETTINGS) as run:
-        train_on(run, 4)
+        run.wait_for_step(1)  # its episodes are free
+        train_on(run, 3)
         pid = run.worker_pid("train/0")
         limit_files(pid, 2 * weights_bytes)  # what is sealed fits, a snapshot does not
         train_on(run, 3)
@@ -52,7 +54,8 @@ def test_snapshots_that_do_not_fit_are_told_once_and_replaced_by_older_ones(
         assert "File too large" in run.output
         assert "snapshot of step 6 could not be written" in run.output
         log = (run.run_dir / "logs" / "controller.log").read_text()
-        assert "ranks are back at version=7, from version=4 (memory)" in log
+        # that of version 4 may be in the making when the limit comes
+        assert re.search(r"ranks are back at version=7, from version=[34] \(memory\)", log)
         summary = run.summary()
         assert summary["num_rows_trained"] == NUM_STEPS * ROWS_A_STEP
         assert summary["num_rows_trained_twice"] == 0
