@@ -65,7 +65,9 @@ def _find_shards(
         shards[f"parameter.{name}"] = _Shard(values, placed)
     for name, moments in optimizer.moments().items():
         placed = shards[f"parameter.{name}"].placed
+        # AdamW does not count the updates of a rank that has no values: its number is none
+        box = Box.whole(()) if placed.box.numel else Box.empty(1)
         for kind, values in moments.items():
-            number = Placed(values.shape, values.dtype, Box.whole(()), placed.is_given)
+            number = Placed(values.shape, values.dtype, box, placed.is_given)
             shards[f"{kind}.{name}"] = _Shard(values, number if kind == "step" else placed)
     return shards

@@ -34,7 +34,8 @@ def read_causal_lm(config: ActorConfig) -> Any:
 def load_causal_lm(folder: Path) -> Any:
     """A Hugging Face model on the CPU in float32 with its own attention.
 
-    Raises: ModelError: no such folder, no or damaged weights, an unknown architecture.
+    Raises: ModelError: no such folder, no or damaged weights, an unknown architecture, or
+        parameters that are tied and stored with different values.
     """
     check_model_folder(folder)
     try:
@@ -47,10 +48,16 @@ def load_causal_lm(folder: Path) -> Any:
     absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
     if absent:
         raise misfit(folder, absent)
-    # Loading forgets which parameters the model's authors do not train.
-    trained = {name for name, p in build_unfilled(folder).named_parameters() if p.requires_grad}
+    built = build_unfilled(folder)
+    named = dict(built.named_parameters(remove_duplicate=False))
+    first_names = {id(parameter): name for name, parameter in built.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+        if name in named:
+            first = first_names[id(named[name])]
+            if first != name:
+                raise differently_tied(folder, first, name)
+            # Loading forgets which parameters the model's authors do not train.
+            parameter.requires_grad_(named[name].requires_grad)
     return model.eval()
 
 
@@ -59,6 +66,14 @@ def misfit(folder: Path, names: Sequence[str]) -> ModelError:
     return ModelError(
         f"the weights in {folder} do not fit its config.json: "
         f"{len(names)} missing or misshapen, e.g. {names[0]}"
+    )
+
+
+def differently_tied(folder: Path, first: str, other: str) -> ModelError:
+    """The error of parameters that are tied, and stored with different values."""
+    return ModelError(
+        f"model folder {folder}: {first} and {other} are stored with different values, but "
+        "config.json ties them; set tie_word_embeddings to false there"
     )
 
 

@@ -27,7 +27,12 @@ from transformers.utils import logging as hf_logging
 
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.training.causal_lm import build_unfilled, misfit, read_causal_lm
+from areal_sc.engines.training.causal_lm import (
+    build_unfilled,
+    differently_tied,
+    misfit,
+    read_causal_lm,
+)
 from areal_sc.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -209,11 +214,7 @@ class StoredWeights:
             for other in (name for name in others if {first, name} <= self._sources.keys()):
                 found = self._read_stored([first, other])
                 if not torch.equal(found[first], found[other]):
-                    raise ModelError(
-                        f"model folder {self._folder}: {first} and {other} are stored with "
-                        "different values, but config.json ties them; set tie_word_embeddings to "
-                        "false there"
-                    )
+                    raise differently_tied(self._folder, first, other)
 
 
 def _named_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,14 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     )
     weights.write_bytes((tmp_path / "smaller" / "model.safetensors").read_bytes())
     with pytest.raises(ModelError, match=r"do not fit its config\.json: 9 missing.*layers\.1\."):
+        load_causal_lm(tmp_path)
+
+    build("llama").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["tie_word_embeddings"] = not settings["tie_word_embeddings"]
+    assert settings["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"lm_head\.weight are stored with different values"):
         load_causal_lm(tmp_path)
 
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')

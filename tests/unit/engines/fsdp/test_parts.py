@@ -7,7 +7,10 @@ import random
 import pytest
 import torch
 
+from areal_sc.config.schema import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import Cut, CutParts
+from areal_sc.engines.fsdp.optimizer import ShardedAdamW
+from areal_sc.engines.fsdp.sharded_state import ShardedState
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.sequence_parallel import SequencePart
@@ -86,3 +89,14 @@ def test_ranks_of_a_sequence_group_have_each_token_once(num_tokens: int, size: i
         assert not own[len(part.own) :].any()
         found += list(part.own)
     assert found == list(range(num_tokens))
+
+
+def test_a_rank_without_values_has_no_number_of_updates() -> None:
+    """AdamW does not count there, so a neighbour's number must be the one that its node keeps."""
+    alone = ProcessGroup(rank=0, size=1, device=torch.device("cpu"))
+    parts = CutParts({"weight": Cut.copies(torch.Size((1, 3)), 1)}, rank=1, num_rows_ranks=2)
+    model = torch.nn.Linear(3, 1, bias=False)
+    model.weight = torch.nn.Parameter(torch.empty(0, 3))
+    optimizer = ShardedAdamW({"weight": model.weight}, OptimizerConfig(), parts, alone, alone)
+    placed = ShardedState(model, parts, optimizer).tensors()
+    assert not any(tensor.box.numel or tensor.is_given for tensor in placed.values())
