@@ -105,7 +105,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     parts = CutParts(cuts, world.rank, groups.rows.size)
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
-    _fill(model, weights, parts, groups)
+    _fill(model, weights, parts, config, groups)
     if trial.expected is not None:
         _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
     return model, parts
@@ -234,7 +234,11 @@ def take_memory(model: PackedModel, device: torch.device) -> None:
 
 
 def _fill(
-    model: PackedModel, weights: Weights | None, parts: CutParts, groups: ProcessGroups
+    model: PackedModel,
+    weights: Weights | None,
+    parts: CutParts,
+    config: ActorConfig,
+    groups: ProcessGroups,
 ) -> None:
     """Every rank gets the values of its part, one tensor after the other.
 
@@ -250,8 +254,8 @@ def _fill(
         if weights is not None and error is None:
             try:
                 return weights.read([name]).get(name)
-            except ModelError as failure:  # the other ranks wait for all tensors
-                error = failure
+            except Exception as failure:  # the other ranks wait for all tensors
+                error = loading_error(failure, config)
         return None
 
     for name, parameter in causal_lm.named_parameters():

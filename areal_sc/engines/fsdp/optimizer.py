@@ -149,7 +149,7 @@ class ShardedAdamW:
             squares = norms.double().square().sum()
         norm = math.sqrt(float(self._world.sum(squares)))
         limit = self.config.max_grad_norm
-        if limit > 0 and norm > limit and math.isfinite(norm):
+        if gradients and limit > 0 and norm > limit and math.isfinite(norm):
             torch._foreach_mul_(gradients, limit / norm)
         return norm
 
