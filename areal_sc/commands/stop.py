@@ -84,7 +84,12 @@ def run(arguments: argparse.Namespace) -> None:
     cancelled = end_left_jobs(folder, are_told=had_agents)
     if cancelled:
         _say(f"jobs that were left of it are cancelled: {', '.join(cancelled)}")
-    if has_lived or ended or cancelled:
+    if unseen.silent:
+        _say(
+            f"agents on {', '.join(unseen.silent)} do not answer; if they live, they end by "
+            "themselves after scheduler.orphan_timeout_s"
+        )
+    elif has_lived or ended or cancelled:
         _say("stopped: nothing of the run is left")
     else:
         how = "is finished" if folder.summary_path.exists() else "has ended before it was finished"

@@ -117,22 +117,29 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
 class UnseenAgents:
     """Agents that do not see the folder of a run whose script is gone, as that has noted them.
 
+    Attributes:
+        silent: nodes of those that did not answer when they were to end; they may live.
     Raises: RunFolderError: the file is damaged. TransportError: the keys cannot be read.
     """
 
     def __init__(self, folder: RunFolder) -> None:
+        self.silent: list[str] = []
         self._folder = folder
         self._noted = _unseen(folder)
         self._keys = RunKeys.read(folder.keys_path) if self._noted else None
 
     def end(self, limit_s: float) -> list[str]:
-        """Returns when they have ended, with their workers: on which nodes, of those that lived.
+        """Returns when they have ended, with their workers: on which nodes, of those that answered.
+
+        Whoever was silent can still be found by the next start, or asked again.
 
         Raises: WaitTimeout: they do not end in time.
         """
         if self._keys is None:
             return []
         living = self._living(self._keys)
+        answered = {it.place for it in living}
+        self.silent = [it.node for it in self._noted if (it.job, it.node) not in answered]
         tell_to_end(living, self._keys, None)
         give_up_s = time.monotonic() + limit_s
         while left := self._living(self._keys):
@@ -140,9 +147,10 @@ class UnseenAgents:
                 where = ", ".join(f"process {it.joining.pid} on {it.joining.node}" for it in left)
                 raise WaitTimeout(f"agents of the run in {self._folder.path} do not end: {where}")
             time.sleep(_LOOK_S)
-        for path in (self._folder.joined_path, self._folder.join_path):
-            path.unlink(missing_ok=True)
-        self._folder.remove_keys()
+        if not self.silent:
+            for path in (self._folder.joined_path, self._folder.join_path):
+                path.unlink(missing_ok=True)
+            self._folder.remove_keys()
         return [it.joining.node for it in living]
 
     def _living(self, keys: RunKeys) -> list[FoundAgent]:

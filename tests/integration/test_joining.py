@@ -16,6 +16,7 @@ import pytest
 from areal_sc.errors import NotPermitted, ProtocolError, RunFolderError, TransportError
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
 from areal_sc.schedulers.joining import JoinServer
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
@@ -47,6 +48,12 @@ def joins(keys: RunKeys, tmp_path: Path) -> Iterator[JoinServer]:
 def secret_of(joins: JoinServer, num_nodes: int, num_restarts: int = 0) -> str:
     """That of a new invitation, without the key of the script."""
     return joins.invite(random_id(), num_nodes, num_restarts).split()[1]
+
+
+def facts_of_a_blind_agent(own: KeyPair) -> NodeFacts:
+    """It does not see the run folder, and nobody is heard at its address."""
+    place = "token", 0, "/memory", "tcp://127.0.0.1:1", "1", own.public.decode()
+    return NodeFacts("host", *place, shares_folder=False)
 
 
 async def come(
@@ -108,8 +115,7 @@ async def test_an_agent_is_noted_that_does_not_see_the_folder_though_it_fails_at
     joins: JoinServer, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, own, secret = RunFolder(tmp_path), KeyPair.create(), secret_of(joins, 1)
-    place = "token", 0, "/memory", "tcp://127.0.0.1:1", "1", own.public.decode()
-    unseen = NodeFacts("host", *place, shares_folder=False)
+    unseen = facts_of_a_blind_agent(own)
     folder.logs.mkdir()
     keys.write(folder.keys_path)  # for what serves files to the agent
     folder.joined_path.mkdir()  # so it cannot be written
@@ -161,6 +167,20 @@ async def test_the_next_start_lets_in_whom_an_earlier_one_invited_once_it_knows(
         assert other.address != joins.address, "that port is taken"
     finally:
         joins.close()
+
+
+def test_agents_that_are_not_heard_when_they_are_to_end_can_be_found_later(
+    keys: RunKeys, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    keys.write(folder.keys_path)
+    own = KeyPair.create()
+    note_unseen(folder, [Joining("7", "node1", 5, facts_of_a_blind_agent(own), "its key")])
+    unseen = UnseenAgents(folder)
+    assert unseen.end(LIMIT_S) == []
+    assert unseen.silent == ["node1"]
+    assert folder.joined_path.exists()
+    assert folder.keys_path.exists()
 
 
 async def test_nobody_else_gets_anything_from_where_agents_join(
