@@ -67,11 +67,11 @@ class Figures:
         step_s, wait_s, train_s: of a step; `train_s` is that of all ranks together.
         rest_s: publication, and what the script does.
         group_s: from the start of a group on its worker until its rows are there.
-        prompt_tokens, mean_tokens: of a prompt, and of an answer.
+        mean_tokens: of an answer.
         longest_tokens, longest_std, longest_max: of the longest answer of a group.
         busy_share: of the time of the servers.
         num_running: answers of a server at one time, as a token has it.
-        update_s: that new weights stop a server, and then for each token of its running answers
+        update_s: that new weights stop a server, and then for each of its running answers
         recompute_s: while it computes their keys and values anew.
     """
 
@@ -83,7 +83,6 @@ class Figures:
     train_s: float
     rest_s: float
     group_s: float
-    prompt_tokens: float
     mean_tokens: float
     longest_tokens: float
     longest_std: float
@@ -141,8 +140,9 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
     servers_of_worker = make_generator(config.rollout).num_servers
     num_servers = point.num_rollout_workers * servers_of_worker
     # not all engines count them
-    loads = _new(part, ("weight_updates", "update_stall_s"))
-    recomputed = _new(part, ("recomputed_tokens", "recompute_s"))
+    loads = _new(part, ("weight_updates", "update_stall_s", "recompute_s"))
+    num_loads = max(1.0, loads["weight_updates"] * servers_of_worker)
+    num_running = turns.turn_answers / turns.turn_tokens
     return Figures(
         point,
         first_step=steps[0].step,
@@ -152,16 +152,15 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
         train_s=train_s * point.num_train_workers,
         rest_s=max(0.0, step_s - wait_s - train_s),
         group_s=statistics.fmean(times),
-        prompt_tokens=max(0.0, mean("mean_sequence_length") - mean_tokens),
         mean_tokens=max(1.0, min(mean_tokens, longest)),
         longest_tokens=max(1.0, longest),
         longest_std=mean("longest_tokens_std"),
         longest_max=max(1, *(step.longest_tokens_max for step in steps)),
         busy_share=counted["busy_s"] / ((len(steps) - 1) * step_s * num_servers),
-        num_running=turns.turn_answers / turns.turn_tokens,
+        num_running=num_running,
         turn=_fit(turns),
-        update_s=loads["update_stall_s"] / max(1.0, loads["weight_updates"] * servers_of_worker),
-        recompute_s=recomputed["recompute_s"] / max(1.0, recomputed["recomputed_tokens"]),
+        update_s=loads["update_stall_s"] / num_loads,
+        recompute_s=loads["recompute_s"] / (num_loads * num_running),
     )
 
 

@@ -109,8 +109,7 @@ class _Server:
         self._slots = slots
         self._stopped_s = 0.0
         self._turns = 0.0
-        # turn at which it ends, group, turn at which it began
-        self._running: list[tuple[float, int, float]] = []
+        self._running: list[tuple[float, int]] = []  # turn at which it ends, group
         self._waiting: list[tuple[float, int]] = []  # tokens, group
 
     @property
@@ -129,9 +128,7 @@ class _Server:
     def update(self) -> None:
         """New weights stop it, and the keys and values of its answers are computed anew."""
         figures = self._figures
-        of_prompts = figures.prompt_tokens * len(self._running)
-        num_tokens = of_prompts + sum(self._turns - begun for _, _, begun in self._running)
-        self._stopped_s += figures.update_s + figures.recompute_s * num_tokens
+        self._stopped_s += figures.update_s + figures.recompute_s * len(self._running)
 
     @property
     def next_end_s(self) -> float:
@@ -159,7 +156,7 @@ class _Server:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._slots:
             num_tokens, group = self._waiting.pop(0)
-            heapq.heappush(self._running, (self._turns + num_tokens, group, self._turns))
+            heapq.heappush(self._running, (self._turns + num_tokens, group))
 
 
 class _Simulation:

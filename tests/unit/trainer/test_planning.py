@@ -56,7 +56,6 @@ def figures_of(point: OperatingPoint, **changes: Any) -> Figures:
         train_s=2.0 * point.num_train_workers,
         rest_s=0.0,
         group_s=1.0,
-        prompt_tokens=0.0,
         mean_tokens=100.0,
         longest_tokens=100.0,
         longest_std=0.0,
@@ -331,16 +330,14 @@ def test_lengths_at_the_edges(
 
 
 def test_new_weights_stop_servers(make_steps: MakeSteps) -> None:
-    """0.1 s for each update, and 0.4 s for the 2,000 tokens that are computed anew."""
+    """0.1 s for each update, and 0.4 s for the 32 answers whose keys and values it ends."""
     steps = [
         replace(
             step,
-            mean_sequence_length=110.0,
             counters={
                 **step.counters,
                 "weight_updates": 1.0 * number,
                 "update_stall_s": 0.1 * number,
-                "recomputed_tokens": 2_000.0 * number,
                 "recompute_s": 0.4 * number,
             },
         )
@@ -348,9 +345,9 @@ def test_new_weights_stop_servers(make_steps: MakeSteps) -> None:
     ]
     figures = newest_figures(steps, config_of())
     assert figures is not None
-    assert figures.prompt_tokens == pytest.approx(10)
+    assert figures.num_running == pytest.approx(32)
     assert figures.update_s == pytest.approx(0.1)
-    assert figures.recompute_s == pytest.approx(2e-4)
+    assert figures.recompute_s == pytest.approx(0.4 / 32)
 
 
 def test_an_update_costs_more_the_more_answers_run() -> None:
@@ -359,15 +356,15 @@ def test_an_update_costs_more_the_more_answers_run() -> None:
     values = dict(train_s=0.01, wait_s=0.99, step_s=1.0)
     without = Forecaster(figures_of(present, **values), config_of())
     with_it = Forecaster(
-        figures_of(present, update_s=0.1, prompt_tokens=100.0, recompute_s=1e-4, **values),
+        figures_of(present, update_s=0.1, recompute_s=0.01, **values),
         config_of(),
     )
     for forecaster in (without, with_it):
         assert forecaster.at(present).step_s == pytest.approx(1.0)
-    # raw: 1 s, and 1 s + 0.1 s + between 0.32 s (no answer has a token) and 0.64 s
+    # raw: 1 s, and 1 s + 0.1 s + 0.32 s
     raw = [1 / (1 + forecaster.error) for forecaster in (without, with_it)]
     assert raw[0] == pytest.approx(1, abs=0.02)
-    assert 1.1 + 0.3 < raw[1] < 1.1 + 0.66
+    assert raw[1] == pytest.approx(1.42, abs=0.03)
 
 
 def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> None:
