@@ -60,8 +60,7 @@ class Cluster:
         self._wait_for(NODES, {"idle"})
 
     def _wait_for(self, nodes: Sequence[str], states: set[str]) -> None:
-        # slurmd tells the end of a job again only every 15 s, if slurmctld was away
-        give_up_s, words = time.monotonic() + 150.0, ["sinfo", "-h", "-N", "-p", "debug"]
+        give_up_s, words = time.monotonic() + 60.0, ["sinfo", "-h", "-N", "-p", "debug"]
         while not states.issuperset(self.run(*words, "-n", ",".join(nodes), "-o", "%T").split()):
             assert time.monotonic() < give_up_s, (
                 f"{self.run('sinfo', '-N', '-o', '%N %T')}\n"
