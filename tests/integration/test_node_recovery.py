@@ -76,7 +76,7 @@ def scheduler_in(run_dir: Path) -> LocalScheduler:
     config = SchedulerConfig(
         run_dir=str(run_dir),
         transport=TransportConfig(shared_memory=str(run_dir / "memory")),
-        heartbeat_interval_s=0.3,
+        heartbeat_interval_s=1.0,  # five are missed before a worker is lost: a busy machine stalls
         orphan_timeout_s=100.0,
     )
     return LocalScheduler(config, command=(sys.executable, str(PROGRAM)))
