@@ -35,7 +35,7 @@ def measure(job: LetterSortJob, config: GRPOConfig, lengths: dict[str, float]) -
             if len(steps) == num_first:
                 cpu_before, tokens_before = workers.cpu_s(), workers.num_generated_tokens()
         cpu_after, tokens_after = workers.cpu_s(), workers.num_generated_tokens()
-        num_wasted_tokens = workers.num_wasted_tokens()
+        num_wasted_tokens, mean_running = workers.num_wasted_tokens(), workers.mean_running()
     window = steps[num_first:]
     window_s = window[-1].ended_s - steps[num_first - 1].ended_s
     cpu_s = {name: (cpu_after[name] - cpu_before[name]) / len(window) for name in cpu_after}
@@ -50,6 +50,7 @@ def measure(job: LetterSortJob, config: GRPOConfig, lengths: dict[str, float]) -
         measured[f"{name.removesuffix('/0')}_cpu_s_per_step"] = seconds
     measured |= {
         "generated_tokens_per_s": (tokens_after - tokens_before) / window_s,
+        "running_answers": mean_running,
         "masked_tokens": sum(step.staleness.num_tokens_masked for step in steps),
         "wasted_tokens": num_wasted_tokens,
         "token_staleness_mean": statistics.mean(step.staleness.token_mean for step in window),

@@ -124,6 +124,12 @@ class Workers:
         """Tokens sampled so far, also those of unfinished answers and of evaluations."""
         return int(sum(worker["generated_tokens"] for worker in self.rollout.worker_stats()))
 
+    def mean_running(self) -> float:
+        """Answers that ran at one time: the mean over the tokens of those that have ended."""
+        workers = self.rollout.worker_stats()
+        num_tokens = sum(worker["turn_tokens"] for worker in workers)
+        return sum(worker["turn_answers"] for worker in workers) / num_tokens
+
     def num_wasted_tokens(self) -> int:
         """Tokens generated and thrown away so far."""
         cancelled = sum(worker["cancelled_tokens"] for worker in self.rollout.worker_stats())
