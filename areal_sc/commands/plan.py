@@ -134,6 +134,12 @@ def _show(console: Console, plan: Plan) -> None:
     )
     group = f"a group takes {short_duration(figures.group_s)}"
     console.print(f"{busy}, {group}; simulated steps are corrected by {plan.error:+.0%}")
+    if len({forecast.point.num_train_workers for forecast in plan.tried}) > 1:
+        training = figures.training
+        console.print(
+            f"{short_duration(training.fixed_s)} of a step's training do not get shorter with "
+            f"more ranks (give or take {short_duration(training.std_s)})"
+        )
     for earlier in plan.earlier:
         source, error = earlier.source, earlier.error
         point = source.point

@@ -82,8 +82,12 @@ class Admission:
 
     @property
     def spare_lead(self) -> float:
-        """How much more work generation could be given, as a share of what the bound allows."""
-        return (1 - self.lead / max(1, self._policy.max_staleness)) * self.free_share
+        """How much more work generation could be given, as a share of what the bound allows.
+
+        Nothing without staleness: each batch begins as soon as that is allowed.
+        """
+        most = self._policy.max_staleness
+        return (1 - self.lead / most) * self.free_share if most else 0.0
 
     def num_admissible(self, version: int, num_admitted_not_rejected: int) -> int:
         """How many groups may be admitted now; never more than eq. 3 allows.

@@ -43,7 +43,8 @@ SPARE_SLACK: Final = 0.5
 ROUNDING: Final = 0.1
 """Workers: the share that the trainer waits is not known better."""
 HELPED: Final = 0.9
-"""More workers have helped if the trainer waits less than this share of what it waited before."""
+"""More workers have helped if the trainer waits less than this share of what it waited before, in
+times of the rest of its step: where it waits for nearly all of a step, shares hardly differ."""
 FIRST_PATIENCE: Final = 64
 LONGEST_PATIENCE: Final = 2048
 """Steps in which a number is not tried again."""
@@ -143,7 +144,7 @@ class Autoscaler:
             return None
         share = f"the trainer waits {waited:.0%} of its time"
         before = self._before
-        if 0 < before < num and waited > HELPED * self._waited_before:
+        if 0 < before < num and _rests(waited) > HELPED * _rests(self._waited_before):
             self._note_vain(num)
             return self._to(before, waited, f"{share}, as with {before} workers")
         if num == self._trial and self._step < self._trial_step + FIRST_PATIENCE:
@@ -190,6 +191,11 @@ class Autoscaler:
 
 def _slack(step: SeenStep) -> float:
     return step.slack or 0.0
+
+
+def _rests(waited: float) -> float:
+    """The same in times of the rest of the step."""
+    return waited / max(1e-9, 1 - waited)
 
 
 def _spare_lead(steps: Sequence[SeenStep]) -> float:

@@ -120,63 +120,123 @@ def make_plan(
         return None
     forecaster = Forecaster(figures, config, num_cores)
     present = forecaster.at(figures.point)
-    of_worker = make_generator(config.rollout).devices[1]
-    ranks_per_data = config.actor.parallel.num_ranks // config.actor.parallel.data
-    of_now = figures.point.num_train_workers + of_worker * figures.point.num_rollout_workers
-    total = num_devices or of_now
-    # more ranks on the same cores gain nothing that can be foreseen, nor fewer
-    num_ranks = ranks_per_data if num_cores is None else figures.point.num_train_workers
-    if total < num_ranks + of_worker:
-        raise ConfigError(
-            f"{total} devices are too few: {num_ranks} for training and {of_worker} for "
-            "generation are the least"
-        )
-    bound = max(_ample_bound(present), figures.point.max_staleness)
-
-    def of_split(num_ranks: int) -> Forecast:
-        num_workers = (total - num_ranks) // of_worker
-        return forecaster.at(OperatingPoint(num_ranks, num_workers, bound))
-
-    tried = [present] if total >= of_now else []
-    while True:
-        if num_cores is not None:
-            most_workers = min(total - num_ranks, num_cores)
-            tried += [
-                forecaster.at(OperatingPoint(num_ranks, number, bound))
-                for number in range(1, most_workers + 1)
-            ]
-        elif num_devices is not None or not shares_devices(config):
-            splits = range(ranks_per_data, total - of_worker + 1, ranks_per_data)
-            tried += _searched(of_split, splits)
-        # another split may have so short steps that a group takes more of them
-        ample = _ample_bound(min(tried or [present], key=lambda forecast: forecast.step_s))
-        if ample <= bound:
-            break
-        bound = ample
-    best = min(tried or [present], key=lambda forecast: forecast.step_s)
-    most = min(math.ceil(best.group_s / best.step_s) + 1, MAX_BOUND)
-    most = max(most, figures.point.max_staleness)
-    tried += [forecaster.at(replace(best.point, max_staleness=bound)) for bound in range(most + 1)]
-    tried = sorted(set(tried), key=lambda forecast: forecast.step_s)
-    limit_s = SUFFICES * tried[0].step_s
-    advised = min(
-        (forecast for forecast in tried if forecast.step_s <= limit_s),
-        key=lambda forecast: (forecast.point.max_staleness, forecast.step_s),
-    )
-    suffices = present in tried and present.step_s <= limit_s
-    if suffices and present.staleness <= advised.staleness + 0.1:
-        advised = present  # no change without a gain
+    splits = _Splits.of(config, figures.point, num_devices, num_cores)
+    tried = _tried(forecaster, splits)
+    advised = _advised(tried, present)
     return Plan(
         figures,
-        ranks_per_data,
-        total,
+        splits.ranks_per_data,
+        splits.num_devices,
         present,
         advised,
         tried,
         _earlier(steps, config, figures, num_cores),
         forecaster.error,
-        _fewer_data(config, figures.point, ranks_per_data, num_cores),
+        _fewer_data(config, figures.point, splits.ranks_per_data, num_cores),
     )
+
+
+@dataclass(frozen=True)
+class _Splits:
+    """Which numbers of ranks and of workers may be tried.
+
+    Attributes:
+        num_devices: that there are for both.
+        num_used: that the present point has.
+        of_worker: devices that a rollout worker has.
+        num_cores: as of `shared_cores`: the number of ranks stays.
+        is_fixed: there is one split alone.
+    """
+
+    present: OperatingPoint
+    num_devices: int
+    num_used: int
+    of_worker: int
+    ranks_per_data: int
+    num_cores: int | None
+    is_fixed: bool
+
+    @classmethod
+    def of(
+        cls,
+        config: GRPOConfig,
+        present: OperatingPoint,
+        num_devices: int | None,
+        num_cores: int | None,
+    ) -> _Splits:
+        """Raises: ConfigError: there have to be more devices."""
+        of_worker = make_generator(config.rollout).devices[1]
+        ranks_per_data = config.actor.parallel.num_ranks // config.actor.parallel.data
+        num_used = present.num_train_workers + of_worker * present.num_rollout_workers
+        total = num_devices or num_used
+        # more ranks on the same cores gain nothing that can be foreseen, nor fewer
+        num_ranks = ranks_per_data if num_cores is None else present.num_train_workers
+        if total < num_ranks + of_worker:
+            raise ConfigError(
+                f"{total} devices are too few: {num_ranks} for training and {of_worker} for "
+                "generation are the least"
+            )
+        is_fixed = num_cores is None and num_devices is None and shares_devices(config)
+        return cls(present, total, num_used, of_worker, ranks_per_data, num_cores, is_fixed)
+
+    def forecasts(self, forecaster: Forecaster, bound: int) -> list[Forecast]:
+        """Of splits with that bound; the shortest step is among them."""
+        if self.is_fixed:
+            return []
+        if self.num_cores is not None:
+            num_ranks = self.present.num_train_workers
+            most_workers = min(self.num_devices - num_ranks, self.num_cores)
+            points = (
+                OperatingPoint(num_ranks, number, bound) for number in range(1, most_workers + 1)
+            )
+            return [forecaster.at(point) for point in points]
+
+        def of_split(num_ranks: int) -> Forecast:
+            num_workers = (self.num_devices - num_ranks) // self.of_worker
+            return forecaster.at(OperatingPoint(num_ranks, num_workers, bound))
+
+        most_ranks = self.num_devices - self.of_worker
+        return _searched(of_split, range(self.ranks_per_data, most_ranks + 1, self.ranks_per_data))
+
+
+def _tried(forecaster: Forecaster, splits: _Splits) -> list[Forecast]:
+    """Splits with a bound that holds up none of them, and the best one with all smaller bounds.
+
+    Returns: the shortest step first; without the present point if that has too many devices.
+    """
+    present = forecaster.at(splits.present)
+    tried = [present] if splits.num_devices >= splits.num_used else []
+    bound, ample = -1, max(_ample_bound(present), splits.present.max_staleness)
+    while ample > bound:
+        bound = ample
+        tried += splits.forecasts(forecaster, bound)
+        # another split may have so short steps that a group takes more of them
+        best = min(tried or [present], key=_step_s)
+        ample = _ample_bound(best)
+    most = min(math.ceil(best.group_s / best.step_s) + 1, MAX_BOUND)
+    most = max(most, splits.present.max_staleness)
+    tried += [forecaster.at(replace(best.point, max_staleness=bound)) for bound in range(most + 1)]
+    return sorted(set(tried), key=_step_s)
+
+
+def _advised(tried: Sequence[Forecast], present: Forecast) -> Forecast:
+    """The smallest bound with a step that is hardly longer than the shortest one.
+
+    Args:
+        tried: the shortest step first.
+    """
+    limit_s = SUFFICES * tried[0].step_s
+    best = min(
+        (forecast for forecast in tried if forecast.step_s <= limit_s),
+        key=lambda forecast: (forecast.point.max_staleness, forecast.step_s),
+    )
+    suffices = present in tried and present.step_s <= limit_s
+    is_as_fresh = present.staleness <= best.staleness + 0.1
+    return present if suffices and is_as_fresh else best  # no change without a gain
+
+
+def _step_s(forecast: Forecast) -> float:
+    return forecast.step_s
 
 
 def _ample_bound(forecast: Forecast) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Final
 
 from areal_sc.config.schema import GRPOConfig
@@ -17,6 +18,13 @@ MIN_STEPS: Final = 8
 """Fewer say little: batches differ, and so do their answers."""
 MAX_STEPS: Final = 60
 """The newest ones; answers get longer, or shorter, while a model learns."""
+DIVIDED_SHARE: Final = 0.9
+"""Of the time of a training step, that is divided among the ranks; assumed where a run does not
+tell. A trainer that is well used spends little on what does not depend on tokens."""
+DIVIDED_STD: Final = 0.15
+"""How far it may be out."""
+NORMAL_MAD: Final = 1.4826
+"""Standard deviation of normal numbers, in their median distance from their median."""
 _TURN_SUMS: Final = tuple(item.name for item in fields(TurnSums))
 PRIOR_SPREAD: Final = 0.03
 """How far numbers of running answers have to differ, as a share of them, before the times of turns
@@ -59,20 +67,40 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What the training of a step takes: `fixed_s + divided_s / num_ranks`.
+
+    Attributes:
+        fixed_s: however many tokens and ranks there are: calls of workers, the start of each
+            minibatch, the optimizer.
+        divided_s: passes over the tokens, by all ranks together.
+        std_s: standard error of `fixed_s`.
+    """
+
+    fixed_s: float
+    divided_s: float
+    std_s: float
+
+    def seconds(self, num_ranks: int) -> float:
+        return self.fixed_s + self.divided_s / num_ranks
+
+
+@dataclass(frozen=True)
 class Figures:
     """Means over steps at one operating point.
 
     Attributes:
         first_step, last_step: those that were looked at.
-        step_s, wait_s, train_s: of a step; `train_s` is that of all ranks together.
+        step_s, wait_s: of a step.
         rest_s: publication, and what the script does.
         group_s: from the start of a group on its worker until its rows are there.
-        mean_tokens: of an answer.
+        prompt_tokens, mean_tokens: of a prompt, and of an answer.
         longest_tokens, longest_std, longest_max: of the longest answer of a group.
         busy_share: of the time of the servers.
         num_running: answers of a server at one time, as a token has it.
-        update_s: that new weights stop a server, and then for each of its running answers
-        recompute_s: while it computes their keys and values anew.
+        update_s: that new weights stop a server, each time.
+        recompute_s, recomputed_tokens: that it then spends on keys and values of its answers, and
+            of how many tokens.
     """
 
     point: OperatingPoint
@@ -80,9 +108,10 @@ class Figures:
     last_step: int
     step_s: float
     wait_s: float
-    train_s: float
+    training: Training
     rest_s: float
     group_s: float
+    prompt_tokens: float
     mean_tokens: float
     longest_tokens: float
     longest_std: float
@@ -92,6 +121,7 @@ class Figures:
     turn: Turn
     update_s: float
     recompute_s: float
+    recomputed_tokens: float
 
     @property
     def num_steps(self) -> int:
@@ -140,27 +170,29 @@ def _figures_of(part: Sequence[StepMetrics], config: GRPOConfig) -> Figures | No
     servers_of_worker = make_generator(config.rollout).num_servers
     num_servers = point.num_rollout_workers * servers_of_worker
     # not all engines count them
-    loads = _new(part, ("weight_updates", "update_stall_s", "recompute_s"))
+    loads = _new(part, ("weight_updates", "update_stall_s"))
+    recomputed = _new(part, ("recompute_s", "recomputed_tokens"))
     num_loads = max(1.0, loads["weight_updates"] * servers_of_worker)
-    num_running = turns.turn_answers / turns.turn_tokens
     return Figures(
         point,
         first_step=steps[0].step,
         last_step=steps[-1].step,
         step_s=step_s,
         wait_s=wait_s,
-        train_s=train_s * point.num_train_workers,
+        training=_fit_training(steps, point.num_train_workers),
         rest_s=max(0.0, step_s - wait_s - train_s),
         group_s=statistics.fmean(times),
+        prompt_tokens=max(0.0, mean("mean_sequence_length") - mean_tokens),
         mean_tokens=max(1.0, min(mean_tokens, longest)),
         longest_tokens=max(1.0, longest),
         longest_std=mean("longest_tokens_std"),
         longest_max=max(1, *(step.longest_tokens_max for step in steps)),
         busy_share=counted["busy_s"] / ((len(steps) - 1) * step_s * num_servers),
-        num_running=num_running,
+        num_running=turns.turn_answers / turns.turn_tokens,
         turn=_fit(turns),
         update_s=loads["update_stall_s"] / num_loads,
-        recompute_s=loads["recompute_s"] / (num_loads * num_running),
+        recompute_s=recomputed["recompute_s"] / num_loads,
+        recomputed_tokens=recomputed["recomputed_tokens"] / num_loads,
     )
 
 
@@ -176,6 +208,36 @@ def _new(steps: Sequence[StepMetrics], names: Sequence[str]) -> dict[str, float]
         if all(name in before.counters and new[name] >= 0 for name in names):
             sums = {name: sums[name] + new[name] for name in names}
     return sums
+
+
+def _fit_training(steps: Sequence[StepMetrics], num_ranks: int) -> Training:
+    """What grows with the tokens of a step is what ranks share; the rest is fixed.
+
+    A line through the times of steps by their tokens: the median of its slopes between any two
+    steps (Theil and Sen), which a few odd steps do not change. The less the tokens differ, and
+    the more the times do otherwise, the less the line says, and the more it is mixed with what is
+    assumed, as two measurements by their variances.
+    """
+    times = [step.train_s for step in steps]
+    tokens = [step.num_rows * step.mean_sequence_length for step in steps]
+    mean_s = statistics.fmean(times)
+    share, variance = DIVIDED_SHARE, DIVIDED_STD**2
+    spread = statistics.pstdev(tokens)
+    if spread > 0 and mean_s > 0:
+        slope = statistics.median(
+            (times[i] - times[j]) / (tokens[i] - tokens[j])
+            for i, j in combinations(range(len(steps)), 2)
+            if tokens[i] != tokens[j]
+        )
+        off = [seconds - slope * num for seconds, num in zip(times, tokens, strict=True)]
+        middle = statistics.median(off)
+        std_s = NORMAL_MAD * statistics.median(abs(x - middle) for x in off)
+        scale = statistics.fmean(tokens) / mean_s
+        of_line = (std_s / spread * scale) ** 2 / len(steps)
+        share += (slope * scale - share) * variance / (variance + of_line)
+        variance *= of_line / (variance + of_line)
+    share = min(max(0.0, share), 1.0)
+    return Training((1 - share) * mean_s, share * mean_s * num_ranks, mean_s * math.sqrt(variance))
 
 
 def _fit(sums: TurnSums) -> Turn:

@@ -1,10 +1,12 @@
 """What a step would take at another operating point, by simulating admission, servers and trainer.
 
 Admission and batches are the controllers' own code on simulated time. A worker's servers give each
-of their running answers one token a turn, and turns take as long as was measured. Training is
-divided among the ranks. Lengths of answers are drawn from those that fit what was measured
-(`lengths`). What a group takes beyond its answers (rewards, tools) is what its measured time
-leaves. Where the processes of a machine have fewer cores than they want, all of them are slower by
+of their running answers one token a turn, and turns take as long as was measured. What training
+takes for tokens is divided among the ranks. Lengths of answers are drawn from those that fit what
+was measured (`lengths`). What a group takes beyond its answers (rewards, tools) is what its
+measured time leaves. An update stops a server for as long as was measured at the present point;
+elsewhere the part for keys and values is longer or shorter as the server then holds more tokens or
+fewer. Where the processes of a machine have fewer cores than they want, all of them are slower by
 the same factor.
 
 A step that is forecast for the present point differs from what was measured; every other forecast
@@ -45,6 +47,7 @@ class Forecast:
         step_s, wait_s: of a step.
         group_s: from the start of a group to its end.
         staleness: of groups when they are trained, in policy versions.
+        held_tokens: of a server's answers when new weights come.
     """
 
     point: OperatingPoint
@@ -52,6 +55,7 @@ class Forecast:
     wait_s: float
     group_s: float
     staleness: float
+    held_tokens: float
 
 
 class Forecaster:
@@ -66,6 +70,7 @@ class Forecaster:
         self._config = config
         self._num_cores = num_cores
         self._beside_s = 0.0
+        self._usual_tokens = 0.0
         self._factor = 1.0
         self._known: dict[OperatingPoint, Forecast] = {}
         self._lengths = fit_lengths(
@@ -77,8 +82,10 @@ class Forecaster:
         )
         present = self._simulate(figures.point)
         self._beside_s = max(0.0, figures.group_s - present.group_s)
-        if self._beside_s > 0:
-            present = self._simulate(figures.point)
+        # an engine may compute a shared prompt once, so the measured number may be the smaller one;
+        # if it is the larger one, the simulation has too few answers here
+        self._usual_tokens = max(present.held_tokens, figures.recomputed_tokens)
+        present = self._simulate(figures.point)
         self._factor = figures.step_s / present.step_s
 
     @property
@@ -97,7 +104,13 @@ class Forecaster:
 
     def _simulate(self, point: OperatingPoint) -> Forecast:
         return _Simulation(
-            self.figures, self._config, point, self._lengths, self._beside_s, self._num_cores
+            self.figures,
+            self._config,
+            point,
+            self._lengths,
+            self._beside_s,
+            self._num_cores,
+            self._usual_tokens,
         ).forecast()
 
 
@@ -109,7 +122,7 @@ class _Server:
         self._slots = slots
         self._stopped_s = 0.0
         self._turns = 0.0
-        self._running: list[tuple[float, int]] = []  # turn at which it ends, group
+        self._running: list[tuple[float, int, float]] = []  # turn of its end; group; first turn
         self._waiting: list[tuple[float, int]] = []  # tokens, group
 
     @property
@@ -125,10 +138,20 @@ class _Server:
         self._waiting.append((num_tokens, group))
         self._fill()
 
-    def update(self) -> None:
-        """New weights stop it, and the keys and values of its answers are computed anew."""
-        figures = self._figures
-        self._stopped_s += figures.update_s + figures.recompute_s * len(self._running)
+    @property
+    def held_tokens(self) -> float:
+        """Tokens of running answers, each with its prompt."""
+        prompt_tokens = self._figures.prompt_tokens
+        return sum(prompt_tokens + self._turns - begun for _, _, begun in self._running)
+
+    def update(self, usual_tokens: float) -> None:
+        """New weights stop it, and the keys and values of its answers are computed anew.
+
+        Args:
+            usual_tokens: `held_tokens` for which that takes as long as was measured; 0: any number.
+        """
+        share = self.held_tokens / usual_tokens if usual_tokens else 1.0
+        self._stopped_s += self._figures.update_s + self._figures.recompute_s * share
 
     @property
     def next_end_s(self) -> float:
@@ -156,7 +179,7 @@ class _Server:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._slots:
             num_tokens, group = self._waiting.pop(0)
-            heapq.heappush(self._running, (self._turns + num_tokens, group))
+            heapq.heappush(self._running, (self._turns + num_tokens, group, self._turns))
 
 
 class _Simulation:
@@ -170,8 +193,10 @@ class _Simulation:
         lengths: Lengths,
         beside_s: float,
         num_cores: int | None,
+        usual_tokens: float,
     ) -> None:
         self._figures = figures
+        self._usual_tokens = usual_tokens
         self._point = point
         self._beside_s = beside_s
         self._num_cores = num_cores
@@ -204,6 +229,7 @@ class _Simulation:
         self._waits: list[float] = []
         self._group_times: list[float] = []
         self._ages: list[float] = []
+        self._held_tokens: list[float] = []
 
     def forecast(self) -> Forecast:
         self._ask()
@@ -217,6 +243,7 @@ class _Simulation:
             wait_s=sum(self._waits[NUM_SETTLING:]) / num,
             group_s=sum(self._group_times) / max(1, len(self._group_times)),
             staleness=sum(self._ages[NUM_SETTLING:]) / num,
+            held_tokens=sum(self._held_tokens) / len(self._held_tokens),
         )
 
     def _advance(self) -> None:
@@ -305,14 +332,17 @@ class _Simulation:
         self._waits.append(self._now_s - self._asked_s)
         self._admission.note_batch(len(self._finished))
         figures = self._figures
-        self._training_s = figures.train_s / self._point.num_train_workers + figures.rest_s
+        num_ranks = self._point.num_train_workers
+        self._training_s = figures.training.seconds(num_ranks) + figures.rest_s
 
     def _end_step(self) -> None:
         self._training_s = None
         self._version += 1
         self._ends.append(self._now_s)
         for server in self._servers:
-            server.update()
+            if self._version > NUM_SETTLING:
+                self._held_tokens.append(server.held_tokens)
+            server.update(self._usual_tokens)
         self._ask()
 
 

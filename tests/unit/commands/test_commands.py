@@ -316,6 +316,15 @@ def test_a_plan_says_what_to_set_and_what_it_brings(planned_dir: Path, capsys: T
     )
 
 
+def test_a_plan_says_what_more_ranks_do_not_shorten(planned_dir: Path, capsys: Told) -> None:
+    """Where training has devices of its own. The steps tell nothing: 10 % of 0.9 s are assumed."""
+    config = RunFolder(planned_dir).config_path
+    config.write_text(config.read_text().replace("type: local", "type: slurm"))
+    assert call("plan", planned_dir, "--devices", "3") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0.09s of a step's training do not get shorter with more ranks" in told
+
+
 def test_a_run_that_has_hardly_begun_has_no_plan(
     planned_dir: Path, tmp_path: Path, capsys: Told
 ) -> None:

@@ -76,6 +76,13 @@ def test_it_follows_when_answers_get_longer_in_the_middle() -> None:
     assert not [change for step, change in changes if step < 60 and change.num_workers > 2]
 
 
+def test_a_run_with_far_too_few_workers_gets_all_that_it_needs() -> None:
+    """With one it waits 95 % of its time, and with two still 90 %: that has helped."""
+    number, changes = played(lambda step: 20.0, 1, 100, limits=(1, 32))
+    assert number == 20
+    assert [change.num_workers for _, change in changes] == [2, 4, 8, 16, 20]
+
+
 def test_more_workers_that_do_not_help_are_given_back() -> None:
     """The longest answer takes longer than a step: the number of workers changes nothing."""
     autoscaler, number, most = Autoscaler(AutoscaleConfig(1, 16)), 2, 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import msgspec
@@ -223,14 +224,16 @@ class SlottedCluster(SimulatedCluster):
         self.rollout_class = OneAtATime
 
 
-@pytest.mark.parametrize("first", [1, 6])
-def test_autoscaling_finds_the_number_that_the_trainer_needs(first: int) -> None:
-    """A step of 4 groups takes 2 s to train, and 6.4 s of one worker to generate."""
+def numbers_found(first: int, max_staleness: int, num_steps: int) -> list[int]:
+    """Of workers after each step, with autoscaling.
+
+    A step of 4 groups takes 2 s to train, and 6.4 s of one worker to generate.
+    """
     settings = Settings(
-        num_steps=300,
+        num_steps=num_steps,
         num_rollout_workers=first,
         autoscale=AutoscaleConfig(1, 8),
-        max_staleness=3,
+        max_staleness=max_staleness,
         behavior=Behavior(
             generation_s=lambda rng: 1.6 * rng.choice((0.5, 1.0, 1.5)),
             training_s=0.65,
@@ -248,5 +251,17 @@ def test_autoscaling_finds_the_number_that_the_trainer_needs(first: int) -> None
 
     run_virtual(play(), max_turns=4_000_000)
     assert numbers[0] == first
+    return numbers
+
+
+@pytest.mark.parametrize("first", [1, 6])
+def test_autoscaling_finds_the_number_that_the_trainer_needs(first: int) -> None:
+    numbers = numbers_found(first, max_staleness=3, num_steps=300)
     late = numbers[-200:]  # one less was tried now and then
     assert sum(late) / len(late) == pytest.approx(4.0, abs=0.3), numbers
+
+
+def test_autoscaling_without_staleness_gives_each_group_a_worker() -> None:
+    """The trainer always waits, and a fifth worker would have nothing to do."""
+    numbers = numbers_found(1, max_staleness=0, num_steps=60)
+    assert mode(numbers[-40:]) == 4, numbers  # more were tried now and then
