@@ -38,8 +38,8 @@ GAIN: Final = 0.25
 FALL: Final = 0.1
 """Instead of it where the lead falls: a wait costs more than a row that is a little older."""
 TARGET_SLACK: Final = 0.3
-"""In steps. In simulations 0.4 saves up to 0.6 % of step time where steps are disturbed, and rows are
-5 to 10 % older."""
+"""In steps. In simulations 0.4 saves up to 0.6 % of step time where steps are disturbed, and rows
+are 5 to 10 % older."""
 AFTER_WAIT: Final = 0.15
 """Steps that the lead grows by after any wait, beside the wait itself."""
 KEPT_QUEUE: Final = 0.6
