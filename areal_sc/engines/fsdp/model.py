@@ -231,8 +231,9 @@ def _spread(
             ignored_params=own_rows,
         )
         if world.device.type == "cpu":
-            for unit in (*layers, model):
-                unit.set_custom_reduce_scatter(InPlaceReduceScatter())
+            for unit in model.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_custom_reduce_scatter(InPlaceReduceScatter())
     take_memory(model, world.device)
     for name, values in buffers.items():
         causal_lm.get_buffer(name).copy_(values)
