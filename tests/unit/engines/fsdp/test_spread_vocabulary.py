@@ -180,10 +180,13 @@ def test_a_vocabulary_that_is_split_over_tensor_ranks(
     check_against_all_logits([[*found[0], gradient], [*found[1], gradient[:0]]])
 
 
-def test_an_output_layer_that_is_not_trained_has_no_gradient() -> None:
-    """And none is sent: what the ranks would add up is not even made."""
+def test_an_output_layer_that_is_not_trained_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none is sent."""
+    monkeypatch.setattr(dist, "reduce_scatter", None)  # whoever calls it fails
 
-    def compute(group: ProcessGroup) -> tuple[bool, torch.Tensor, int]:
+    def compute(group: ProcessGroup) -> tuple[bool, torch.Tensor]:
         hidden = HIDDEN[group.rank].clone().requires_grad_()
         own = own_rows(WEIGHT, group).requires_grad_(False)
         rows = spread.SpreadRows(VOCABULARY, group, torch.float32)
@@ -191,12 +194,10 @@ def test_an_output_layer_that_is_not_trained_has_no_gradient() -> None:
         logprobs, entropy = spread.spread_logprobs(
             hidden, own, TOKENS[group.rank], rows, **settings
         )
-        sent = group.torch_group._get_sequence_number_for_group()
         weighed(logprobs, entropy, group.rank).backward()
-        sent = group.torch_group._get_sequence_number_for_group() - sent
-        return own.grad is None, gradients(hidden)[0], sent
+        return own.grad is None, gradients(hidden)[0]
 
-    for rank, (has_none, found, sent) in enumerate(on_ranks(2, compute)):
+    for rank, (has_none, found) in enumerate(on_ranks(2, compute)):
         hidden = HIDDEN[rank].double().requires_grad_()
         distribution = torch.distributions.Categorical(
             logits=F.linear(hidden, WEIGHT.double()), validate_args=False
@@ -206,7 +207,6 @@ def test_an_output_layer_that_is_not_trained_has_no_gradient() -> None:
         assert hidden.grad is not None
         assert has_none
         assert torch.allclose(found.double(), hidden.grad, atol=2e-5)
-        assert sent == 1, "the values are gathered"
 
 
 class LargestTensor(TorchDispatchMode):
