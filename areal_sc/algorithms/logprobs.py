@@ -55,7 +55,8 @@ def chunked_logprobs(
 
     Args:
         hidden: [N, H] final hidden states.
-        weight: [V, H] of the output layer.
+        weight: [V, H] of the output layer; it is rounded to the dtype of `hidden`, its gradient is
+            not.
         targets: [N] int64, the token whose probability is asked at each position.
         bias: [V] of the output layer, if it has one.
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
@@ -189,9 +190,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = hidden.new_empty(num_tokens, dtype=dtype)
         normalizer = hidden.new_empty(num_tokens, dtype=dtype)
         exponentials = None
+        values = weight.to(hidden.dtype)
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = scaled_logits(hidden[part], weight, bias, part_of(temperatures, part))
+            logits = scaled_logits(hidden[part], values, bias, part_of(temperatures, part))
             # one pass of exponentials serves the normalizer, the entropy and the gradient
             peak = logits.amax(-1, keepdim=True)
             if vocabulary is not None:
@@ -231,14 +233,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype = normalizer.dtype
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        dtype, values = normalizer.dtype, weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         for start in range(0, len(targets), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             if kept is None:
-                logits = scaled_logits(hidden[part], weight, bias, part_of(temperatures, part))
+                logits = scaled_logits(hidden[part], values, bias, part_of(temperatures, part))
                 probabilities = logits.sub_(normalizer[part, None]).exp_()
             else:
                 probabilities = kept
@@ -257,13 +259,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 scale = scale.masked_fill(is_foreign[part, None], 0)
             grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
             if grad_hidden is not None:
-                grad_hidden[part] = gradient_product(grad_logits, weight)
+                grad_hidden[part] = gradient_product(grad_logits, values)
             if grad_weight is not None:
-                grad_weight += gradient_product(grad_logits.t(), hidden[part])
+                add_gradient_product(grad_weight, grad_logits.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         if grad_hidden is not None and ctx.vocabulary is not None:
             ctx.vocabulary.sum(grad_hidden)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
@@ -282,6 +286,16 @@ def entropy_gradient(
 def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     """Where there are values."""
     return None if values is None else values[part]
+
+
+def add_gradient_product(
+    total: torch.Tensor, grad_logits: torch.Tensor, other: torch.Tensor
+) -> None:
+    """Adds `gradient_product` to a sum in its dtype; on the CPU it is never stored."""
+    if other.is_cuda:
+        total += gradient_product(grad_logits, other)
+    else:
+        total.addmm_(grad_logits, other.to(total.dtype))
 
 
 def gradient_product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

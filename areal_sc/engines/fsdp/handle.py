@@ -66,8 +66,8 @@ class FSDPPPOActor(TrainHandle):
 
         One layer is whole, with its gradients, while the next one's parameters come, and the
         gradients that were before are averaged, in float32. At another time there are pieces of the
-        vocabulary's parameters, their gradients, a copy to be averaged, and the rank's share of
-        gradients that are added to earlier ones.
+        vocabulary's parameters, their gradients, and a copy to be averaged. Where a rank has the
+        whole vocabulary, gradients of it are added to earlier ones: of tied embeddings two at once.
         """
         parallel = self.config.parallel
         rows_ranks = parallel.num_ranks // parallel.tensor
@@ -76,8 +76,9 @@ class FSDPPPOActor(TrainHandle):
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
         of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
-        added = FLOAT32_BYTES * others // parallel.num_ranks
-        return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others) + added)
+        if rows_ranks == 1:
+            return max(of_layers, 2 * FLOAT32_BYTES * others // parallel.tensor)
+        return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others))
 
 
 @dataclass(frozen=True)

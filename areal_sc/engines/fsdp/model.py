@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.fsdp.packed_model import (
@@ -30,6 +32,7 @@ from areal_sc.engines.fsdp.packed_model import (
 from areal_sc.engines.fsdp.spread_vocabulary import spread_vocabulary
 from areal_sc.engines.fsdp.streamed_layers import stream_layers
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
+from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.training.causal_lm import (
     build_without_parameters,
@@ -43,6 +46,8 @@ from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequ
 from areal_sc.engines.training.stored_weights import Weights, open_weights
 from areal_sc.engines.training.whole_tensors import receive_part
 from areal_sc.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 # Words in transformers' names of layers that pick the tokens with the highest scores.
 _SELECTIVE_ATTENTION = ("indexed", "sparse", "compressed", "lsh")
@@ -169,7 +174,14 @@ def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
 
 def _checkpoint_layers(causal_lm: nn.Module) -> None:
     """Wraps each layer's forward, inside of FSDP's hooks, to compute activations twice."""
-    for layer in decoder_layers(causal_lm):
+    layers = decoder_layers(causal_lm)
+    if not layers:
+        logger.warning(
+            "actor.activation_checkpointing has no effect: model=%s does not name its decoder "
+            "layers",
+            type(causal_lm).__name__,
+        )
+    for layer in layers:
         layer.forward = functools.partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
@@ -200,6 +212,7 @@ def _spread(
         mesh = DeviceMesh.from_group(
             groups.rows.torch_group, world.device.type, mesh_dim_names=("rows",)
         )
+        check_units(causal_lm, layers)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -217,6 +230,10 @@ def _spread(
             reshard_after_forward=False,
             ignored_params=own_rows,
         )
+        if world.device.type == "cpu":
+            for unit in model.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_custom_reduce_scatter(InPlaceReduceScatter())
     take_memory(model, world.device)
     for name, values in buffers.items():
         causal_lm.get_buffer(name).copy_(values)

@@ -7,6 +7,9 @@ keeps those of its own.
     rows of the matrix      0 1 2 3 | 4 5 6 7      of rank 0 | of rank 1
     first piece             0 1       4 5
     second piece                2 3       6 7
+
+Gradients are added to `grad` of the rank's rows piece by piece, and not handed to autograd, which
+would hold those of tied embeddings and output layer twice until both are there.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from torch import nn
 
 from areal_sc.algorithms.logprobs import (
     VocabularyPart,
+    add_gradient_product,
     entropy_gradient,
-    gradient_product,
     part_of,
     scaled_logits,
 )
@@ -37,7 +40,7 @@ class SpreadRows:
 
     Attributes:
         num_rows: R.
-        group: each rank has a run of rows, the ranks before it those above.
+        group: several ranks; each has a run of rows, the ranks before it those above.
         dtype: in which they are gathered; gradients are float32.
     """
 
@@ -67,31 +70,35 @@ class SpreadRows:
         """
         firsts = torch.arange(self.group.size, device=device)[:, None] * self.share
         rows = (firsts + torch.arange(piece.start, piece.stop, device=device)).flatten()
-        return rows[rows < self.num_rows]
+        return rows[: self.num_rows_in(piece)]
+
+    def num_rows_in(self, piece: range) -> int:
+        """Of the matrix."""
+        stops = (self.num_rows - rank * self.share for rank in range(self.group.size))
+        return sum(max(0, min(stop, piece.stop) - piece.start) for stop in stops)
 
     def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
-        """[ranks * len(piece), H] of each rank's own [n, H]; rows that are none are 0."""
+        """[M, H] of each rank's own [n, H]: the rows of the piece, as `rows_in`."""
         sent = _padded(own[piece.start : piece.stop].to(self.dtype), len(piece))
-        if self.group.size == 1:
-            return sent
         gathered = sent.new_empty(self.group.size * len(piece), sent.shape[1])
         parts = list(torch.split(gathered, len(piece)))
         dist.all_gather(parts, sent.contiguous(), group=self.group.torch_group)
-        return gathered
+        return gathered[: self.num_rows_in(piece)]
 
-    def add_averaged(self, grad: torch.Tensor, gathered: torch.Tensor, piece: range) -> None:
-        """Adds to this rank's [n, H] the mean of all ranks' gradients of a piece, as FSDP does.
+    def add_averaged(self, weight: torch.Tensor, gathered: torch.Tensor, piece: range) -> None:
+        """Adds the mean of all ranks' gradients of a piece to those of this rank, as FSDP does.
 
         Args:
-            gathered: [at most ranks * len(piece), H] float32.
+            weight: [n, H] this rank's rows.
+            gathered: [M, H] float32.
         """
         gathered = _padded(gathered, self.group.size * len(piece))
-        own = gathered
-        if self.group.size > 1:
-            own = gathered.new_empty(len(piece), gathered.shape[1])
-            parts = list(torch.split(gathered, len(piece)))
-            dist.reduce_scatter(own, parts, group=self.group.torch_group)
-        target = grad[piece.start : piece.stop]
+        own = gathered.new_empty(len(piece), gathered.shape[1])
+        parts = list(torch.split(gathered, len(piece)))
+        dist.reduce_scatter(own, parts, group=self.group.torch_group)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        target = weight.grad[piece.start : piece.stop]
         target.add_(own[: len(target)], alpha=1 / self.group.size)
 
 
@@ -99,6 +106,8 @@ def spread_embedding(
     weight: torch.Tensor, token_ids: torch.Tensor, rows: SpreadRows, padding_idx: int | None = None
 ) -> torch.Tensor:
     """[..., H] in `rows.dtype`: as `nn.Embedding`. All ranks of the group make the call.
+
+    The gradient is added to `weight.grad`, and given to nobody else.
 
     Args:
         weight: [n, H] this rank's rows.
@@ -123,6 +132,8 @@ def spread_logprobs(
     vocabulary: VocabularyPart | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `chunked_logprobs`. All ranks of the group make the call, and go backward through it.
+
+    The gradient of `weight` is added to `weight.grad`, and given to nobody else.
 
     Args:
         weight: [n, H] this rank's rows.
@@ -158,32 +169,43 @@ class _SpreadEmbedding(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         weight, token_ids = ctx.saved_tensors
-        rows, own = ctx.rows, torch.zeros_like(weight)
+        rows = ctx.rows
         for piece in rows.pieces(weight.shape[1]):
             tokens, places = _tokens_of(piece, token_ids, rows.share, ctx.padding_idx)
-            gathered = own.new_zeros(rows.group.size * len(piece), weight.shape[1])
-            gathered.index_add_(0, places, grad[tokens].to(own.dtype))
-            rows.add_averaged(own, gathered, piece)
-        return own, None, None, None
+            gathered = weight.new_zeros(rows.num_rows_in(piece), weight.shape[1])
+            gathered.index_add_(0, places, grad[tokens].to(weight.dtype))
+            rows.add_averaged(weight, gathered, piece)
+        return None, None, None, None
 
 
 def _tokens_of(
     piece: range, token_ids: torch.Tensor, share: int, left_out: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] indices of the tokens whose rows are in a piece, and [N] their places in it."""
-    row_of_rank = token_ids % share
-    is_in = (row_of_rank >= piece.start) & (row_of_rank < piece.stop)
+    is_in, places = _places_in(piece, token_ids, share)
     if left_out is not None:
         is_in &= token_ids != left_out
     tokens = is_in.nonzero()[:, 0]
-    places = token_ids // share * len(piece) + row_of_rank - piece.start
     return tokens, places[tokens]
 
 
+def _places_in(
+    piece: range, token_ids: torch.Tensor, share: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] whether the row of each token is in a piece, and [T] its place in it, else 0."""
+    row_of_rank = token_ids % share
+    is_in = (row_of_rank >= piece.start) & (row_of_rank < piece.stop)
+    places = token_ids // share * len(piece) + row_of_rank - piece.start
+    return is_in, places.masked_fill(~is_in, 0)
+
+
 class _SpreadLogprobs(torch.autograd.Function):
-    """Sums over the vocabulary grow piece by piece, relative to the highest logit so far."""
+    """Sums over the vocabulary grow piece by piece, relative to the highest logit so far.
+
+    With one chunk, what the probabilities are made of is kept for the backward pass, [N, V].
+    """
 
     @staticmethod
     def forward(
@@ -200,25 +222,26 @@ class _SpreadLogprobs(torch.autograd.Function):
         is_foreign = None
         if vocabulary is not None:
             targets, is_foreign = vocabulary.locate(targets, rows.num_rows)
-        sums = _Sums.empty(hidden)
+        sums, kept = _Sums.empty(hidden), list[torch.Tensor]()
         for piece in rows.pieces(weight.shape[1]):
-            in_piece = rows.rows_in(piece, hidden.device)
-            values = rows.gather(weight, piece)[: len(in_piece)]
-            own_bias = None if bias is None else bias[in_piece]
-            tokens, places = _tokens_of(piece, targets, rows.share)
+            values = rows.gather(weight, piece)
+            own_bias = None if bias is None else bias[rows.rows_in(piece, hidden.device)]
+            is_in, places = _places_in(piece, targets, rows.share)
             for start in range(0, len(targets), chunk_tokens):
                 part = slice(start, start + chunk_tokens)
                 logits = scaled_logits(hidden[part], values, own_bias, part_of(temperatures, part))
-                within = (tokens >= start) & (tokens < start + chunk_tokens)
-                sums.of_targets[tokens[within]] = logits[tokens[within] - start, places[within]]
-                sums.add(logits, part)
+                of_targets = logits.gather(1, places[part, None])[:, 0]
+                sums.of_targets[part] += of_targets.masked_fill(~is_in[part], 0)
+                exponentials = sums.add(logits, part)
+                if len(targets) <= chunk_tokens:
+                    kept += [exponentials, sums.peak.clone()]
         if vocabulary is not None:
             sums.combine(vocabulary, is_foreign)
         normalizer = sums.peak + sums.total.log()
         logprobs = (sums.of_targets - sums.peak) - sums.total.log()
         entropy = sums.total.log() - sums.weighed / sums.total
         ctx.save_for_backward(
-            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy
+            hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept
         )
         ctx.rows, ctx.chunk_tokens, ctx.vocabulary = rows, chunk_tokens, vocabulary
         ctx.set_materialize_grads(False)
@@ -228,10 +251,10 @@ class _SpreadLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy = (
+        hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept = (
             ctx.saved_tensors
         )
-        rows = ctx.rows
+        rows, (_, needs_weight, needs_bias) = ctx.rows, ctx.needs_input_grad[:3]
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
         if grad_entropy is not None and temperatures is not None:
@@ -239,36 +262,41 @@ class _SpreadLogprobs(torch.autograd.Function):
         scale = grad_logprobs if temperatures is None else grad_logprobs / temperatures
         of_targets = scale if is_foreign is None else scale.masked_fill(is_foreign, 0)
         grad_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalizer.dtype)
-        for piece in rows.pieces(weight.shape[1]):
-            in_piece = rows.rows_in(piece, hidden.device)
-            values = rows.gather(weight, piece)[: len(in_piece)]
+        grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
+        for number, piece in enumerate(rows.pieces(weight.shape[1])):
+            values = rows.gather(weight, piece)
+            in_piece = None if bias is None else rows.rows_in(piece, hidden.device)
             own_bias = None if bias is None else bias[in_piece]
-            tokens, places = _tokens_of(piece, targets, rows.share)
-            grad_values = torch.zeros_like(values, dtype=weight.dtype)
+            is_in, places = _places_in(piece, targets, rows.share)
+            of_piece = of_targets.masked_fill(~is_in, 0)
+            grad_values = torch.zeros_like(values, dtype=weight.dtype) if needs_weight else None
             for start in range(0, len(targets), ctx.chunk_tokens):
                 part = slice(start, start + ctx.chunk_tokens)
-                logits = scaled_logits(hidden[part], values, own_bias, part_of(temperatures, part))
-                probabilities = logits.sub_(normalizer[part, None]).exp_()
+                if kept:
+                    exponentials, peak = kept[2 * number : 2 * number + 2]
+                    probabilities = exponentials * (peak - normalizer).exp()[:, None]
+                else:
+                    own_temperatures = part_of(temperatures, part)
+                    logits = scaled_logits(hidden[part], values, own_bias, own_temperatures)
+                    probabilities = logits.sub_(normalizer[part, None]).exp_()
                 of_entropy: torch.Tensor | float = 0.0
                 if grad_entropy is not None:
                     of_entropy = entropy_gradient(probabilities, entropy[part], grad_entropy[part])
                 # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
                 grad_logits = probabilities.mul_(-scale[part, None]).add_(of_entropy)
-                within = tokens[(tokens >= start) & (tokens < start + ctx.chunk_tokens)]
-                at = places[(tokens >= start) & (tokens < start + ctx.chunk_tokens)]
-                grad_logits[within - start, at] += of_targets[within]
-                grad_hidden[part] += gradient_product(grad_logits, values)
-                grad_values += gradient_product(grad_logits.t(), hidden[part])
+                grad_logits.scatter_add_(1, places[part, None], of_piece[part, None])
+                add_gradient_product(grad_hidden[part], grad_logits, values)
+                if grad_values is not None:
+                    add_gradient_product(grad_values, grad_logits.t(), hidden[part])
                 if grad_bias is not None:
                     grad_bias[in_piece] += grad_logits.sum(0)
-            rows.add_averaged(grad_weight, grad_values, piece)
+            if grad_values is not None:
+                rows.add_averaged(weight, grad_values, piece)
         if ctx.vocabulary is not None:
             ctx.vocabulary.sum(grad_hidden)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), None, grad_bias, *(None,) * 5
 
 
 @dataclass
@@ -295,8 +323,11 @@ class _Sums:
         zeros[0] = torch.finfo(dtype).min / 4
         return cls(*zeros)
 
-    def add(self, logits: torch.Tensor, part: slice) -> None:
-        """Those of the tokens of a part [C, M]; they are overwritten."""
+    def add(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """Those of the tokens of a part [C, M]; they are overwritten.
+
+        Returns: [C, M] exp(logit - peak).
+        """
         peak = torch.maximum(self.peak[part], logits.amax(-1))
         self._move(peak, part)
         gaps = logits.sub_(peak[:, None])
@@ -304,6 +335,7 @@ class _Sums:
         self.total[part] += exponentials.sum(-1)
         # einsum keeps the product of the two from being stored
         self.weighed[part] += torch.einsum("nv,nv->n", exponentials, gaps)
+        return exponentials
 
     def _move(self, peak: torch.Tensor, part: slice) -> None:
         """Makes the sums relative to a higher peak."""
@@ -324,7 +356,7 @@ class _Sums:
 
 
 class _SpreadForward:
-    """The forward of an embedding."""
+    """The forward of an embedding, in the dtype of its rows."""
 
     def __init__(self, embeddings: nn.Embedding, rows: SpreadRows) -> None:
         self._embeddings = embeddings
@@ -332,6 +364,8 @@ class _SpreadForward:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         own = self._embeddings
+        if self._rows.group.size == 1:
+            return nn.Embedding.forward(own, token_ids).to(self._rows.dtype)
         return spread_embedding(own.weight, token_ids, self._rows, own.padding_idx)
 
 
@@ -340,17 +374,19 @@ def spread_vocabulary(
 ) -> tuple[set[nn.Parameter], SpreadRows | None]:
     """Leaves each rank its rows of embeddings and output layer, without values, where it can.
 
-    It can where the embeddings look rows up and do no more; of tied ones, either both or none.
+    It can where the embeddings look rows up and do no more, and no third module has these rows; of
+    tied ones, either both or none.
 
     Args:
         causal_lm: its logits are the product of the output layer and the hidden states.
         group: ranks that have the same rows so far.
         dtype: in which the model computes.
-    Returns: the parameters that FSDP is to leave alone; and how the output layer is spread.
+    Returns: the parameters that FSDP is to leave alone; and how the output layer is spread, None
+        where this rank has all of it.
     """
     embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
     is_plain = type(embeddings).forward is nn.Embedding.forward and embeddings.max_norm is None
-    if not is_plain:
+    if not is_plain or _has_other_users(causal_lm, embeddings, head):
         return set(), None
     spread = {id(p): p for p in (embeddings.weight, head.weight)}
     own = {key: _own_rows(weight, group) for key, weight in spread.items()}
@@ -358,7 +394,14 @@ def spread_vocabulary(
     of_head = SpreadRows(len(head.weight), group, dtype)
     embeddings.weight, head.weight = own[id(embeddings.weight)], own[id(head.weight)]
     embeddings.forward = _SpreadForward(embeddings, of_embeddings)
-    return set(own.values()), of_head
+    return set(own.values()), of_head if group.size > 1 else None
+
+
+def _has_other_users(causal_lm: nn.Module, *modules: Any) -> bool:
+    """Whether a parameter of these modules is one of another module, too."""
+    own = {parameter for module in modules for parameter in module.parameters()}
+    others = (module for module in causal_lm.modules() if module not in modules)
+    return any(own & set(other.parameters(recurse=False)) for other in others)
 
 
 def _own_rows(weight: nn.Parameter, group: ProcessGroup) -> nn.Parameter:

@@ -95,6 +95,24 @@ def test_bfloat16_inputs_are_accumulated_in_float32(chunk_tokens: int) -> None:
         assert (gradient.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_the_gradient_of_a_float32_output_layer_is_not_rounded(chunk_tokens: int) -> None:
+    """Hidden states are bfloat16, and logits are of values that are rounded to it."""
+    hidden, weight, targets = inputs(torch.bfloat16)
+    weight = weight.detach().float().requires_grad_()
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, chunk_tokens=chunk_tokens)
+    weighed(logprobs, entropy).backward()
+    expected = reference(None, torch.bfloat16)
+    assert torch.allclose(logprobs.double(), expected[0], atol=2e-5)
+    assert hidden.grad.dtype == torch.bfloat16
+    assert (hidden.grad.double() - expected[2]).abs().max() <= 2**-8 * expected[2].abs().max()
+    assert weight.grad.dtype == torch.float32
+    assert torch.allclose(weight.grad.double(), expected[3], atol=2e-5)
+    further = (weight.detach() * (1 + 2**-10)).requires_grad_()  # rounds to the same
+    same, _ = chunked_logprobs(hidden, further, targets, chunk_tokens=chunk_tokens)
+    assert torch.equal(same, logprobs)
+
+
 def test_backward_twice_gives_the_same() -> None:
     hidden, weight, targets = inputs()
     logprobs, _ = chunked_logprobs(hidden, weight, targets)

@@ -38,6 +38,8 @@ GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 GATHERED_BYTES = 3 * 4 * NUM_PARAMETERS
 """All parameters are those of the vocabulary: at most float32, gradients, and these averaged."""
+ADDED_BYTES = 2 * 4 * NUM_PARAMETERS
+"""Of one rank, which has them all: gradients of embeddings and output layer."""
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
@@ -148,7 +150,7 @@ def test_ranks_share_parameters_and_devices_in_turn(load: Load, model: Path) -> 
     train = result.workers[0]
     assert train.parameter_bytes + train.optimizer_bytes == 16 * NUM_PARAMETERS // 2
     kv_bytes = 5 * 100 * KV_VALUES * 2
-    needed, trained = result.needed_bytes, 20 * NUM_PARAMETERS // 2 + GATHERED_BYTES
+    needed, trained = result.needed_bytes, 16 * NUM_PARAMETERS // 2 + GATHERED_BYTES
     assert needed["cuda:0"] == trained + 2 * NUM_PARAMETERS + kv_bytes
     assert needed["cuda:1"] == trained
     assert needed["cuda:2"] == 2 * NUM_PARAMETERS + kv_bytes
@@ -176,12 +178,14 @@ def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> 
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
-    """Values, gradients and their copy; and a rank's share is added to what it has."""
+    """Values, gradients and their copy; alone, two gradients that are added to earlier ones."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)
     gathered = functools.partial(gathered_bytes, load, folder)
-    assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES + 4 * PIECE_BYTES // 2
-    both = "actor.parallel={data: 2, tensor: 2}"
-    assert gathered(both) == 3 * PIECE_BYTES + 4 * PIECE_BYTES // 4
+    assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES
+    assert gathered("actor.parallel={data: 2, tensor: 2}") == 3 * PIECE_BYTES
+    assert gathered("actor.dtype=bfloat16") == 2 * 4 * PIECE_BYTES
+    both = ("actor.parallel.tensor=2", "actor.dtype=bfloat16")
+    assert gathered(*both) == 2 * 4 * PIECE_BYTES // 2
 
 
 def test_store_limit_bounds_the_rows(load: Load, model: Path) -> None:
@@ -233,7 +237,7 @@ def test_servers_take_their_share_of_each_device(load: Load, model: Path) -> Non
     for rank in result.workers[3:]:
         assert (rank.parameter_bytes, rank.kv_bytes) == (1000, 49_000)
     needed = result.needed_bytes
-    assert needed["cuda:0"] == 20 * NUM_PARAMETERS + GATHERED_BYTES + 42_000
+    assert needed["cuda:0"] == 16 * NUM_PARAMETERS + ADDED_BYTES + 42_000
     assert needed["cuda:3"] == 50_000
     assert needed["host"] == (2 * 2 + 36) * NUM_PARAMETERS + ROW_BYTES + 6 * PROCESS_BYTES
 
@@ -272,7 +276,7 @@ def test_servers_placed_by_hand(load: Load, model: Path) -> None:
     )
     assert make_generator(config.rollout).devices == ("auto", 2)
     needed = plan(config, lambda: Machine(1 << 40, (100_000,) * 2)).needed_bytes
-    trained = 20 * NUM_PARAMETERS + GATHERED_BYTES
+    trained = 16 * NUM_PARAMETERS + ADDED_BYTES
     assert (needed["cuda:0"], needed["cuda:1"]) == (trained, 2 * 30_000)
 
 
@@ -286,7 +290,7 @@ def test_a_limit_of_tokens_bounds_the_cache(load: Load, model: Path) -> None:
     )
     result = plan(config, lambda: Machine(1 << 40, (100_000,)))
     assert result.workers[2].kv_bytes == 500 * KV_VALUES * 2
-    needed = 22 * NUM_PARAMETERS + GATHERED_BYTES + 500 * KV_VALUES * 2
+    needed = 18 * NUM_PARAMETERS + ADDED_BYTES + 500 * KV_VALUES * 2
     assert result.needed_bytes["cuda:0"] == needed
 
 

@@ -65,7 +65,7 @@ def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("piece_bytes", PIECES)
 def test_embeddings(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
@@ -88,7 +88,7 @@ def test_embeddings(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
     assert not gradient[PADDING].any()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("piece_bytes", PIECES)
 @pytest.mark.parametrize("chunk_tokens", [2, 100])
 def test_logprobs(
@@ -136,36 +136,77 @@ def check_against_all_logits(ranks: list[list[torch.Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
 def test_a_vocabulary_that_is_split_over_tensor_ranks(
-    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+    piece_bytes: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks 0 and 1 have other tokens of the vocabulary, and the same hidden states."""
-    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
-    border = 5
+    """Ranks 0 and 1 have other tokens of the vocabulary, and the same hidden states; 2 and 3, too.
 
-    def compute(group: ProcessGroup) -> list[torch.Tensor]:
-        part = slice(0, border) if group.rank == 0 else slice(border, None)
-        hidden, own = HIDDEN[0].clone().requires_grad_(), WEIGHT[part].clone().requires_grad_()
+    The rows of what 0 has are spread over 0 and 2, those of 1 over 1 and 3.
+    """
+    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
+    border, stores = 5, [dist.HashStore() for _ in range(4)]
+
+    def group_of(number: int, rank: int) -> ProcessGroup:
+        handle = dist.ProcessGroupGloo(stores[number], rank, 2, TIMEOUT)
+        return ProcessGroup(rank, 2, CPU, handle)
+
+    def compute(world: ProcessGroup) -> list[torch.Tensor]:
+        rows_rank, tensor_rank = divmod(world.rank, 2)
+        part = slice(0, border) if tensor_rank == 0 else slice(border, None)
+        rows, tensor = group_of(tensor_rank, rows_rank), group_of(2 + rows_rank, tensor_rank)
+        hidden, own = HIDDEN[rows_rank].clone().requires_grad_(), own_rows(WEIGHT[part], rows)
         bias = BIAS[part].clone().requires_grad_()
-        alone = ProcessGroup(0, 1, CPU)
         logprobs, entropy = spread.spread_logprobs(
             hidden,
             own,
-            TOKENS[0],
-            spread.SpreadRows(len(own), alone, torch.float32),
+            TOKENS[rows_rank],
+            spread.SpreadRows(len(WEIGHT[part]), rows, torch.float32),
             bias=bias,
-            temperatures=TEMPERATURES[0],
-            chunk_tokens=4,
-            vocabulary=VocabularyPart(part.start, group.handle),
+            temperatures=TEMPERATURES[rows_rank],
+            chunk_tokens=chunk_tokens,
+            vocabulary=VocabularyPart(part.start, tensor.handle),
         )
-        weighed(logprobs, entropy, 0).backward()
+        weighed(logprobs, entropy, rows_rank).backward()
         return [logprobs.detach(), entropy.detach(), *gradients(hidden, bias, own)]
 
-    first, second = on_ranks(2, compute)
-    for index in range(3):
-        assert torch.equal(first[index], second[index])
-    together = [torch.cat(pair) for pair in zip(first[3:], second[3:], strict=True)]
-    check_against_all_logits([[*first[:3], *together]])
+    ranks = on_ranks(4, compute)
+    found = []
+    for first, second in (ranks[:2], ranks[2:]):
+        for index in range(3):
+            assert torch.equal(first[index], second[index])
+        found.append([*first[:3], torch.cat([first[3], second[3]])])
+    gradient = torch.cat([ranks[rank][4] for rank in (0, 2, 1, 3)])
+    check_against_all_logits([[*found[0], gradient], [*found[1], gradient[:0]]])
+
+
+def test_an_output_layer_that_is_not_trained_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none is sent."""
+    monkeypatch.setattr(dist, "reduce_scatter", None)  # whoever calls it fails
+
+    def compute(group: ProcessGroup) -> tuple[bool, torch.Tensor]:
+        hidden = HIDDEN[group.rank].clone().requires_grad_()
+        own = own_rows(WEIGHT, group).requires_grad_(False)
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32)
+        settings = {"bias": None, "temperatures": None, "chunk_tokens": 100, "vocabulary": None}
+        logprobs, entropy = spread.spread_logprobs(
+            hidden, own, TOKENS[group.rank], rows, **settings
+        )
+        weighed(logprobs, entropy, group.rank).backward()
+        return own.grad is None, gradients(hidden)[0]
+
+    for rank, (has_none, found) in enumerate(on_ranks(2, compute)):
+        hidden = HIDDEN[rank].double().requires_grad_()
+        distribution = torch.distributions.Categorical(
+            logits=F.linear(hidden, WEIGHT.double()), validate_args=False
+        )
+        logprobs = distribution.log_prob(TOKENS[rank])
+        weighed(logprobs, distribution.entropy(), rank).backward()
+        assert hidden.grad is not None
+        assert has_none
+        assert torch.allclose(found.double(), hidden.grad, atol=2e-5)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -226,3 +267,12 @@ def test_which_models_are_spread(config: Any, is_spread: bool) -> None:
     assert own == {embeddings.weight, head.weight}
     assert {tuple(weight.shape) for weight in own} == {(32, 32)}
     assert all(isinstance(weight, nn.Parameter) for weight in own)
+
+
+def test_rows_that_a_third_module_has_are_not_spread() -> None:
+    causal_lm = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**SIZES))
+    causal_lm.further = nn.Linear(1, 1, bias=False)
+    causal_lm.further.weight = before = causal_lm.get_input_embeddings().weight
+    group = ProcessGroup(0, 2, CPU)
+    assert spread.spread_vocabulary(causal_lm, group, torch.float32) == (set(), None)
+    assert causal_lm.get_input_embeddings().weight is causal_lm.further.weight is before
