@@ -127,7 +127,7 @@ async def connected(**options: Any) -> AsyncIterator[tuple[RpcServer, Methods, R
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for something that another task or ZMQ's thread brings about."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nobody could set an event
             await asyncio.sleep(0.005)
 

@@ -252,7 +252,7 @@ def results(model_folder: Path, experts_folder: Path, folder: Path) -> Results:
         [sys.executable, str(PROGRAM), str(folder)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]

@@ -322,7 +322,11 @@ def scheduler(config: GRPOConfig, tmp_path: Path) -> Any:
 
 
 async def call_with(
-    client: CurveClient | None, method: Method[A, R], args: A, server: NodeFacts | WorkerReport
+    client: CurveClient | None,
+    method: Method[A, R],
+    args: A,
+    server: NodeFacts | WorkerReport,
+    timeout_s: float = LIMIT_S,
 ) -> R:
     """One call of an agent or a worker."""
     async with transport(client) as made:
@@ -330,7 +334,7 @@ async def call_with(
             connection = connect_agent(made, server)
         else:
             connection = made.connect(server.address, server.name, ANY_INCARNATION)
-        return await connection.call(method, args, timeout_s=NO_SERVICE_S)
+        return await connection.call(method, args, timeout_s=timeout_s)
 
 
 async def test_a_real_agent_and_worker_serve_their_run_alone_and_workers_what_they_may(
@@ -349,9 +353,9 @@ async def test_a_real_agent_and_worker_serve_their_run_alone_and_workers_what_th
         (worker,), (its_keys,) = launched.workers, launch.keys
         for stranger in (None, CurveClient.of_controller(RunKeys.create())):
             with pytest.raises(TransportError):
-                await call_with(stranger, STACKS, ["train/0"], node.facts)
+                await call_with(stranger, STACKS, ["train/0"], node.facts, NO_SERVICE_S)
             with pytest.raises(TransportError):
-                await call_with(stranger, STATS, None, worker)
+                await call_with(stranger, STATS, None, worker, NO_SERVICE_S)
         assert await agent.call(STACKS, ["train/0"], timeout_s=LIMIT_S)
         assert (await call_with(controller, STATS, None, worker)).control_refused
         for address in (node.facts.address, worker.address):
@@ -366,11 +370,11 @@ async def test_a_real_agent_and_worker_serve_their_run_alone_and_workers_what_th
                 await call_with(as_worker, method, args, worker)
         for method, args in ((DESCRIBE, None), (STOP_RUN, None), (LAUNCH, launch)):
             with pytest.raises(TransportError):
-                await call_with(as_worker, method, args, node.facts)
+                await call_with(as_worker, method, args, node.facts, NO_SERVICE_S)
         # with the agent's own key for that of its server, too
         impostor = CurveClient(its_keys.own, node.facts.key.encode(), its_keys.shown_pass)
         with pytest.raises(TransportError):
-            await call_with(impostor, STOP, Stop(["i0"], 0.0), node.facts)
+            await call_with(impostor, STOP, Stop(["i0"], 0.0), node.facts, NO_SERVICE_S)
 
         other = CurveClient.of_worker(passes.issue("rollout/0", Caller.rollout))
         clients = as_worker, other, as_worker

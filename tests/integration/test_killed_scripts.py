@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration.run_process import SCRIPTS, RunProcess, tiny_run
+from integration.run_process import SCRIPTS, RunProcess, gate_of, tiny_run
 
 from areal_sc.controller.ledger_account import GroupAccount, read_account
 
@@ -35,7 +35,7 @@ def test_wherever_the_script_is_killed_nothing_is_done_twice(
     book = tmp_path / "book"
     settings = (
         *(f"+task.book={book}", "total_steps=8", "checkpoint.every_steps=2"),
-        *("scheduler.orphan_timeout_s=60", "evaluation.every_steps=3"),
+        *("scheduler.orphan_timeout_s=600", "evaluation.every_steps=3"),
         *(f"actor.parallel.data={num_workers}", f"rollout.num_workers={num_workers}"),
     )
     run_dir = tmp_path / "run"
@@ -75,11 +75,13 @@ def test_a_loop_of_ones_own_goes_on_where_it_was_killed(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = ("total_steps=6", "scheduler.orphan_timeout_s=60")
+    held = "task.num_free_episodes=24"  # after three steps
+    settings = ("total_steps=6", "scheduler.orphan_timeout_s=600", held)
     with tiny_run(run_dir, tiny_model_folder, *settings, script=LOOP) as first:
         first.wait_until(lambda: "step=2" in first.output, "step 2")
         first.send(signal.SIGKILL)
         first.wait()
+        gate_of(run_dir).write_bytes(b"." * 4)
         with tiny_run(run_dir, tiny_model_folder, *settings, script=LOOP) as second:
             second.finish()
     done, again = (
@@ -99,7 +101,8 @@ def test_a_worker_that_dies_while_it_is_taken_over_is_started_again(
 ) -> None:
     settings = (
         *("total_steps=12", "rollout.num_workers=2", "evaluation.every_steps=0"),
-        *("scheduler.heartbeat_interval_s=0.5", "scheduler.orphan_timeout_s=60"),
+        *("scheduler.heartbeat_interval_s=0.5", "scheduler.orphan_timeout_s=600"),
+        "task.num_free_episodes=24",  # of each of two workers: it is held after six steps
     )
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:
         first.wait_for_step(2)
@@ -107,6 +110,7 @@ def test_a_worker_that_dies_while_it_is_taken_over_is_started_again(
         first.wait()
         # it answers nothing, and its agent takes it for alive
         os.kill(first.worker_pid("rollout/0"), signal.SIGSTOP)
+        gate_of(first.run_dir).write_bytes(b"." * 4)
         with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as second:
             second.finish()
     account = read_account(first.run_dir / "ledger", lambda group: None)

@@ -216,12 +216,12 @@ async def test_a_bad_verdict_is_told_and_its_process_goes_on(
 async def test_a_reward_that_hangs_in_c_code_is_killed(
     server: ForkServer, user: ModuleType, tmp_path: Path, name: str
 ) -> None:
-    pool = make_pool(server, tmp_path, timeout_s=0.5)
+    pool = make_pool(server, tmp_path, timeout_s=1.5)
     before = int(await pool.score(user.process_id, {}, ""))
     ended = end_of(server, before)
     hung = asyncio.create_task(pool.score(getattr(user, name), {}, ""))
     waiting = asyncio.create_task(pool.score(user.same, {"answer": "x"}, "x"))
-    with pytest.raises(RewardError, match=rf"reward {name}: took longer than 0\.5 s") as caught:
+    with pytest.raises(RewardError, match=rf"reward {name}: took longer than 1\.5 s") as caught:
         await hung
     assert f"in {name}" in caught.value.frames
     assert await waiting == 1.0
@@ -284,10 +284,10 @@ async def test_an_async_reward_has_the_same_limit(
 async def test_waiting_for_a_process_is_no_part_of_a_calls_time(
     server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
-    """Six calls of 0.3 s on one process: the last begins long after 0.9 s."""
-    pool = make_pool(server, tmp_path, timeout_s=0.9)
-    calls = [pool.score(user.sleeps, {"s": 0.3}, "") for _ in range(6)]
-    assert await asyncio.gather(*calls) == [1.0] * 6
+    """Forty calls of 0.1 s on one process: the last begins long after 3 s."""
+    pool = make_pool(server, tmp_path, timeout_s=3.0)
+    calls = [pool.score(user.sleeps, {"s": 0.1}, "") for _ in range(40)]
+    assert await asyncio.gather(*calls) == [1.0] * 40
     await pool.close()
 
 
@@ -296,12 +296,12 @@ async def test_importing_the_users_module_is_no_part_of_a_calls_time(
 ) -> None:
     (tmp_path / "slow_rewards.py").write_text(
         "import os, time\n"
-        f"if os.getpid() != {os.getpid()}:\n    time.sleep(0.8)\n"
+        f"if os.getpid() != {os.getpid()}:\n    time.sleep(2.5)\n"
         "def one(prompt, completion):\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = importlib.import_module("slow_rewards").one
-    pool = make_pool(server, tmp_path, timeout_s=0.4)
+    pool = make_pool(server, tmp_path, timeout_s=2.0)
     assert await pool.score(reward, {}, "") == 1.0
     await pool.close()
 

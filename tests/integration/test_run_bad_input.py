@@ -69,7 +69,7 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         assert str(folder) in run.output
         assert "Traceback" not in run.output
         assert not list((run.run_dir / "logs").glob("train-*")), run.story()
-        run.wait_until_gone(5.0)
+        run.wait_until_gone(30.0)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,11 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
 def test_episodes_that_are_all_rejected_end_the_run_with_their_cause(
     start_rollout: Callable[..., Any], workflow: Workflow, cause: str, said: str
 ) -> None:
+    settings = ["rollout.rejection_window=4"]
+    if cause == "reward_timeout":
+        settings.append("rollout.reward_timeout_s=0.5")
     with (
-        start_rollout("rollout.rejection_window=4", "rollout.reward_timeout_s=0.5") as rollout,
+        start_rollout(*settings) as rollout,
         pytest.raises(TooManyRejections, match=rf"Causes: {cause}[^,]* x\d+\.") as failure,
     ):
         rollout.prepare_batch(letter_prompts(32, seed=5), workflow)
@@ -158,7 +161,7 @@ def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[
     prompts.insert(4, {"prompt": "ba=", "answer": "ab", "hang": True})
     # A quarter of the groups is bad and the bad ones end first: the tiny run's window of 8 can fill
     # with them. This is the default window; that a full one ends the run is tested above.
-    settings = ("rollout.reward_timeout_s=0.5", "rollout.rejection_window=128")
+    settings = ("rollout.reward_timeout_s=1.5", "rollout.rejection_window=128")
     with start_rollout(*settings) as rollout:
         workflow = SingleTurnWorkflow(episodes.hangs_for_some)
         outside = rollout.rollout_batch(prompts, workflow)
@@ -193,7 +196,7 @@ def test_a_reward_that_always_fails_ends_the_script_in_one_block(
         assert "KeyError: 'solution'" in block
         assert len(block.splitlines()) < 15
         assert run.steps() == []
-        run.wait_until_gone(5.0)
+        run.wait_until_gone(30.0)
 
 
 def test_a_snapshot_that_cannot_be_written_is_a_warning(

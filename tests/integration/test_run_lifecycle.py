@@ -97,10 +97,7 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
         for pid in killed.processes():
             seen = b"".join(Path(f"/proc/{pid}/{name}").read_bytes() for name in SEEN_BY_OTHERS)
             assert not any(secret.encode() in seen for secret in secrets)
-        for pid in killed.processes():
-            os.kill(pid, signal.SIGKILL)
-        killed.wait()
-        killed.wait_until_gone()
+        killed.kill_all()
     (user_folder,) = memory.iterdir()
     (left_over,) = user_folder.iterdir()
     assert sum(1 for _ in left_over.glob("*/block-*")) >= 2
@@ -131,7 +128,7 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             for name, limit_s in limits.items()
         )
         for run in (alone, foreground, terminated):
-            run.wait_for_step(1)
+            run.wait_for_step(2)
         second = stack.enter_context(tiny_run(tmp_path / "alone", tiny_model_folder, ENDLESS))
         assert second.wait() == 3
         assert f"process {alone.pid} is running in it" in second.output
@@ -148,7 +145,7 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             assert run.wait() == code, run.story()
             assert f"{word}\nthere is no snapshot yet" in run.output, run.output
             assert "Traceback" not in run.output
-            run.wait_until_gone(5.0)
+            run.wait_until_gone(30.0)
         assert "SIGTERM: finishing step" in terminated.output
         assert "finishing" not in foreground.output
 
@@ -177,7 +174,7 @@ def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
         newest = run.run_dir / "checkpoints" / f"step-{run.steps()[-1]:06d}"
         assert "again stops now" in run.output
         assert f"newest snapshot: {newest};" in run.output
-        run.wait_until_gone(5.0)
+        run.wait_until_gone(30.0)
         ended = verdict(RunFolder(run.run_dir))
         assert ended.state is State.interrupted
         assert "would go on from the last snapshot" in ended.text
@@ -190,7 +187,7 @@ def test_a_script_that_is_stopped_for_a_while_goes_on(
     with tiny_run(
         tmp_path / "run",
         tiny_model_folder,
-        *("total_steps=20", "scheduler.heartbeat_interval_s=0.3", "scheduler.orphan_timeout_s=60"),
+        *("total_steps=20", "scheduler.heartbeat_interval_s=0.3", "scheduler.orphan_timeout_s=600"),
     ) as run:
         run.wait_for_step(2)
         run.send_to_foreground(signal.SIGSTOP)
@@ -224,7 +221,7 @@ def test_any_number_of_ctrl_c_leaves_nothing(tmp_path: Path, tiny_model_folder: 
                 run.send_to_foreground(signal.SIGINT)
                 time.sleep(0.02)
             assert run.wait() in (130, -signal.SIGINT), run.story()
-            run.wait_until_gone(5.0)
+            run.wait_until_gone(30.0)
             assert_no_trace(run_dir, memory)
         looking = stack.enter_context(
             tiny_run(tmp_path / own.stem, tiny_model_folder, "--dry-run", script=own)
@@ -245,7 +242,7 @@ def test_ctrl_c_while_the_workers_are_being_started(
         run.send_to_foreground(signal.SIGINT)
         assert run.wait() == 130, run.story()
         assert "Traceback" not in run.output
-        run.wait_until_gone(5.0)
+        run.wait_until_gone(30.0)
 
 
 def test_an_exception_in_the_users_loop_leaves_no_orphan(
@@ -261,7 +258,7 @@ def test_an_exception_in_the_users_loop_leaves_no_orphan(
         failed = verdict(RunFolder(run.run_dir))
         assert failed.state is State.failed
         assert "LookupError: nothing is known about version 1" in failed.text
-        run.wait_until_gone(5.0)
+        run.wait_until_gone(30.0)
 
 
 def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -305,7 +302,7 @@ def test_a_lost_worker_ends_the_run_and_is_named(
         assert said in run.output
         assert str(log) in run.output
         assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
-        run.wait_until_gone(5.0)
+        run.wait_until_gone(30.0)
         # its rows are no answer: `partial` never gives less than 0.5
         assert all(record["reward"] >= 0.5 for record in run.records("step"))
         assert all(record["num_rows"] == ROWS_A_STEP for record in run.records("step"))

@@ -15,7 +15,7 @@ def test_a_script_that_wakes_after_its_successor_leaves_everything_to_it(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = ("total_steps=100000", "scheduler.orphan_timeout_s=60", "checkpoint.every_steps=2")
+    settings = ("total_steps=100000", "scheduler.orphan_timeout_s=600", "checkpoint.every_steps=2")
     with tiny_run(run_dir, tiny_model_folder, *settings) as first:
         first.wait_for_step(2)
         first.send(signal.SIGSTOP)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ from areal_sc.transport.rpc.method import pack
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.sockets.refusals import LOG_INTERVAL_S
 from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES
 
 MAX_GROWTH_BYTES = 24 << 20
@@ -51,6 +53,11 @@ async def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - nobody could set an event
             await asyncio.sleep(0.05)
+
+
+def most_lines(began_s: float) -> float:
+    """Of one kind of refusal, since then."""
+    return 1 + (time.monotonic() - began_s) / LOG_INTERVAL_S
 
 
 # ---------------------------------------------------------------- strangers
@@ -106,6 +113,7 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
             num_frames -= send_frames(server.port, rng, 40)
 
     assert await member.call(named("echo"), {"x": 1}, timeout_s=30) == {"x": 1}
+    began_s = time.monotonic()
     await asyncio.to_thread(attack, 10_000)  # so that what is made once is made
     await until(lambda: server.num_connections == 1)
     num_files = server.num_open_files
@@ -122,7 +130,7 @@ async def test_100_000_random_frames_at_the_port_change_nothing(server: ServerPr
     counted = await counters(member)
     assert counted["num_calls"] == counted["num_malformed"] == 0
     assert counted["num_refused"] > 100
-    assert 1 <= server.log.count("refused node=") <= 10
+    assert 1 <= server.log.count("refused node=") <= most_lines(began_s)
     await transport.close()
 
 
@@ -234,6 +242,7 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
                 while dealer.poll(0):
                     dealer.recv()
 
+    began_s = time.monotonic()
     with raw_member(server) as dealer:
         await asyncio.to_thread(send, dealer, 2_000)
         assert await client.call(named("echo"), {"x": 1}, timeout_s=30) == {"x": 1}
@@ -252,7 +261,7 @@ async def test_mutated_messages_of_a_member_are_counted_and_end_nothing(
     assert 10_000 < counted["num_malformed"] < 22_000
     assert counted["num_calls"] == 0
     assert server.memory_bytes - warm_bytes < MAX_GROWTH_BYTES
-    assert 1 <= server.log.count("malformed_message") <= 10
+    assert 1 <= server.log.count("malformed_message") <= most_lines(began_s)
     assert max(map(len, server.log.splitlines())) < 600
     await transport.close()
 
@@ -322,11 +331,14 @@ async def test_a_stopped_caller_delays_nobody_and_is_dropped(server: ServerProce
                 await asyncio.sleep(0.02)
                 caller.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(0.05)
-        for i in range(50):
-            assert await client.call(named("echo"), {"x": i}, timeout_s=30) == {"x": i}
-        assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
-        assert server.num_connections == 2
-        await until(lambda: server.num_connections == 1)
+        num_served = 0
+        while server.num_connections == 2:  # until it is dropped
+            x = {"x": num_served}
+            assert await client.call(named("echo"), x, timeout_s=30) == x
+            assert server.memory_bytes - warm_bytes < 200 << 20  # what it asks for at a time
+            num_served += 1
+        assert num_served > 0
+        assert server.num_connections == 1
         await until(lambda: server.memory_bytes - warm_bytes < 20 << 20)
         assert server.is_idle()
         # it finds out when it goes on, and calls again

@@ -510,7 +510,7 @@ async def test_strangers_replays_and_captured_sessions_get_nothing() -> None:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - counters have no event
             await asyncio.sleep(0.001)
 

@@ -83,10 +83,11 @@ def test_what_changes_is_written_soon_and_is_progress(board: StatusBoard, path: 
 
 def test_many_changes_are_one_write(board: StatusBoard, path: Path) -> None:
     inodes, began = set[int](), time.monotonic()
-    while time.monotonic() < began + 4 * MIN_PAUSE_S:
+    while time.monotonic() < began + 4 * MIN_PAUSE_S or len(inodes) < 2:
+        assert time.monotonic() < began + LIMIT_S
         board.note_phases([Phase("training", 2.0, len(inodes), 9, "steps")])
         inodes.add(path.stat().st_mtime_ns)
-    assert 2 <= len(inodes) <= (time.monotonic() - began) / MIN_PAUSE_S + 2
+    assert len(inodes) <= (time.monotonic() - began) / MIN_PAUSE_S + 2
 
 
 def test_an_event_loop_that_stands_still_shows_by_the_age_of_what_it_said(

@@ -1,18 +1,18 @@
 """The training loop in the user's own script, as the README shows it; says each step.
 
-It raises after step `task.raise_after`, if that is set.
+It raises after step `task.raise_after`, if that is set. A test can hold it: see `tiny_run.yaml`.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from tiny_run import letter_prompts, partial
+from tiny_run import GatedWorkflow, letter_prompts, partial
 
 from areal_sc import (
     GRPOConfig,
     RolloutController,
-    SingleTurnWorkflow,
     TrainController,
     load_config,
     make_actor,
@@ -28,7 +28,8 @@ def main(argv: list[str]) -> None:
     scheduler = make_scheduler(config.scheduler)
     actor = TrainController(make_actor(config.actor), scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
-    prompts, workflow = letter_prompts(64, seed=0), SingleTurnWorkflow(partial)
+    prompts, task = letter_prompts(64, seed=0), config.task
+    workflow = GatedWorkflow(partial, task["num_free_episodes"], Path(task["gate"]))
     with start(actor, rollout):
         for step in range(actor.version, config.total_steps):
             batch = rollout.prepare_batch(prompts, workflow)
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
             actor.ppo_update(batch)
             actor.publish_weights(rollout)
             print(f"step={step + 1}", flush=True)
-            if actor.version == config.task.get("raise_after"):
+            if actor.version == task.get("raise_after"):
                 raise LookupError(f"nothing is known about version {actor.version}")
 
 

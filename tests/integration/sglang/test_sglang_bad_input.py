@@ -22,7 +22,7 @@ from areal_sc.engines.servers.sglang.handle import SGLangEngine
 from areal_sc.engines.weight_group import layout_of
 from areal_sc.errors import ConfigError, ModelError, WorkerStartError
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 KEY_VARIABLE = "KEY_OF_SGLANG_SERVERS"
 

@@ -15,7 +15,7 @@ from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 PROMPTS = [[3 + i, 11 + i] for i in range(4)]
 SAMPLING = GenerationConfig(max_new_tokens=20)

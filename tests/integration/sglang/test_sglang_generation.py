@@ -12,7 +12,7 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.errors import ConfigError, WorkflowError
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)

@@ -19,7 +19,7 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.errors import EngineFailed, ModelError
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = GenerationConfig(max_new_tokens=900)

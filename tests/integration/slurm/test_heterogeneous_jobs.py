@@ -134,7 +134,7 @@ def test_slurm_starts_all_of_it_again_when_a_host_is_lost_and_the_run_goes_on(
         *("scheduler.type=slurm", "scheduler.slurm.heterogeneous=true"),
         *("scheduler.slurm.requeue=true", "scheduler.slurm.rollout.nodes=2"),
         *("scheduler.slurm.rollout.cpus_per_node=5", "rollout.num_workers=2"),
-        *("scheduler.slurm.cpus_per_node=4", "scheduler.orphan_timeout_s=100"),
+        *("scheduler.slurm.cpus_per_node=4", "scheduler.orphan_timeout_s=600"),
         *("checkpoint.every_steps=9999", "total_steps=30"),
         "task.num_free_episodes=8",  # of each of two workers: two steps a byte
     )

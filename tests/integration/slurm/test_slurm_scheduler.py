@@ -24,7 +24,7 @@ from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.sockets.interface import host_of
 from areal_sc.workers.spec import WATCH, NodeFacts, Watch
 
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 """Far above what anything here takes, for a machine that is busy with other work."""
 
 
@@ -184,7 +184,7 @@ async def test_what_can_never_run_is_refused_in_slurms_words(
     with pytest.raises(ConfigError, match=said):
         async with opened(config_of(tmp_path, **slurm)) as scheduler:
             await scheduler.nodes()
-    assert time.monotonic() < begun_s + LIMIT_S / 3
+    assert time.monotonic() < begun_s + 30.0
     assert not (tmp_path / "keys.json").exists()
 
 
@@ -199,7 +199,7 @@ async def test_waiting_for_nodes_is_told_and_not_limited(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = cluster.run(
-        "sbatch", "--parsable", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 99"
+        "sbatch", "--parsable", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 999"
     )
     await until(lambda: cluster.run("squeue", "-h", "-j", other, "-o", "%T") == "RUNNING")
     with caplog.at_level(logging.WARNING, "areal_sc.schedulers"):
@@ -227,7 +227,7 @@ async def test_within_an_allocation_its_nodes_are_used_and_it_goes_on(
 ) -> None:
     program, output = tmp_path / "program.py", tmp_path / "output"
     program.write_text(PROGRAM)
-    run = f"{sys.executable} {program} {tmp_path / 'run'} && squeue -h --steps -o %j && sleep 99"
+    run = f"{sys.executable} {program} {tmp_path / 'run'} && squeue -h --steps -o %j && sleep 999"
     job = cluster.run("sbatch", "--parsable", "-N3", f"-o{output}", f"--wrap={run}")
     await until(lambda: output.exists() and "closed" in output.read_text())
     await until(lambda: "batch" in output.read_text())

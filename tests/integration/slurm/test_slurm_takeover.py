@@ -19,6 +19,7 @@ from integration.slurm.test_slurm_scheduler import config_of, is_served, opened,
 from areal_sc.run_owner import Owner
 
 ORPHAN_S = 8.0
+"""Of a script that nobody starts again; the next start of others may take long."""
 
 PROGRAM = """
 import asyncio, json, sys
@@ -41,7 +42,7 @@ def settings_of(run_dir: Path, **slurm: object) -> dict[str, object]:
     return {
         "run_dir": str(run_dir),
         "slurm": {"nodes": 2, **slurm},
-        "orphan_timeout_s": ORPHAN_S,
+        "orphan_timeout_s": 600.0,
         "heartbeat_interval_s": 1.0,
     }
 
@@ -104,7 +105,7 @@ def state_of(cluster: Cluster, job: str) -> str:
 
 async def busy(cluster: Cluster, nodes: str) -> str:
     """A job of somebody else that has all of these nodes."""
-    words = ["--parsable", nodes, "--exclusive", "-o/dev/null", "--wrap=sleep 99"]
+    words = ["--parsable", nodes, "--exclusive", "-o/dev/null", "--wrap=sleep 999"]
     other = cluster.run("sbatch", *words)
     await until(lambda: state_of(cluster, other) == "RUNNING")
     return other
@@ -154,7 +155,7 @@ async def test_a_job_that_waits_is_taken_over_and_not_submitted_twice(
     """One of its nodes does not see the run folder, and so not where the script is by then."""
     cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path))
     other = cluster.run(
-        "sbatch", "--parsable", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 99"
+        "sbatch", "--parsable", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 999"
     )
     await until(lambda: cluster.run("squeue", "-h", "-j", other, "-o", "%T") == "RUNNING")
     settings = settings_of(tmp_path) | {"node_folder": str(tmp_path / "node")}
@@ -182,7 +183,7 @@ async def test_the_command_stop_cancels_a_job_that_waits_from_another_host(
     cluster: Cluster, tmp_path: Path, *, is_killed: bool
 ) -> None:
     other = await busy(cluster, "-N3")
-    settings = settings_of(tmp_path) | {"orphan_timeout_s": 1000.0}
+    settings = settings_of(tmp_path)
     async with script(cluster, settings) as waiting:
         assert await waiting.line() == "began"
         [waits] = set(cluster.jobs()) - {other}
@@ -207,15 +208,16 @@ async def test_nobody_comes_back_and_nothing_is_left_that_runs_or_waits(
 ) -> None:
     """One job runs, another one waits; of a third run, whose guard dies, too, the job starts."""
     other = cluster.run(
-        "sbatch", "--parsable", "-wnode3", "--exclusive", "-o/dev/null", "--wrap=sleep 99"
+        "sbatch", "--parsable", "-wnode3", "--exclusive", "-o/dev/null", "--wrap=sleep 999"
     )
     await until(lambda: cluster.run("squeue", "-h", "-j", other, "-o", "%T") == "RUNNING")
     on_node3 = {"nodes": 1, "extra_flags": ["--nodelist=node3"]}
     run, unguarded = tmp_path / "run", tmp_path / "unguarded"
-    settings = settings_of(run, nodes=1, rollout=on_node3)
+    soon = {"orphan_timeout_s": ORPHAN_S}
+    settings = settings_of(run, nodes=1, rollout=on_node3) | soon
     async with (
         script(cluster, settings) as killed,
-        script(cluster, settings_of(unguarded, **on_node3)) as waiting,
+        script(cluster, settings_of(unguarded, **on_node3) | soon) as waiting,
     ):
         assert (await killed.line(), await waiting.line()) == ("began", "began")
         await until(lambda: list((run / "agents").glob("*.json")))

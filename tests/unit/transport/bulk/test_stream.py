@@ -68,7 +68,7 @@ async def pair(sink: Sink) -> AsyncIterator[tuple[MessageStream, Sink]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - a sink has no event
             await asyncio.sleep(0.001)
 

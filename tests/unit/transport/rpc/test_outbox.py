@@ -36,7 +36,7 @@ def outbox_of(queues: Queues, timeout_s: float = 60.0) -> Outbox:
 
 
 async def until_settled(outbox: Outbox) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while outbox._backlogs or outbox._retry:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.005)
 

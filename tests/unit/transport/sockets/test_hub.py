@@ -77,7 +77,7 @@ async def hub_of(max_frames: int = 1) -> AsyncIterator[PeerHub]:
 
 
 async def until(condition: Callable[[], bool], *servers: Server) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             for server in servers:
                 server.serve()

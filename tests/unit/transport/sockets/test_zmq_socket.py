@@ -39,7 +39,7 @@ class Inbox:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nobody could set an event
             await asyncio.sleep(0.001)
 
