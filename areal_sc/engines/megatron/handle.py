@@ -63,6 +63,8 @@ class MegatronPPOActor(TrainHandle):
         num_states = ADAM_STATES + (dtype_bytes < FLOAT32_BYTES)  # and float32 copies
         # the largest parameter once, for snapshots
         largest_bytes = FLOAT32_BYTES * -(-vocabulary // parallel.tensor)
+        # its gradient, and a copy; one matrix that is tied has two gradients until they are added
+        is_tied_here = parallel.pipeline == 1 and num_others < 2 * vocabulary
         return [
             self.plan_rank(
                 index,
@@ -70,7 +72,6 @@ class MegatronPPOActor(TrainHandle):
                 -(-(shape.num_parameters or 0) // parallel.num_ranks),
                 parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * (dense + experts),
                 optimizer_bytes=num_states * FLOAT32_BYTES * updated + largest_bytes,
-                # its gradient before it is added, or what AdamW computes its update with
-                gathered_bytes=2 * largest_bytes,
+                gathered_bytes=(4 if is_tied_here else 2) * largest_bytes,
             )
         ]

@@ -63,3 +63,5 @@ def test_tied_embeddings_are_in_the_first_and_in_the_last_stage() -> None:
     largest = [100, 100, 0, 0, 100, 100]
     assert [rank.parameter_bytes for rank in ranks] == [8 * (2000 + n) for n in largest]
     assert [rank.optimizer_bytes for rank in ranks] == [4 * (2000 + n) + 4 * n for n in largest]
+    assert [rank.gathered_bytes for rank in ranks] == [8 * n for n in largest]
+    assert planned(shape, "float32", tensor=2).gathered_bytes == 16 * 50  # two gradients
