@@ -36,6 +36,7 @@ class ModelShape:
         num_expert_parameters: those among them that belong to one of several experts.
         num_layer_parameters: of the largest decoder layer.
         num_other_parameters: outside of decoder layers.
+        num_vocabulary_parameters: of the largest tensor there, embeddings or output layer.
         max_context_tokens: longest sequence that its positions cover.
         kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
         heads, kv_heads: of attention, in each layer.
@@ -45,6 +46,7 @@ class ModelShape:
     num_expert_parameters: int | None = None
     num_layer_parameters: int | None = None
     num_other_parameters: int | None = None
+    num_vocabulary_parameters: int | None = None
     max_context_tokens: int | None = None
     kv_values_per_token: int | None = None
     heads: int | None = None
@@ -188,15 +190,18 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
     """Those of `ModelShape`, of the size of every tensor."""
-    layers = Counter[str]()
+    layers, others = Counter[str](), [0]
     for name, size in sizes.items():
         if found := _LAYER.match(name):
             layers[found[0]] += size
+        else:
+            others.append(size)
     return {
         "num_parameters": sum(sizes.values()),
         "num_expert_parameters": sum(size for name, size in sizes.items() if _EXPERTS in name),
         "num_layer_parameters": max(layers.values(), default=0),
-        "num_other_parameters": sum(sizes.values()) - layers.total(),
+        "num_other_parameters": sum(others),
+        "num_vocabulary_parameters": max(others),
     }
 
 

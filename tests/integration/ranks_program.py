@@ -110,7 +110,7 @@ def fail_to_read() -> None:
     def read(_: ActorConfig) -> None:
         raise MemoryError
 
-    importlib.import_module("areal_sc.engines.megatron.engine").read_causal_lm = read  # type: ignore[attr-defined]
+    importlib.import_module("areal_sc.engines.training.loading").open_weights = read  # type: ignore[attr-defined]
 
 
 def swap_gate_and_up() -> None:
@@ -127,7 +127,7 @@ def swap_gate_and_up() -> None:
 
 def spoil_last_layer() -> None:
     """Ranks get a weight of the last layer the wrong way round."""
-    module: Any = importlib.import_module("areal_sc.engines.fsdp.model")
+    module: Any = importlib.import_module("areal_sc.engines.training.loading")
     receive = module.receive_part
 
     def receive_spoilt(target: torch.Tensor, source: Any, name: str, *others: Any) -> None:

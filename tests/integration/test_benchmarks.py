@@ -39,6 +39,7 @@ PROMISED = {
     "soak": {"store_growth", "resident_growth"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
     "train_memory": {"data_2_dry_run", "data_2_loading_others"},
+    "train_memory --engine megatron": {"megatron_data_2_dry_run", "megatron_data_2_loading_first"},
     "train_tensor_parallel": {"tensor2_step_vs_handwritten"},
     "train_tensor_parallel --engine megatron": {"megatron_tensor2_step_vs_handwritten"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},

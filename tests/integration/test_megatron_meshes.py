@@ -171,6 +171,7 @@ def results(folder: Path) -> Results:
         "bfloat16": scenario(qwen2, MESHES["dp2"], dtype="bfloat16", without_memory=0),
         "swapped": scenario(qwen2, MESHES["pp2"], swaps_gate_and_up=True),
         "unread": scenario(qwen2, MESHES["tp2"], fails_to_read=True),
+        "lost": scenario(qwen2, MESHES["tp2"], spoilt="files"),
         "too_many_stages": scenario(qwen2, {"pipeline": 2, "virtual_pipeline": 2}),
     }
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
@@ -292,6 +293,13 @@ def test_every_rank_says_what_kept_the_first_one_from_loading(
         assert rank["error"] == (
             f"ModelError: cannot load the model in {folder / 'qwen2'}: MemoryError"
         )
+
+
+def test_weights_are_read_one_after_the_other_and_every_rank_hears_of_a_lost_one(
+    results: Results,
+) -> None:
+    for rank in results["lost"]:
+        assert rank["error"] == "ModelError: model.layers.1.mlp.up_proj.weight is gone"
 
 
 def test_a_mesh_that_does_not_fit_is_refused_by_every_rank(results: Results) -> None:

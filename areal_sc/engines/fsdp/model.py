@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig
@@ -30,21 +28,20 @@ from areal_sc.engines.fsdp.packed_model import (
     probe_hidden,
 )
 from areal_sc.engines.fsdp.spread_vocabulary import spread_vocabulary
-from areal_sc.engines.fsdp.streamed_layers import stream_layers
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.training.causal_lm import (
     build_without_parameters,
     compute_dtype,
-    loading_error,
     read_causal_lm,
 )
+from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
-from areal_sc.engines.training.stored_weights import Weights, open_weights
-from areal_sc.engines.training.whole_tensors import receive_part
+from areal_sc.engines.training.stored_weights import Weights
+from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
 from areal_sc.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -59,12 +56,10 @@ class _Trial:
 
     Attributes:
         abilities: of the model.
-        conversions: see `Weights`.
         expected: hidden states that the ranks have to compute together; None: each computes alone.
     """
 
     abilities: ModelAbilities
-    conversions: Sequence[int] | None
     expected: torch.Tensor | None
 
 
@@ -86,23 +81,11 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         if config.activation_checkpointing:
             _checkpoint_layers(model.causal_lm)
         return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
-    weights = trial = error = None
-    if world.rank == 0:
-        try:
-            weights = open_weights(config)
-            trial = _try_model(weights, config, groups)
-        except Exception as failure:  # the other ranks wait
-            error = loading_error(failure, config)
-        gc.collect()  # modules refer to each other, and would keep their values
-    message, trial = world.broadcast((str(error) if error else None, trial))
-    if message is not None or trial is None:
-        raise error or ModelError(message)
-    model = _build_model(config)
+    weights = SharedWeights(config, world)
+    trial = weights.open(lambda opened: _try_model(opened, config, groups))
+    model = PackedModel(weights.build(), chunk_tokens=config.logprob_chunk_tokens)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
-    if trial.conversions is not None:  # exports have the form that was loaded
-        known = get_model_conversion_mapping(causal_lm)
-        causal_lm._weight_conversions = [known[index] for index in trial.conversions]
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
     check_sequence_parallel(causal_lm, config.parallel, packs=model.attends_by_interface)
     if config.activation_checkpointing:
@@ -110,39 +93,26 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     parts = CutParts(cuts, world.rank, groups.rows.size)
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
-    _fill(model, weights, parts, config, groups)
+    _fill(model, weights, parts)
     if trial.expected is not None:
         _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
     return model, parts
 
 
-def _build_model(config: ActorConfig) -> PackedModel:
-    """Its parameters take no memory."""
-    causal_lm = build_without_parameters(Path(config.path))
-    return PackedModel(causal_lm, chunk_tokens=config.logprob_chunk_tokens)
-
-
 def _try_model(weights: Weights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
-    """Rank 0 computes with the whole model, and has no more of it at a time than it will have.
+    """What rank 0 finds out with the whole model, layer by layer."""
+    longest_input = config.max_tokens_per_micro_batch
+    causal_lm = build_without_parameters(Path(config.path))
+    model = PackedModel(causal_lm, chunk_tokens=config.logprob_chunk_tokens)
+    _check_supported(causal_lm, longest_input)
 
-    That is what is outside of layers, and as many layers as make up its share.
-    """
-    model, longest_input = _build_model(config), config.max_tokens_per_micro_batch
-    _check_supported(model.causal_lm, longest_input)
-    num_ranks = groups.world.size
-
-    def fill(causal_lm: Any) -> None:
-        layers = decoder_layers(causal_lm)
-        # one less leaves room for the one that is read
-        num_kept = len(layers) if num_ranks == 1 else max(0, len(layers) // num_ranks - 1)
-        stream_layers(causal_lm, layers, weights.read, num_kept)
-
-    fill(model.causal_lm)
+    fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
+    fill(causal_lm)
     model.abilities = probe_abilities(model, longest_input, fill)
     expected = None
     if groups.is_model_split:
-        expected = probe_hidden(model, decoder_layers(model.causal_lm))
-    return _Trial(model.abilities, weights.conversions, expected)
+        expected = probe_hidden(model, decoder_layers(causal_lm))
+    return _Trial(model.abilities, expected)
 
 
 def _check_supported(causal_lm: Any, max_tokens: int) -> None:
@@ -162,14 +132,6 @@ def _check_supported(causal_lm: Any, max_tokens: int) -> None:
                 f"{name} has layers of type {layer_type}: which tokens they attend to depends "
                 "on rounding, so two forward passes do not agree"
             )
-
-
-def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """The repeated blocks in forward order, without blocks inside of blocks."""
-    names = set(getattr(causal_lm, "_no_split_modules", None) or ())
-    blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
-    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
-    return [block for block in blocks if id(block) not in inner]
 
 
 def _checkpoint_layers(causal_lm: nn.Module) -> None:
@@ -250,40 +212,18 @@ def take_memory(model: PackedModel, device: torch.device) -> None:
             setattr(causal_lm.get_submodule(path), own_name, causal_lm.get_parameter(first))
 
 
-def _fill(
-    model: PackedModel,
-    weights: Weights | None,
-    parts: CutParts,
-    config: ActorConfig,
-    groups: ProcessGroups,
-) -> None:
+def _fill(model: PackedModel, weights: SharedWeights, parts: CutParts) -> None:
     """Every rank gets the values of its part, one tensor after the other.
 
-    Args:
-        weights: on rank 0.
     Raises: ModelError: on every rank.
     """
-    world, causal_lm = groups.world, model.causal_lm
-    error = None
-
-    def read(name: str) -> torch.Tensor | None:
-        nonlocal error
-        if weights is not None and error is None:
-            try:
-                return weights.read([name]).get(name)
-            except Exception as failure:  # the other ranks wait for all tensors
-                error = loading_error(failure, config)
-        return None
-
-    for name, parameter in causal_lm.named_parameters():
-        receive_part(local_part(parameter.detach()), read(name), name, parts, world)
-    for name, values in causal_lm.named_buffers():  # stored ones; others are made by the model
-        received = world.broadcast(read(name))
+    for name, parameter in model.causal_lm.named_parameters():
+        weights.receive(name, parts, local_part(parameter.detach()))
+    for name, values in model.causal_lm.named_buffers():
+        received = weights.receive_buffer(name)
         if received is not None:
             values.copy_(received)
-    message = world.broadcast(str(error) if error else None)
-    if message is not None:
-        raise error or ModelError(message)
+    weights.check()
 
 
 def _check_spread(

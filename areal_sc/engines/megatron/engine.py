@@ -35,13 +35,9 @@ from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_co
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
 from areal_sc.engines.training.background import BackgroundWriter
-from areal_sc.engines.training.causal_lm import (
-    build_unfilled,
-    compute_dtype,
-    loading_error,
-    read_causal_lm,
-)
+from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
 from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.probe import (
@@ -58,8 +54,9 @@ from areal_sc.engines.training.process_group import (
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
-from areal_sc.engines.training.whole_tensors import receive_part
-from areal_sc.errors import ModelError, WorkerStartError
+from areal_sc.engines.training.stored_weights import Weights
+from areal_sc.engines.training.streamed_layers import stream_layers
+from areal_sc.errors import WorkerStartError
 from areal_sc.transport.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
@@ -149,26 +146,15 @@ class MegatronEngine(RankEngine):
         return self._pipeline.rank == self._pipeline.size - 1
 
     def _load(self) -> Any:
-        """Rank 0 alone reads the weights, and sends every rank its part.
+        """Rank 0 alone reads the weights, some at a time, and sends every rank its part.
 
         Returns: the Hugging Face model without values.
         Raises: ModelError, ConfigError: on every rank.
         """
         config, world = self.config, self.world
-        whole: dict[str, torch.Tensor] = {}
-        error = expected = None
-        if world.rank == 0:
-            try:
-                causal_lm = read_causal_lm(config)
-                expected = plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
-                whole = {name: p.detach() for name, p in causal_lm.named_parameters()}
-            except Exception as failure:  # the other ranks wait
-                error = loading_error(failure, config)
-        message, expected = world.broadcast((str(error) if error else None, expected))
-        if message is not None:
-            raise error or ModelError(message)
-        with torch.device("meta"):
-            causal_lm = build_unfilled(Path(config.path))
+        weights = SharedWeights(config, world)
+        expected = weights.open(self._expected_logprobs)
+        causal_lm = weights.build()
         self._sizes = sizes = ModelSizes.of(causal_lm.config.to_dict())
         sizes.check_mesh(config.parallel)
         shapes = {name: parameter.shape for name, parameter in causal_lm.named_parameters()}
@@ -187,11 +173,16 @@ class MegatronEngine(RankEngine):
         }
         self._state = MegatronState(type(causal_lm).__name__, parts, parameters, self._optimizer)
         for name in shapes:
-            values = torch.empty(parts.box(name).sizes, device=device)
-            receive_part(values, whole.pop(name, None), name, parts, world)
-            self._state.write(PARAMETER, name, values)
+            self._state.write(PARAMETER, name, weights.receive(name, parts))
+        weights.check()
         self._check_mapping(expected)
         return causal_lm
+
+    def _expected_logprobs(self, weights: Weights) -> torch.Tensor:
+        """[T] of the Hugging Face model, of the tokens of `_probe_rows`."""
+        causal_lm = build_without_parameters(Path(self.config.path))
+        stream_layers(causal_lm, weights.read, self.world.size)
+        return plain_logprobs(causal_lm, self._probe_rows(causal_lm.config.vocab_size))
 
     def _probe_rows(self, vocabulary: int) -> list[torch.Tensor]:
         """On the CPU, short enough for a micro-batch."""

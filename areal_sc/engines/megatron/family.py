@@ -93,7 +93,7 @@ class ModelSizes:
         """Args:
             config: a Hugging Face configuration as a mapping; or `config.json`, which may not say
                 which layers have windows: no mesh depends on that.
-        Raises: ModelError: such a model cannot be mapped.
+        Raises: ModelError: such a model cannot be mapped, or its sizes are not there.
         """
         name = str(config.get("model_type"))
         family = FAMILIES.get(name)
@@ -102,7 +102,17 @@ class ModelSizes:
                 f"actor.engine=megatron cannot map models of type {name!r}; it maps "
                 f"{', '.join(FAMILIES)}; {_OTHERWISE}"
             )
+        try:
+            return cls._of(family, config)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"config.json does not give the sizes of a {name} model ({error!r}); copy it again"
+            ) from error
+
+    @classmethod
+    def _of(cls, family: Family, config: Mapping[str, Any]) -> ModelSizes:
         if reasons := list(_differences(config, family)):
+            name = config["model_type"]
             raise ModelError(
                 f"actor.engine=megatron cannot map this {name} model, which has "
                 f"{', and '.join(reasons)}; {_OTHERWISE}"

@@ -46,21 +46,32 @@ class MegatronPPOActor(TrainHandle):
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
     ) -> list[WorkerPlan]:
-        # a rank computes with its part of the layers and experts; the optimizer states of a part
-        # are spread over the ranks that have it, so each has its share of all
         parallel, dtype_bytes = self.config.parallel, DTYPE_BYTES[self.config.dtype]
         num_experts = shape.num_expert_parameters or 0
-        num_others = (shape.num_parameters or 0) - num_experts
-        part = -(-num_others // (parallel.tensor * parallel.pipeline))
-        part += -(-num_experts // (parallel.expert * parallel.pipeline))
-        share = -(-(num_others + num_experts) // parallel.num_ranks)
+        num_others = shape.num_other_parameters or 0
+        num_in_layers = (shape.num_parameters or 0) - num_experts - num_others
+        vocabulary = shape.num_vocabulary_parameters or 0
+        if parallel.pipeline > 1:  # first and last stage have one matrix each, also tied ones
+            stage = index // (parallel.data * parallel.tensor)
+            vocabulary = vocabulary if stage in (0, parallel.pipeline - 1) else 0
+            num_others = vocabulary
+        dense = -(-(num_in_layers // parallel.pipeline + num_others) // parallel.tensor)
+        experts = -(-num_experts // (parallel.expert * parallel.pipeline))
+        # ranks that have the same parameters share their optimizer state
+        same_experts = parallel.data * parallel.tensor // parallel.expert
+        updated = -(-dense // parallel.data) + -(-experts // same_experts)
         num_states = ADAM_STATES + (dtype_bytes < FLOAT32_BYTES)  # and float32 copies
+        # the largest parameter once, for snapshots
+        largest_bytes = FLOAT32_BYTES * -(-vocabulary // parallel.tensor)
+        # its gradient, and a copy; one matrix that is tied has two gradients until they are added
+        is_tied_here = parallel.pipeline == 1 and num_others < 2 * vocabulary
         return [
             self.plan_rank(
                 index,
                 devices[0],
-                share,
-                parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * part,
-                optimizer_bytes=num_states * FLOAT32_BYTES * share,
+                -(-(shape.num_parameters or 0) // parallel.num_ranks),
+                parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * (dense + experts),
+                optimizer_bytes=num_states * FLOAT32_BYTES * updated + largest_bytes,
+                gathered_bytes=(4 if is_tied_here else 2) * largest_bytes,
             )
         ]

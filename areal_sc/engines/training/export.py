@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,95 +113,157 @@ def begin_export(
         every rank, when that could not be done.
     """
     writer.wait()
-    group = writer.group
-    tensors = _tensors_to_export(causal_lm)
+    export = _Export(causal_lm, parts, values, source, folder, dtype, writer.group, max_file_bytes)
+    if is_staged or not reads_late:
+        export.take(copies=is_staged)
+    return writer.begin(
+        lambda: replace_folder(folder, writer.group, export.fill, is_common=not is_staged)
+    )
 
-    def given_by(name: str, rank: int) -> Box | None:
-        if name in parts.shapes:
-            return parts.given_by(name, rank)
-        return Box.whole(tensors[name].shape) if rank == 0 else None  # a buffer: all have the same
 
-    boxes = {name: given_by(name, group.rank) for name in tensors}
-    own: dict[str, torch.Tensor] = {}
-    failure: Exception | None = None
+class _File(NamedTuple):
+    """One file of an export.
 
-    def read(name: str) -> torch.Tensor:
-        return values(name) if name in parts.shapes else tensors[name]
+    Attributes:
+        names: name in memory -> name in the file, of its tensors.
+    """
 
-    try:
-        for name in (name for name, box in boxes.items() if box is not None):
-            if is_staged:
-                own[name] = _in_host_memory(read(name), dtype, copy=True)
-            elif not reads_late:
-                own[name] = read(name)
-    except FAILURES as error:  # for lack of memory; the other ranks must hear of it
-        failure = error
-    shapes = {n: parts.shapes.get(n, v.shape) for n, v in tensors.items()}
-    unfilled = {
-        name: torch.empty(shapes[name], dtype=_file_dtype(v, dtype), device="meta")
-        for name, v in tensors.items()
-    }
-    config = _config_text(causal_lm, dtype)
-    names = _names_in_files(causal_lm, unfilled)
+    path: Path
+    layout: TensorFile
+    names: Mapping[str, str]
 
-    def fill(part: Path, is_common: bool) -> None:
-        what = f"cannot write {folder}"
-        target = part / _AS_IN_MEMORY if names is None else part
-        named = names or {name: name for name in unfilled}
-        files = ModelFiles.lay_out({named[n]: v for n, v in unfilled.items()}, max_file_bytes)
 
+class _Export:
+    """One export, as one rank sees it; arguments as those of `begin_export`."""
+
+    def __init__(
+        self,
+        causal_lm: Any,
+        parts: Parts,
+        values: Values,
+        source: Path,
+        folder: Path,
+        dtype: torch.dtype,
+        group: SideGroup,
+        max_file_bytes: int,
+    ) -> None:
+        self._causal_lm = causal_lm
+        self._parts = parts
+        self._values = values
+        self._source = source
+        self._what = f"cannot write {folder}"
+        self._dtype = dtype
+        self._group = group
+        self._max_file_bytes = max_file_bytes
+        self._config = _config_text(causal_lm, dtype)
+        self._tensors = _tensors_to_export(causal_lm)
+        self._unfilled = {
+            name: torch.empty(
+                parts.shapes.get(name, v.shape), dtype=_file_dtype(v, dtype), device="meta"
+            )
+            for name, v in self._tensors.items()
+        }
+        self._names_in_files = _names_in_files(causal_lm, self._unfilled)
+        self._taken: dict[str, torch.Tensor] = {}
+        self._failure: Exception | None = None
+
+    def take(self, *, copies: bool) -> None:
+        """Takes this rank's parts as they are now.
+
+        Args:
+            copies: in host memory; otherwise the live tensors.
+        """
+        try:
+            for name in self._unfilled:
+                if self._given_by(name, self._group.rank) is not None:
+                    part = self._read(name)
+                    self._taken[name] = (
+                        _in_host_memory(part, self._dtype, copy=True) if copies else part
+                    )
+        except FAILURES as error:  # for lack of memory; the other ranks hear of it in `fill`
+            self._failure = error
+
+    def fill(self, folder: Path, is_common: bool) -> None:
+        """Writes the model to an empty folder. Called on all ranks.
+
+        Args:
+            is_common: all ranks see the folder; otherwise rank 0 alone writes.
+        Raises: CheckpointError: on all ranks.
+        """
+        together = self._group.together
+        is_converted = self._names_in_files is None
+        target = folder / _AS_IN_MEMORY if is_converted else folder
+        names = self._names_in_files or {name: name for name in self._unfilled}
+        unfilled = {names[name]: v for name, v in self._unfilled.items()}
+        model_files = ModelFiles.lay_out(unfilled, self._max_file_bytes)
+        files = [
+            _File(target / file, layout, {n: it for n, it in names.items() if it in layout.starts})
+            for file, layout in model_files.layouts.items()
+        ]
         scratch = torch.empty(0, dtype=torch.uint8)
 
         def create() -> None:
-            if failure is not None:
-                raise failure
-            if group.rank == 0:
+            if self._failure is not None:
+                raise self._failure
+            if self._group.rank == 0:
                 if not is_common:
                     scratch.resize_(_largest_piece(unfilled.values()))
-                _copy_companions(source, part)
-                (part / "config.json").write_text(config)
+                _copy_companions(self._source, folder)
+                (folder / "config.json").write_text(self._config)
                 target.mkdir(exist_ok=True)
-                files.create(target)
+                model_files.create(target)
 
-        def for_file(name: str) -> torch.Tensor:
-            part = own[name] if name in own else read(name)
-            return _in_host_memory(part, dtype, copy=False)
+        together(self._what, create)
+        if is_common:
+            together(self._what, lambda: self._write_own(files))
+        else:
+            together(self._what, lambda: self._send_and_write(files, scratch))
+        self._taken.clear()
+        if is_converted:
+            together(
+                self._what,
+                lambda: _convert(
+                    self._causal_lm, self._group, target, folder, self._max_file_bytes
+                ),
+            )
 
-        def write() -> None:
-            for name, layout in files.layouts.items():
-                mine = [
-                    (n, box)
-                    for n, box in boxes.items()
-                    if box is not None and named[n] in layout.starts
-                ]
-                layout.write_parts(
-                    target / name,
-                    ((named[n], box, for_file(n)) for n, box in mine),
-                )
+    def _given_by(self, name: str, rank: int) -> Box | None:
+        if name in self._parts.shapes:
+            return self._parts.given_by(name, rank)
+        # a buffer: all have the same
+        return Box.whole(self._tensors[name].shape) if rank == 0 else None
 
-        def send_and_write() -> None:
-            """Rank 0 alone sees the files."""
-            failure: Exception | None = None
-            for file, layout in files.layouts.items():
-                for name in (n for n in unfilled if named[n] in layout.starts):
-                    given = [given_by(name, rank) for rank in range(group.size)]
-                    kind = unfilled[name].dtype
-                    for box, values in _at_rank_0(own.get(name), given, kind, group, scratch):
-                        try:
-                            if failure is None:
-                                layout.write_parts(target / file, [(named[name], box, values)])
-                        except FAILURES as error:  # the others still send theirs
-                            failure = error
-            if failure is not None:
-                raise failure
+    def _read(self, name: str) -> torch.Tensor:
+        return self._values(name) if name in self._parts.shapes else self._tensors[name]
 
-        group.together(what, create)
-        group.together(what, write if is_common else send_and_write)
-        own.clear()
-        if names is None:
-            group.together(what, lambda: _convert(causal_lm, group, target, part, max_file_bytes))
+    def _for_file(self, name: str) -> torch.Tensor:
+        part = self._taken[name] if name in self._taken else self._read(name)
+        return _in_host_memory(part, self._dtype, copy=False)
 
-    return writer.begin(lambda: replace_folder(folder, group, fill, is_common=not is_staged))
+    def _write_own(self, files: Iterable[_File]) -> None:
+        """Every rank writes its parts."""
+        for file in files:
+            given = ((n, self._given_by(n, self._group.rank)) for n in file.names)
+            file.layout.write_parts(
+                file.path,
+                ((file.names[n], box, self._for_file(n)) for n, box in given if box is not None),
+            )
+
+    def _send_and_write(self, files: Iterable[_File], scratch: torch.Tensor) -> None:
+        """Rank 0 alone sees the files; `scratch` as in `_at_rank_0`."""
+        failure: Exception | None = None
+        for file in files:
+            for name, stored in file.names.items():
+                given = [self._given_by(name, rank) for rank in range(self._group.size)]
+                own, dtype = self._taken.get(name), self._unfilled[name].dtype
+                for box, values in _at_rank_0(own, given, dtype, self._group, scratch):
+                    try:
+                        if failure is None:
+                            file.layout.write_parts(file.path, [(stored, box, values)])
+                    except FAILURES as error:  # the others still send theirs
+                        failure = error
+        if failure is not None:
+            raise failure
 
 
 def _tensors_to_export(causal_lm: Any) -> dict[str, torch.Tensor]:

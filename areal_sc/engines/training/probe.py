@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError
@@ -27,18 +28,20 @@ def probe_rows(vocabulary: int, device: torch.device) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def plain_logprobs(causal_lm: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[T] float32, nats: of each token of all rows by the model's own forward of one row at a time.
+    """[T] float32, nats: of each token of all rows by the model's own forward.
 
-    The first token of a row has 0.
+    The first token of a row has 0. One forward has all rows, so that a model whose layers are read
+    when they compute is read once. The shorter ones are padded behind their last token.
 
     Args:
-        causal_lm: whole Hugging Face model, in float32.
+        causal_lm: Hugging Face model, in float32; what it computes of a token does not depend on
+            tokens behind it.
     """
+    padded = pad_sequence(list(rows), batch_first=True)
     found = []
-    for row in rows:
-        logits = causal_lm(input_ids=row[None], use_cache=False).logits[0, :-1]
-        after_first = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
-        found += [after_first.new_zeros(1), after_first]
+    for row, logits in zip(rows, causal_lm(input_ids=padded, use_cache=False).logits, strict=True):
+        logprobs = logits[: len(row) - 1].log_softmax(-1)
+        found += [logprobs.new_zeros(1), logprobs.gather(1, row[1:, None])[:, 0]]
     return torch.cat(found)
 
 

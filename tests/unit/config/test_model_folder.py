@@ -61,6 +61,7 @@ def test_parameters_of_experts_are_told_apart(tmp_path: Path) -> None:
     assert shape.num_expert_parameters == 3 * 35 + 105
     assert shape.num_layer_parameters == 3 * 35 + 105 + 21 + 35
     assert shape.num_other_parameters == 30 * 96 + 96 + 24 + 1
+    assert shape.num_vocabulary_parameters == 30 * 96
 
 
 def test_shape_of_other_spellings(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from areal_sc.algorithms.losses import LossTokens, Metrics
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, RolloutConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
-from areal_sc.engines.fsdp.model import decoder_layers
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.engines.local.generator import Finished, SlotGenerator
 from areal_sc.engines.local.model import LocalModel, read_weights
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
+from areal_sc.engines.training.streamed_layers import decoder_layers
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.transport.packed_rows import PackedRows
 

@@ -127,6 +127,21 @@ def test_a_broken_config_is_the_models_fault(tmp_path: Path) -> None:
         MegatronPPOActor(actor()).check_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_hidden_layers": "four"},
+        {"hidden_size": None},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": []},
+    ],
+)
+def test_sizes_that_are_not_there(wrong: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, **DENSE}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": 9, **wrong}))
+    with pytest.raises(ModelError, match="does not give the sizes of a qwen2 model"):
+        MegatronPPOActor(actor()).check_model(tmp_path)
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Packages that are there; no shim is asked for."""

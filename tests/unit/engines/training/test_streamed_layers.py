@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from unit.engines.families import SIZES, build
+from unit.engines.families import FOUR_LAYERS, SIZES, build
 
-from areal_sc.engines.fsdp.model import decoder_layers, take_memory
+from areal_sc.engines.fsdp.model import take_memory
 from areal_sc.engines.fsdp.packed_model import PackedModel, probe_abilities
-from areal_sc.engines.fsdp.streamed_layers import stream_layers
 from areal_sc.engines.training.causal_lm import build_without_parameters
 from areal_sc.engines.training.stored_weights import WeightsInMemory
+from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
 
 INPUT_IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 
@@ -31,15 +31,15 @@ def num_filled(causal_lm: Any) -> int:
     return sum(not any(p.is_meta for p in layer.parameters()) for layer in layers)
 
 
-@pytest.mark.parametrize("num_kept", [0, 1, 2])
-def test_layers_come_and_go(num_kept: int, tmp_path: Path) -> None:
-    model = build("qwen3").eval()
+@pytest.mark.parametrize(("num_ranks", "num_kept"), [(1, 4), (2, 1), (3, 0), (8, 0)])
+def test_layers_come_and_go(num_ranks: int, num_kept: int, tmp_path: Path) -> None:
+    model = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**FOUR_LAYERS)).eval()
     streamed = unfilled_copy(model, tmp_path)
     layers = decoder_layers(streamed)
     filled = list[int]()
     for layer in layers:
         layer.register_forward_hook(lambda *_: filled.append(num_filled(streamed)))
-    stream_layers(streamed, layers, WeightsInMemory(model).read, num_kept)
+    stream_layers(streamed, WeightsInMemory(model).read, num_ranks)
     for _ in range(2):
         with torch.no_grad():
             assert torch.equal(streamed(INPUT_IDS).logits, model(INPUT_IDS).logits)
@@ -51,7 +51,7 @@ def test_a_failed_forward_leaves_no_values(tmp_path: Path) -> None:
     model = build("qwen3")
     streamed = unfilled_copy(model, tmp_path)
     layers = decoder_layers(streamed)
-    stream_layers(streamed, layers, WeightsInMemory(model).read, 0)
+    stream_layers(streamed, WeightsInMemory(model).read, 2)
     layers[1].mlp.forward = None  # type: ignore[assignment]
     with pytest.raises(TypeError):
         streamed(INPUT_IDS)
@@ -62,13 +62,15 @@ def test_tied_parameters_have_one_memory(tmp_path: Path) -> None:
     config = hf.Qwen2Config(**SIZES, tie_word_embeddings=True)
     model = hf.AutoModelForCausalLM.from_config(config)
     streamed = unfilled_copy(model, tmp_path)
-    stream_layers(streamed, decoder_layers(streamed), WeightsInMemory(model).read, 0)
+    stream_layers(streamed, WeightsInMemory(model).read, 2)
     head, embeddings = streamed.lm_head.weight, streamed.model.embed_tokens.weight
     assert head.data_ptr() == embeddings.data_ptr()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_next"])
-def test_the_probe_finds_the_same_without_the_whole_model(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "num_kept"), [("mistral", 0), ("gemma2", 0), ("qwen3_next", 1)])
+def test_the_probe_finds_the_same_without_the_whole_model(
+    family: str, num_kept: int, tmp_path: Path
+) -> None:
     """Also where it tries a copy of the model with smaller limits."""
     model = build(family).eval()
     whole = PackedModel(model, chunk_tokens=4)
@@ -82,11 +84,11 @@ def test_the_probe_finds_the_same_without_the_whole_model(family: str, tmp_path:
 
     def fill(causal_lm: Any) -> None:
         tried.append(causal_lm)
-        stream_layers(causal_lm, decoder_layers(causal_lm), read, 1)
+        stream_layers(causal_lm, read, 2)
 
     fill(streamed.causal_lm)
     assert probe_abilities(streamed, 64, fill) == probe_abilities(whole, 64)
-    assert most == 1  # before the next one is read
+    assert most == num_kept  # before the next one is read
 
 
 def test_memory_for_an_unfilled_model_leaves_tied_parameters_tied(tmp_path: Path) -> None:

@@ -13,18 +13,27 @@ Read = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 """Parameters and buffers by name; buffers that are not stored are left out."""
 
 
-def stream_layers(
-    causal_lm: nn.Module, layers: Sequence[nn.Module], read: Read, num_kept: int
-) -> None:
+def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
+    """The repeated blocks in forward order, without blocks inside of blocks."""
+    names = set(getattr(causal_lm, "_no_split_modules", None) or ())
+    blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
+    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
+    return [block for block in blocks if id(block) not in inner]
+
+
+def stream_layers(causal_lm: nn.Module, read: Read, num_ranks: int) -> None:
     """Gives a model its values, those of most layers for the time that they compute.
+
+    What is outside of layers, and what is in several of them, keeps its values. So do the first
+    layers: as many as make up the share of one of `num_ranks`, less one, which leaves room for the
+    layer that computes. One rank alone keeps all.
 
     Args:
         causal_lm: its parameters have no values, and are on the meta device; others stay as
             they are.
-        layers: its decoder layers, in forward order.
-        num_kept: layers, from the first on, that keep their values, as does what is outside of
-            layers, and what is in several of them.
     """
+    layers = decoder_layers(causal_lm)
+    num_kept = len(layers) if num_ranks == 1 else max(0, len(layers) // num_ranks - 1)
     names_of = {id(module): name for name, module in causal_lm.named_modules()}
     prefixes = [f"{names_of[id(layer)]}." for layer in layers]
     owners = defaultdict[int, set[int | None]](set)
