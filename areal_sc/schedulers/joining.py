@@ -286,4 +286,4 @@ def _stop_run(_: None) -> bool:
 
 def _digest(secret: str) -> bytes:
     """To look it up by, in a time that tells nothing of the secret."""
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(secret.encode()).digest()
