@@ -23,7 +23,7 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc.errors import CheckpointError, StaleCall, TransportError
+from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
 from areal_sc.log import setup_logging
 from areal_sc.process import allow_open_files, name_process
 from areal_sc.run_folder import RunFolder
@@ -72,7 +72,8 @@ class FileServer:
         self._listed: dict[str, Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
         self._turns = TreeTurns()
-        self._holders: dict[str, dict[TreeHolder, None]] = {}  # by the digest of what was listed
+        # by the digest of what was listed, and with who has told of it first
+        self._holders: dict[str, dict[TreeHolder, str]] = {}
 
     def methods(self) -> list[Served]:
         return [
@@ -109,10 +110,17 @@ class FileServer:
         return random.sample(found, min(len(found), MAX_HOLDERS))
 
     def hold(self, held: HeldTree, reader: str) -> None:
-        """The reader has got all of a tree, and serves it."""
+        """The reader has got all of a tree, and its node serves it.
+
+        Raises: NotPermitted: it has told of another node before, and is on one only.
+        """
         self._turns.end(reader)
-        if held.digest in self._holders:
-            self._holders[held.digest][held.holder] = None
+        holders = self._holders.get(held.digest, {})
+        if held.holder not in holders and reader in holders.values():
+            raise NotPermitted(
+                f"a worker is on one node: it has told of another one that has {held.digest[:12]}"
+            )
+        holders.setdefault(held.holder, reader)
 
     async def list_run(self, name: str) -> Listing:
         """Raises: NotPermitted."""
