@@ -200,7 +200,7 @@ class FileServer:
         return target.with_name(f".{target.name}.{token}.partial")
 
 
-async def _serve(folder: RunFolder, bind: str) -> None:
+async def _serve(folder: RunFolder, interface: str, port: str) -> None:
     keys = RunKeys.read(folder.keys_path)
     callers = KnownCallers(keys.controller.public, keys.authority)
     told = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
@@ -216,16 +216,24 @@ async def _serve(folder: RunFolder, bind: str) -> None:
             callers.note_replaced(json.decode(line, type=dict[str, int]))
         return is_whole
 
+    def server_at(port: str) -> RpcServer:
+        return RpcServer(
+            FileServer(folder).methods(),
+            node_id="files",
+            incarnation="files",
+            bind=f"{interface}:{port}",
+            security=CurveServer(keys.workers, callers, "files"),
+        )
+
     if not await is_told():
         return
-    server = RpcServer(
-        FileServer(folder).methods(),
-        node_id="files",
-        incarnation="files",
-        bind=bind,
-        security=CurveServer(keys.workers, callers, "files"),
-    )
-    sys.stdout.write(f"{await server.start()}\n")
+    server = server_at(port)
+    try:
+        address = await server.start()
+    except TransportError:  # another process has the port by now
+        server = server_at("0")
+        address = await server.start()
+    sys.stdout.write(f"{address}\n")
     sys.stdout.flush()
     try:
         while await is_told():
@@ -235,12 +243,15 @@ async def _serve(folder: RunFolder, bind: str) -> None:
 
 
 def main() -> None:
-    """The process: `server.py RUN_DIR INTERFACE`; its address is its only line of output."""
-    run_dir, bind = sys.argv[1:]
+    """The process: `server.py RUN_DIR INTERFACE PORT`; its address is its only line of output.
+
+    If another process has the port, any other one will do, as for port 0.
+    """
+    run_dir, interface, port = sys.argv[1:]
     setup_logging("files")
     name_process("files")
     allow_open_files()
-    asyncio.run(_serve(RunFolder(run_dir), bind))
+    asyncio.run(_serve(RunFolder(run_dir), interface, port))
 
 
 if __name__ == "__main__":
