@@ -195,6 +195,26 @@ class RunFolder(RunFiles):
                 _logger.warning("%s %s", self.path, what)
             self._mark()
 
+    def hold(self, last: Owner | None) -> None:
+        """Takes the folder in the name of its last owner, to end what that has left.
+
+        No other process can take it meanwhile, unless there are no locks between its machine and
+        this one: then this term is over.
+
+        Args:
+            last: who has ended.
+        Raises: RunFolderError: a process has it. StaleTerm: one has had it since.
+        """
+        assert self._lock is None, f"run folder {self.path} is open already"
+        self._lock = take_folder(self.path)
+        self.term = None if last is None else RunTerm(last.term, self.path)
+        self.check_term()
+
+    def check_term(self) -> None:
+        """Raises: StaleTerm: another process has taken the run over."""
+        if self.term is not None:
+            self.term.check()
+
     def close(self) -> None:
         """Gives the folder up; nothing is deleted. Closing again does nothing."""
         if self._lock is not None:
@@ -244,8 +264,7 @@ class RunFolder(RunFiles):
             StaleTerm: another process has taken the run over.
         """
         target = self.path / path
-        if self.term is not None:
-            self.term.check()
+        self.check_term()
         try:
             write_atomic(target, content)
         except OSError as error:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -17,7 +18,15 @@ from types import NoneType
 
 import pytest
 
-from areal_sc.errors import NotPermitted, ProtocolError, RunFolderError, TransportError
+from areal_sc.commands import stop
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import (
+    NotPermitted,
+    ProtocolError,
+    RunFolderError,
+    StaleTerm,
+    TransportError,
+)
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
@@ -31,7 +40,16 @@ from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
 from areal_sc.workers.joining import Invitation
-from areal_sc.workers.spec import JOIN, WELCOME, Joining, NodeFacts, Welcome
+from areal_sc.workers.spec import (
+    DESCRIBE,
+    END,
+    JOIN,
+    WELCOME,
+    Joining,
+    NodeDescription,
+    NodeFacts,
+    Welcome,
+)
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0
@@ -216,6 +234,47 @@ def test_agents_that_are_not_heard_when_they_are_to_end_can_be_found_later(
     assert unseen.silent == ["node1"]
     assert folder.joined_path.exists()
     assert folder.keys_path.exists()
+
+
+@pytest.mark.parametrize("are_locks_seen", [True, False])
+async def test_a_script_that_starts_while_the_run_is_ended_from_outside_loses_nothing(
+    keys: RunKeys, tmp_path: Path, *, are_locks_seen: bool
+) -> None:
+    """It has to wait, or, on a machine that does not see the lock, is left alone."""
+    own, is_ending = KeyPair.create(), asyncio.Event()
+    agent = RpcServer(
+        [
+            DESCRIBE.served_by(lambda _: NodeDescription(unseen, SchedulerConfig(), [])),
+            END.served_by(lambda _: is_ending.set()),
+        ],
+        node_id="agent",
+        incarnation="1",
+        bind=LOOPBACK.bind,
+        security=CurveServer(own, KnownCallers(keys.controller.public), "agent"),
+    )
+    unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
+    with RunFolder(tmp_path) as folder:
+        folder.lock()
+        keys.write(folder.keys_path)
+        note_unseen(folder, [Joining("7", "node1", 5, unseen, "its key")])
+    words = Namespace(run_dir=tmp_path, timeout=LIMIT_S)
+    stopping = asyncio.create_task(asyncio.to_thread(stop.run, words))
+    async with asyncio.timeout(LIMIT_S):
+        await is_ending.wait()
+    with RunFolder(tmp_path) as other:
+        if are_locks_seen:
+            with pytest.raises(RunFolderError, match="is running in it"):
+                await asyncio.to_thread(other.lock)
+            await agent.close()
+            await stopping
+        else:
+            (tmp_path / ".lock").unlink()
+            other.lock()
+            await agent.close()
+            with pytest.raises(StaleTerm, match="another start of the script has taken the run"):
+                await stopping
+    assert folder.joined_path.exists() is not are_locks_seen
+    assert folder.keys_path.exists() is not are_locks_seen
 
 
 async def test_nobody_else_gets_anything_from_where_agents_join(
