@@ -1,32 +1,6 @@
 """The folder that a run lives in: one owner at a time, and files that survive a crash.
 
-run.json         marks the folder as a run's, and says its format; only such a folder is emptied
-config.yaml      the resolved settings
-summary.json     written last: the run is finished
-status.json      what the run does now, for `python -m areal_sc status`
-metrics.jsonl    one line a training step
-samples.jsonl    what the model read and wrote: a few answers of each training step
-ledger/          the journal of every group's life: what was trained, when, and only once
-learning_curve.png, model/
-logs/            <role>-<index>.log
-checkpoints/     step-<number>/: a snapshot; one that is being written has another name
-exports/<role>/  models that are being written
-keys.json        the keys of the run, as long as it lives; its owner's alone
-agents/          where its agents can be reached: see `agent_files`
-.jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
-.join            where its script takes in agents of other machines
-.joined          those of them that do not see the folder, and so have no file in `agents/`
-.nonce           who reads it shares the folder: see `workers.node_folder`
-sources/         how workers build the user's datasets and workflows
-previous/<n>/    what an earlier start left that had no snapshot to go on from
-rollout_workers  how many there are, once their number has changed
-tracker_id       names the run for trackers; it keeps it when it is resumed
-.lineage         number of the newest history of weights
-.lock, .term     which process runs in the folder: see `run_owner`
-
-On a node that does not see it another folder stands in for it, with `.join`, `sources/`, `logs/`,
-`checkpoints/` and `exports/` as they are needed there, and
-.files           where the script's files are served: see `shipping.server`
+What lies in it, `run_files` says.
 """
 
 from __future__ import annotations
@@ -52,6 +26,7 @@ from areal_sc.config.differences import check_resumable
 from areal_sc.durable import remove, set_aside, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, is_locked, take_lock
+from areal_sc.run_files import RunFiles
 from areal_sc.run_lineage import LINEAGE
 from areal_sc.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
 
@@ -63,16 +38,9 @@ OWNER_ONLY = 0o700
 END_LIMIT_S = 10.0
 """An agent ends its workers in a few seconds, and is killed if it takes longer."""
 
-_JOBS = ".jobs"
-_JOIN = ".join"
-_JOINED = ".joined"
-_FILES = ".files"
-_NONCE = ".nonce"
-_KEYS = "keys.json"
 _MARKER = "run.json"
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
-_SNAPSHOT_PREFIX = "step"
 
 _logger = logging.getLogger(__name__)
 
@@ -90,58 +58,17 @@ class Opening(Enum):
 _GOES_ON = (Opening.attach, Opening.resume)
 
 
-class RunFolder:
+class RunFolder(RunFiles):
     """The durable files of one run; construct it anywhere, `open` it to own it.
 
     Attributes:
-        path: absolute path of the folder. Others are those of what is in it.
         term: of this process, once it has opened the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self.config_path = self.path / "config.yaml"
-        self.metrics_path = self.path / "metrics.jsonl"
-        self.samples_path = self.path / "samples.jsonl"
-        self.summary_path = self.path / "summary.json"
-        self.tracker_id_path = self.path / "tracker_id"
-        self.learning_curve_path = self.path / "learning_curve.png"
-        self.keys_path = self.path / _KEYS
-        self.status_path = self.path / "status.json"
-        self.jobs_path = self.path / _JOBS
-        self.join_path = self.path / _JOIN
-        self.joined_path = self.path / _JOINED
-        self.files_path = self.path / _FILES
-        self.nonce_path = self.path / _NONCE
-        self.logs = self.path / "logs"
-        self.checkpoints = self.path / "checkpoints"
-        self.rollout_workers_path = self.path / "rollout_workers"
-        self.ledger = self.path / "ledger"
-        self.exports = self.path / "exports"
-        self.sources = self.path / "sources"
+        super().__init__(path)
         self.term: RunTerm | None = None
         self._lock: HeldLock | None = None
-
-    def log_path(self, name: str) -> Path:
-        """Of a process such as `train/0`."""
-        return self.logs / f"{name.replace('/', '-')}.log"
-
-    def snapshot_path(self, step: int) -> Path:
-        """Where the snapshot after `step` training steps lies once it is whole."""
-        return self.checkpoints / f"{_SNAPSHOT_PREFIX}-{step:06d}"
-
-    def snapshots(self) -> list[Path]:
-        """Whole snapshots, oldest first.
-
-        Raises: OSError: their folder cannot be read.
-        """
-        found = []
-        folders = self.checkpoints.iterdir() if self.checkpoints.exists() else ()
-        for folder in folders:  # not glob, which finds nothing where it may not look
-            prefix, _, step = folder.name.rpartition("-")  # one being written has another name
-            if prefix == _SNAPSHOT_PREFIX and step.isdecimal() and folder.is_dir():
-                found.append((int(step), folder))
-        return [folder for _, folder in sorted(found)]
 
     def decide(self, *, resume: str = "auto", overwrite: bool = False) -> Opening:
         """What `open` would do with the folder as it is now; changes nothing.
@@ -268,6 +195,26 @@ class RunFolder:
                 _logger.warning("%s %s", self.path, what)
             self._mark()
 
+    def hold(self, last: Owner | None) -> None:
+        """Takes the folder in the name of its last owner, to end what that has left.
+
+        No other process can take it meanwhile, unless there are no locks between its machine and
+        this one: then this term is over.
+
+        Args:
+            last: who has ended.
+        Raises: RunFolderError: a process has it. StaleTerm: one has had it since.
+        """
+        assert self._lock is None, f"run folder {self.path} is open already"
+        self._lock = take_folder(self.path)
+        self.term = None if last is None else RunTerm(last.term, self.path)
+        self.check_term()
+
+    def check_term(self) -> None:
+        """Raises: StaleTerm: another process has taken the run over."""
+        if self.term is not None:
+            self.term.check()
+
     def close(self) -> None:
         """Gives the folder up; nothing is deleted. Closing again does nothing."""
         if self._lock is not None:
@@ -317,8 +264,7 @@ class RunFolder:
             StaleTerm: another process has taken the run over.
         """
         target = self.path / path
-        if self.term is not None:
-            self.term.check()
+        self.check_term()
         try:
             write_atomic(target, content)
         except OSError as error:
@@ -370,7 +316,8 @@ class RunFolder:
         crash cut short."""
         if not self.path.is_dir():
             return []
-        kept = (TERM, LINEAGE, _JOBS, _JOIN, _JOINED, _NONCE)
+        paths = self.jobs_path, self.join_path, self.joined_path, self.nonce_path
+        kept = (TERM, LINEAGE, *(path.name for path in paths))
         own = (LOCK, *kept, f".{_MARKER}.", *(f".{name}" for name in kept))
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
@@ -397,5 +344,6 @@ class RunFolder:
     def _set_aside(self) -> None:
         """Moves what an earlier start left to `previous/<n>/`, once none of it runs any more."""
         end_agents(self.path, END_LIMIT_S)
-        kept = (_MARKER, _PREVIOUS, AGENTS, _KEYS)  # jobs may wait, whose agents have these keys
+        # jobs may wait, whose agents have these keys
+        kept = (_MARKER, _PREVIOUS, AGENTS, self.keys_path.name)
         set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)

@@ -44,8 +44,9 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "workers and the jobs that it has left. Returns when nothing of the run is left. Works on "
         "any machine that sees the run's folder and reaches its script and its workers.",
         epilog="Exit code 0: nothing of the run is left; 2: this is not the folder of a run, or "
-        "its script is gone and has left jobs, and SLURM's commands are not here; 4: its keys or "
-        "its workers cannot be reached; 9: it has not ended in time.",
+        "its script is gone and has left jobs, and SLURM's commands are not here; 3 or 11: another "
+        "script has taken the folder meanwhile, and is left alone; 4: its keys or its workers "
+        "cannot be reached; 9: it has not ended in time.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
     parser.add_argument(
@@ -60,8 +61,9 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: this is not the folder of a run. TransportError: its keys cannot be
-    read, or its agents not be reached. ConfigError: its script has left jobs, and SLURM's commands
-    are not here. SchedulerSilent. WaitTimeout: it has not ended in time."""
+    read, or its agents not be reached. RunFolderError: another script has taken its folder since.
+    ConfigError: its script has left jobs, and SLURM's commands are not here. SchedulerSilent.
+    WaitTimeout: it has not ended in time."""
     folder = RunFolder(arguments.run_dir)
     check_is_run(folder)
     run, owner = _LivingRun(folder), Owner.read(folder.path)
@@ -78,12 +80,14 @@ def run(arguments: argparse.Namespace) -> None:
         _say(f"{who} has no workers, or none any more; waiting for its end")
     has_lived = run.is_heard or had_agents or folder.is_taken
     run.wait(arguments.timeout)
-    ended = [] if run.is_heard else unseen.end(arguments.timeout)
-    if ended:
-        _say(f"agents that were left of it have ended: on {', '.join(ended)}")
-    cancelled = end_left_jobs(folder, are_told=had_agents)
-    if cancelled:
-        _say(f"jobs that were left of it are cancelled: {', '.join(cancelled)}")
+    with folder:  # a script that began now would lose what is ended and deleted here
+        folder.hold(Owner.read(folder.path) if run.is_heard else owner)
+        ended = [] if run.is_heard else unseen.end(arguments.timeout)
+        if ended:
+            _say(f"agents that were left of it have ended: on {', '.join(ended)}")
+        cancelled = end_left_jobs(folder, are_told=had_agents)
+        if cancelled:
+            _say(f"jobs that were left of it are cancelled: {', '.join(cancelled)}")
     if unseen.silent:
         _say(
             f"agents on {', '.join(unseen.silent)} do not answer; if they live, they end by "

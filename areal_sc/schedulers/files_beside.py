@@ -4,7 +4,8 @@ It is started when the first such node joins, so most runs have none, and ends w
 
 consumes     nodes that join; new passes of workers, which void those before; the end of the process
 waits for    its address, `START_LIMIT_S` at most
-unblocked by the process, which is started again where it was if it dies
+unblocked by the process, which is started again if it dies: where it was, as nodes know, or where
+             there is a port by then, which nodes are told
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -43,12 +45,20 @@ class FilesBeside:
         folder: of the run; the keys are in it when a node asks.
         interface: where nodes reach it.
         passes: of the run's workers.
+        on_moved: gets a further address, at which the process serves after a death; blocks.
     """
 
-    def __init__(self, folder: RunFolder, interface: Interface, passes: Passes) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        interface: Interface,
+        passes: Passes,
+        on_moved: Callable[[str], None] = lambda address: None,
+    ) -> None:
         self._folder = folder
         self._interface = interface
         self._passes = passes
+        self._on_moved = on_moved
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
         self._one_starts = threading.Lock()
@@ -80,7 +90,7 @@ class FilesBeside:
             self._end()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Starts it again where it was, if it dies: nodes have its address."""
+        """Starts it again, if it dies."""
         process.wait()
         with self._one_starts:
             if self._is_closed or self._process is not process:
@@ -113,8 +123,9 @@ class FilesBeside:
                 news.clear()
 
     def _start(self) -> None:
-        path = self._folder.log_path(_LOG)
-        words = str(self._folder.path), f"{self._interface.bind}{self._port_before()}"
+        before, path = self._address, self._folder.log_path(_LOG)
+        port = before.rpartition(":")[2] or "0"
+        words = str(self._folder.path), self._interface.bind, port
         with path.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words],
@@ -140,10 +151,9 @@ class FilesBeside:
             raise WorkerStartError.with_log(what, path, log_tail(path))
         self._address = self._interface.reachable(line)
         watch.start()
-
-    def _port_before(self) -> str:
-        """Nodes know the address of the process that has died."""
-        return f":{self._address.rpartition(':')[2]}" if self._address else ""
+        if before not in ("", self._address):
+            logger.warning("files are served at %s: %s is another process's", self._address, before)
+            self._on_moved(self._address)
 
     def _end(self) -> None:
         process, self._process = self._process, None

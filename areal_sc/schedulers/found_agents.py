@@ -117,6 +117,9 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
 class UnseenAgents:
     """Agents that do not see the folder of a run whose script is gone, as that has noted them.
 
+    Args:
+        folder: held before they are to end.
+
     Attributes:
         silent: nodes of those that did not answer when they were to end; they may live.
     Raises: RunFolderError: the file is damaged. TransportError: the keys cannot be read.
@@ -133,20 +136,21 @@ class UnseenAgents:
 
         Whoever was silent can still be found by the next start, or asked again.
 
-        Raises: WaitTimeout: they do not end in time.
+        Raises: WaitTimeout: they do not end in time. StaleTerm: they are those of another script.
         """
         if self._keys is None:
             return []
         living = self._living(self._keys)
         answered = {it.place for it in living}
         self.silent = [it.node for it in self._noted if (it.job, it.node) not in answered]
-        tell_to_end(living, self._keys, None)
+        tell_to_end(living, self._keys, self._folder.term)
         give_up_s = time.monotonic() + limit_s
         while left := self._living(self._keys):
             if time.monotonic() > give_up_s:
                 where = ", ".join(f"process {it.joining.pid} on {it.joining.node}" for it in left)
                 raise WaitTimeout(f"agents of the run in {self._folder.path} do not end: {where}")
             time.sleep(_LOOK_S)
+        self._folder.check_term()
         if not self.silent:
             for path in (self._folder.joined_path, self._folder.join_path):
                 path.unlink(missing_ok=True)

@@ -27,12 +27,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from areal_sc import interrupts
-from areal_sc.errors import NotPermitted, TransportError
+from areal_sc.errors import NotPermitted, StaleTerm, TransportError
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers import other_agents
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_folder
+from areal_sc.schedulers.other_agents import AgentAddress
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
@@ -104,7 +105,7 @@ class JoinServer:
         self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
         folder.write_atomic(folder.nonce_path, self._nonce.encode())
         self._folder = folder
-        self._files = FilesBeside(folder, interface, passes)
+        self._files = FilesBeside(folder, interface, passes, self._tell_of_files)
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
         self._one_changes = threading.Lock()
@@ -253,6 +254,23 @@ class JoinServer:
                 await asyncio.to_thread(note_unseen, self._folder, agents)
                 self._noted = agents
 
+    def _tell_of_files(self, address: str) -> None:
+        """Agents know where files were served before. Blocks, but not for long."""
+        unseen = {
+            AgentAddress.of(it.facts): it.node
+            for it in self.agents()
+            if isinstance(it.facts, NodeFacts) and not it.facts.shares_folder
+        }
+        try:
+            welcome = Welcome(self.address, address)
+            told = other_agents.welcome(welcome, unseen, self._keys, self._folder.term)
+        except StaleTerm as error:
+            logger.error("no node is told where files are served: %s", error)
+            return
+        if silent := [node for agent, node in unseen.items() if agent not in told]:
+            what = "nodes=%s do not hear where files are served until their agents join again"
+            logger.warning(what, ",".join(silent))
+
     def _join(self, joining: Joining) -> None:
         """Raises: NotPermitted: the agent is not the one that was invited."""
         with self._one_changes:
@@ -286,4 +304,4 @@ def _stop_run(_: None) -> bool:
 
 def _digest(secret: str) -> bytes:
     """To look it up by, in a time that tells nothing of the secret."""
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(secret.encode()).digest()

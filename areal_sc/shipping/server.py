@@ -23,7 +23,7 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc.errors import CheckpointError, StaleCall, TransportError
+from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
 from areal_sc.log import setup_logging
 from areal_sc.process import allow_open_files, name_process
 from areal_sc.run_folder import RunFolder
@@ -72,7 +72,8 @@ class FileServer:
         self._listed: dict[str, Listing] = {}
         self._one_lists: dict[str, asyncio.Lock] = {}
         self._turns = TreeTurns()
-        self._holders: dict[str, dict[TreeHolder, None]] = {}  # by the digest of what was listed
+        # by the digest of what was listed, and with who has told of it first
+        self._holders: dict[str, dict[TreeHolder, str]] = {}
 
     def methods(self) -> list[Served]:
         return [
@@ -109,10 +110,17 @@ class FileServer:
         return random.sample(found, min(len(found), MAX_HOLDERS))
 
     def hold(self, held: HeldTree, reader: str) -> None:
-        """The reader has got all of a tree, and serves it."""
+        """The reader has got all of a tree, and its node serves it.
+
+        Raises: NotPermitted: it has told of another node before, and is on one only.
+        """
         self._turns.end(reader)
-        if held.digest in self._holders:
-            self._holders[held.digest][held.holder] = None
+        holders = self._holders.get(held.digest, {})
+        if held.holder not in holders and reader in holders.values():
+            raise NotPermitted(
+                f"a worker is on one node: it has told of another one that has {held.digest[:12]}"
+            )
+        holders.setdefault(held.holder, reader)
 
     async def list_run(self, name: str) -> Listing:
         """Raises: NotPermitted."""
@@ -192,7 +200,7 @@ class FileServer:
         return target.with_name(f".{target.name}.{token}.partial")
 
 
-async def _serve(folder: RunFolder, bind: str) -> None:
+async def _serve(folder: RunFolder, interface: str, port: str) -> None:
     keys = RunKeys.read(folder.keys_path)
     callers = KnownCallers(keys.controller.public, keys.authority)
     told = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
@@ -208,16 +216,24 @@ async def _serve(folder: RunFolder, bind: str) -> None:
             callers.note_replaced(json.decode(line, type=dict[str, int]))
         return is_whole
 
+    def server_at(port: str) -> RpcServer:
+        return RpcServer(
+            FileServer(folder).methods(),
+            node_id="files",
+            incarnation="files",
+            bind=f"{interface}:{port}",
+            security=CurveServer(keys.workers, callers, "files"),
+        )
+
     if not await is_told():
         return
-    server = RpcServer(
-        FileServer(folder).methods(),
-        node_id="files",
-        incarnation="files",
-        bind=bind,
-        security=CurveServer(keys.workers, callers, "files"),
-    )
-    sys.stdout.write(f"{await server.start()}\n")
+    server = server_at(port)
+    try:
+        address = await server.start()
+    except TransportError:  # another process has the port by now
+        server = server_at("0")
+        address = await server.start()
+    sys.stdout.write(f"{address}\n")
     sys.stdout.flush()
     try:
         while await is_told():
@@ -227,12 +243,15 @@ async def _serve(folder: RunFolder, bind: str) -> None:
 
 
 def main() -> None:
-    """The process: `server.py RUN_DIR INTERFACE`; its address is its only line of output."""
-    run_dir, bind = sys.argv[1:]
+    """The process: `server.py RUN_DIR INTERFACE PORT`; its address is its only line of output.
+
+    If another process has the port, any other one will do, as for port 0.
+    """
+    run_dir, interface, port = sys.argv[1:]
     setup_logging("files")
     name_process("files")
     allow_open_files()
-    asyncio.run(_serve(RunFolder(run_dir), bind))
+    asyncio.run(_serve(RunFolder(run_dir), interface, port))
 
 
 if __name__ == "__main__":

@@ -1,379 +1,44 @@
-"""The agent of a node: starts, watches and ends the workers there, and owns their shared memory.
+"""The agent of a node as a process, whose work is that of `node_agent`.
 
-    script ── RPC, CURVE ──────────────────────► agent ══ socket pair ══► fork server ──► workers
-      controllers: LAUNCH, WATCH,                  ▲                                        │
-                   STOP, STACKS                    └────────── one socket pair each ────────┘
-                                                          WorkerReport once, then beats
+There is one on each node. On this machine it is started as
 
-    WorkerOrder ─► WorkerSpec ─► process ─► WorkerReport ─► Beat, Beat, … ─► EndedWorker
+    python -m areal_sc.workers.agent <run id> <SchedulerConfig as JSON>
 
-One process a node, started as `python -m areal_sc.workers.agent <run id> <SchedulerConfig as JSON>`
-on this machine, with the script's public key on its standard input. When it listens, it writes its
-`NodeFacts` to its standard output, one line of JSON, or a string that says why the node cannot be
-used. On any other machine the address follows at which it tells them to the script, and after the
-key the secret to do so. An agent has no secret of the run: it makes its own keys, obeys the owner
-of the script's, and passes on what the script sends for each worker.
-
-    consumes     calls of the controllers, reports and beats of workers, the ends of processes
-    waits for    a call, a worker, or the end
-    unblocked by SIGTERM; the death of its fork server; or no word of a controller for
-                 `orphan_timeout_s`. As long as no workers run, it is enough that the script answers
-                 when the agent joins again, or, on the script's machine, that the standard input is
-                 open. If the script says that the agent was replaced, it ends at once
-
-On a node of a cluster SIGTERM says that the node is taken away soon. So an agent whose workers are
-in use tells the script, which ends them when it has saved what they did; the second SIGTERM is the
-end. SIGUSR1 asks for a snapshot. The cluster sends both to all processes: no other one obeys.
+with the script's public key on its standard input. When it listens, it writes its `NodeFacts` to
+its standard output, one line of JSON, or a string that says why the node cannot be used. On any
+other machine the address follows at which it tells them to the script, and after the key the secret
+to do so.
 
 The fork server must be single-threaded, and ZMQ has threads: so it is a process of its own, forked
 before anything else happens. Processes die with whoever forked them, and a fork server whose agent
 is stopped ends by itself. So whatever becomes of the agent, no worker is left.
-
-An agent deletes the run's shared memory and its keys when the run ends. One whose fork server has
-died, while a script has the run's folder, leaves them to its successor, which the scheduler starts,
-and which takes over what it finds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
 
 from msgspec import json
 
-from areal_sc.agent_files import AgentFile
 from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.errors import (
-    ArealError,
-    ConfigError,
-    WorkerError,
-    WorkerStartError,
-)
-from areal_sc.file_lock import HeldLock
+from areal_sc.errors import ArealError, ConfigError
 from areal_sc.fork_server import ForkServer
-from areal_sc.ids import random_id
-from areal_sc.log import keep_logs_bounded, setup_logging
+from areal_sc.log import setup_logging
 from areal_sc.process import allow_open_files, be_deaf, name_process
 from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped, TreeHolder
-from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
-from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
-from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
-from areal_sc.transport.sockets.interface import Interface, host_of
 from areal_sc.workers.entry import PRELOAD
-from areal_sc.workers.joining import Invitation, place_of_this_process, read_introduction
-from areal_sc.workers.left_files import delete_left_files
+from areal_sc.workers.joining import Invitation, announce, read_introduction
+from areal_sc.workers.node_agent import Agent
 from areal_sc.workers.node_folder import NodeFolder
-from areal_sc.workers.script_heard import ScriptHeard
-from areal_sc.workers.spec import (
-    DESCRIBE,
-    END,
-    LAUNCH,
-    STACKS,
-    STOP,
-    STOP_RUN,
-    WATCH,
-    WELCOME,
-    Beat,
-    Launch,
-    Launched,
-    LivingWorker,
-    News,
-    NodeDescription,
-    NodeFacts,
-    Stop,
-    Watch,
-    Welcome,
-    Wish,
-    WorkerOrder,
-    WorkerSpec,
-    WorkerStacks,
-)
-from areal_sc.workers.wishes import CLUSTER_SIGNALS, Wishes
-from areal_sc.workers.worker_processes import WorkerProcesses
+from areal_sc.workers.wishes import CLUSTER_SIGNALS
 
 logger = logging.getLogger(__name__)
-
-
-class Agent:
-    """Serves until the end.
-
-    Args:
-        run_id: names this start of the script.
-        controller_key: public key of those who may call it.
-        keys: its own.
-        fork_server: of this process.
-        num_devices: CUDA devices of this node.
-        node: its run folder, the script's or one in its place.
-        invitation: to the script on another machine; None: the agent tells of itself by its output.
-    """
-
-    def __init__(
-        self,
-        run_id: str,
-        controller_key: bytes,
-        keys: KeyPair,
-        fork_server: ForkServer,
-        num_devices: int,
-        node: NodeFolder,
-        invitation: Invitation | None = None,
-    ) -> None:
-        self._run_id = run_id
-        self._node = node
-        self._config = config = node.config
-        self._fork_server = fork_server
-        self._num_devices = num_devices
-        self._folder = RunFolder(config.run_dir)
-        self._memory_root = node.memory_root()
-        self._keys = keys
-        # a script that is started again is where this folder says, be it the run's or not
-        address_path = self._folder.join_path
-        self._invitation = invitation and replace(invitation, address_path=address_path)
-        script_host = "" if invitation is None else host_of(invitation.address)
-        self._interface = Interface.of(config.transport.bind, script_host)
-        self._memory: ArenaFolder | None = None
-        self._incarnation = random_id()
-        self._callers = KnownCallers(controller_key)
-        self._server = RpcServer(
-            [
-                DESCRIBE.served_by(self.describe),
-                LAUNCH.served_by(self.launch),
-                WATCH.served_by(self.watch),
-                STOP.served_by(self.stop),
-                STACKS.served_by(self.stacks),
-                STOP_RUN.served_by(self.stop_run),
-                END.served_by(self.end),
-                WELCOME.served_by(self.welcome),
-                *node.methods(),
-            ],
-            node_id="agent",
-            incarnation=self._incarnation,
-            bind=self._interface.bind,
-            security=CurveServer(self._keys, self._callers, "agent"),
-        )
-        self._processes = WorkerProcesses(fork_server, self._folder, node.shown)
-        self._ended = asyncio.Event()
-        self._wishes = Wishes(self._processes.note)
-        is_far = invitation is not None
-        living = self._processes.living
-        self._script = ScriptHeard(config, self._wishes, lambda: bool(living), is_far=is_far)
-        self._facts: NodeFacts | None = None
-        self._file: AgentFile | None = None
-        self._file_lock: HeldLock | None = None  # as long as the process lives
-
-    async def serve(self) -> None:
-        """Tells of the node, and returns when all is ended and cleaned up.
-
-        Raises: WorkerStartError: the fork server has died. ConfigError: the node's shared memory
-            cannot be used.
-        """
-        ended = self._ended
-        if self._invitation is not None:
-            self._wishes.take_signals(lambda: self._script.uses_node, ended.set)
-        else:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-        limit_s = self._config.orphan_timeout_s
-        watch = asyncio.create_task(_set_after(self._fork_server.is_gone, ended))
-        logs = asyncio.create_task(
-            keep_logs_bounded(self._folder.logs, self._config.max_log_bytes, but="controller")
-        )
-        try:
-            await self._tell_of_node()
-            while not ended.is_set() and self._script.needs_node:
-                self._fork_server.go_on(limit_s)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), min(1.0, limit_s / 10))
-                if self._invitation is not None and await self._script.is_done(self._join):
-                    break
-            if self._fork_server.is_gone.is_set():
-                raise WorkerStartError("the fork server is gone, and all workers with it")
-        finally:
-            watch.cancel()
-            logs.cancel()
-            has_successor = self._fork_server.is_gone.is_set() and self._folder.is_taken
-            await self._server.close()
-            await self._fork_server.close()
-            await self._node.bring_logs_back()
-            self._clean_up(has_successor=has_successor)
-
-    async def describe(self, _: None) -> NodeDescription:
-        """What the node is, and what runs there."""
-        self._script.note()
-        self._wishes.clear()  # whoever asked for it meant an earlier script
-        assert self._facts is not None
-        workers = [
-            LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
-            for worker in self._processes.living.values()
-        ]
-        return NodeDescription(self._facts, self._node.script_config, workers)
-
-    async def welcome(self, welcome: Welcome) -> None:
-        """A further start of the script goes on with what runs here."""
-        self._script.note()
-        self._node.note(welcome)
-
-    async def launch(self, launch: Launch) -> Launched:
-        """Starts workers; they all serve when it returns, or none is left.
-
-        An earlier life of the same worker is killed first.
-        """
-        self._script.note()
-        started = time.monotonic()
-        self._note_replaced(launch.replaced)
-        assert self._facts is not None
-        if not self._node.is_shared and launch.keys:  # other nodes ask in the name of workers
-            self._callers.take_passes(launch.keys[0].authority)
-        holder = TreeHolder(self._facts.address, self._facts.key)
-        shipped = await self._node.bring_first(launch.orders, launch.keys, holder)
-        orders = zip(launch.orders, launch.keys, strict=True)
-        specs = [self._worker_spec(*it, shipped) for it in orders]
-        try:
-            workers = await self._processes.start(specs, launch.timeout_s)
-        except WorkerError as error:
-            log_path = self._node.shown(error.log_path or "")
-            return Launched([], str(error), log_path, list(error.log_tail))
-        logger.info("workers=%d start_s=%.2f", len(workers), time.monotonic() - started)
-        return Launched(workers)
-
-    async def watch(self, watch: Watch) -> News:
-        """News of the workers of a role, at once when one has ended."""
-        self._script.note()
-        processes = self._processes
-        self._note_replaced(watch.replaced)
-        known = watch.num_ended, watch.num_wishes
-        if known == (len(processes.ended), len(self._wishes)):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(watch.hold_s):
-                    await processes.end_noted.wait()
-        prefix, now_ns = f"{watch.role}/", time.monotonic_ns()
-        return News(
-            beats=[
-                Beat(
-                    worker.order.name,
-                    worker.order.incarnation,
-                    (now_ns - worker.beat_ns) / 1e9,
-                    (now_ns - worker.turn_ns) / 1e9,
-                )
-                for worker in processes.living.values()
-                if worker.order.role == watch.role and worker.reported.done()
-            ],
-            ended=[e for e in processes.ended[watch.num_ended :] if e.name.startswith(prefix)],
-            num_ended=len(processes.ended),
-            wishes=self._wishes.since(watch.num_wishes),
-            num_wishes=len(self._wishes),
-        )
-
-    def _note_replaced(self, replaced: Mapping[str, int]) -> None:
-        self._processes.note_replaced(replaced)
-        self._callers.note_replaced(replaced)
-
-    async def stop(self, stop: Stop) -> None:
-        """Waits for the end of workers, and kills those that take too long."""
-        self._script.note()
-        await self._processes.stop(stop.incarnations, stop.grace_s)
-
-    async def stacks(self, names: Sequence[str]) -> list[WorkerStacks]:
-        """What workers do that do not get on; nothing of a name that is no worker's."""
-        self._script.note()
-        return await self._processes.stacks(names)
-
-    async def stop_run(self, _: None) -> bool:
-        """The run is to end: its script is told by the next news, or is gone, and all ends here.
-
-        Returns: whether a script is heard.
-        """
-        self._wishes.add(Wish.stop)
-        return self._script.is_lately
-
-    async def end(self, _: None) -> None:
-        """The script needs the node no more."""
-        self._ended.set()
-
-    async def _tell_of_node(self) -> None:
-        """Opens the node's shared memory, and deletes what killed runs have left there."""
-        # first, so that what an earlier agent of this run has left stays
-        self._memory = ArenaFolder(self._memory_root, self._run_id)
-        clean_leftovers(self._memory_root)
-        token = self._memory.node_token()
-        self._processes.begun_s = self._memory.begun_s
-        facts = NodeFacts(
-            host=socket.gethostname(),
-            token=token,
-            num_devices=self._num_devices,
-            memory_root=str(self._memory_root),
-            address=self._interface.reachable(await self._server.start()),
-            incarnation=self._incarnation,
-            key=self._keys.public.decode(),
-            shares_folder=self._node.is_shared,
-        )
-        self._facts = facts
-        place = ("", "", 0, 0) if self._invitation is None else place_of_this_process()
-        self._file = AgentFile.of_this_process(facts.address, facts.incarnation, facts.key, place)
-        self._file_lock = self._file.write(self._folder.path)
-        if self._invitation is not None:
-            await self._script.meet(self._join, self._ended)
-        else:
-            _announce(facts)
-
-    async def _join(self, limit_s: float) -> None:
-        assert self._invitation is not None
-        assert self._facts is not None
-        self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
-
-    def _worker_spec(
-        self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None
-    ) -> WorkerSpec:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
-        devices = ",".join(names[device].strip() for device in order.devices)
-        transport = replace(self._config.transport, bind=self._interface.host)
-        run = replace(self._config, transport=transport)
-        return WorkerSpec(
-            *(order, run, self._run_id, str(self._memory_root), devices, keys),
-            replaced=self._processes.replaced,
-            term=self._server.newest_term.number,
-            shipped=shipped,
-        )
-
-    def _clean_up(self, *, has_successor: bool) -> None:
-        """Deletes what the run leaves, unless another script has its folder by now."""
-        try:
-            delete_left_files(self._processes.begun_s)
-            if has_successor:
-                return
-            if self._memory is not None:
-                self._memory.remove()
-            # last: until then a script that starts waits for this process to end
-            self._folder.remove_keys(self._file)
-        except (OSError, ArealError) as error:
-            logger.warning("not all was deleted that the run left: %s", error)
-        finally:
-            if self._file is not None:
-                self._file.path(self._folder.path).unlink(missing_ok=True)
-            self._node.remove()
-
-
-async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
-    await first.wait()
-    then.set()
-
-
-def _announce(what: NodeFacts | str) -> None:
-    try:
-        os.write(sys.stdout.fileno(), json.encode(what) + b"\n")
-    except BrokenPipeError as error:
-        raise WorkerStartError("nobody needs the agent: the script has ended") from error
 
 
 def main(
@@ -412,7 +77,7 @@ def main(
             if invitation is not None:
                 asyncio.run(invitation.accept(keys, str(error)))
             else:
-                _announce(str(error))
+                announce(str(error))
             raise
     except ArealError as error:
         logger.error("the agent ended: %s", error)

@@ -1,7 +1,8 @@
-"""How an agent on another node tells the script of its node.
+"""How an agent tells the script of its node.
 
-A script that is started again, elsewhere maybe, notes its address in the run's folder. So agents
-whose job was submitted by an earlier start find it there.
+On the script's machine it reads the script's first words, and writes its own to it. On another node
+it joins by a call. A script that is started again, elsewhere maybe, notes its address in the run's
+folder. So agents whose job was submitted by an earlier start find it there.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import asyncio
 import os
 import select
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import json
 
 from areal_sc.agent_files import Place
 from areal_sc.errors import NotPermitted, TransportError, WorkerStartError
@@ -50,6 +54,17 @@ def read_introduction() -> tuple[bytes, str, str]:
         line += part
     key, secret, nonce = [*line.decode("ascii", "replace").split(), "", "", ""][:3]
     return key.encode("ascii", "replace"), secret, nonce
+
+
+def announce(what: NodeFacts | str) -> None:
+    """Tells a script on this machine of the node, or why it cannot be used.
+
+    Raises: WorkerStartError: the script has ended.
+    """
+    try:
+        os.write(sys.stdout.fileno(), json.encode(what) + b"\n")
+    except BrokenPipeError as error:
+        raise WorkerStartError("nobody needs the agent: the script has ended") from error
 
 
 @dataclass(frozen=True, repr=False)

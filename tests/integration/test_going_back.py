@@ -16,9 +16,11 @@ from integration.test_dead_ranks import memory_of
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, TrainController
 from areal_sc.controller.ledger_account import GroupAccount, read_account
+from areal_sc.controller.train_history import Source
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History, read_metrics
+from areal_sc.workers.calls import SnapshotPlace
 
 TOTAL_STEPS = 5
 SNAPSHOT_STEP = 3
@@ -42,16 +44,25 @@ def test_every_step_is_trained_once_in_the_history_that_survives(
 
     def compute_and_die(actor: TrainController, batch: BatchMetadata) -> BatchMetadata:
         computed = compute(actor, batch)
+        if actor.version == SNAPSHOT_STEP:
+            # as long as it is written, the next version gets no snapshot in memory
+            wait_until(folder.snapshots)
         if deaths and actor.version == deaths[0]:
             deaths.pop(0)
-            lose_all_but_the_disk(actor, is_snapshot_wanted=actor.version > SNAPSHOT_STEP)
+            lose_all_but_the_disk(actor)
         return computed
 
-    def lose_all_but_the_disk(actor: TrainController, *, is_snapshot_wanted: bool) -> None:
+    def wait_until(is_written: Callable[[], object]) -> None:
         give_up_s = time.monotonic() + PATIENCE_S
-        while actor._ranks.memory.is_writing or bool(folder.snapshots()) != is_snapshot_wanted:
+        while not is_written():
             assert time.monotonic() < give_up_s, "a snapshot is not written"
             time.sleep(0.05)
+
+    def lose_all_but_the_disk(actor: TrainController) -> None:
+        # covered by one in memory, the rows of the steps before are given up
+        newest = Source(actor.version, SnapshotPlace.memory)
+        wait_until(lambda: actor._ranks.history.sources[0] == newest)
+        assert bool(folder.snapshots()) == (actor.version > SNAPSHOT_STEP)
         kept = list(memory_of(actor.scheduler).glob("snapshots-train/*"))
         assert kept, "there is no snapshot in memory to lose"
         for snapshot in kept:

@@ -4,29 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 
 import pytest
 
-from areal_sc.errors import NotPermitted, ProtocolError, RunFolderError, TransportError
+from areal_sc.commands import stop
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import (
+    NotPermitted,
+    ProtocolError,
+    RunFolderError,
+    StaleTerm,
+    TransportError,
+)
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
 from areal_sc.schedulers.joining import JoinServer
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
 from areal_sc.workers.joining import Invitation
-from areal_sc.workers.spec import JOIN, Joining, NodeFacts
+from areal_sc.workers.spec import (
+    DESCRIBE,
+    END,
+    JOIN,
+    WELCOME,
+    Joining,
+    NodeDescription,
+    NodeFacts,
+    Welcome,
+)
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0
@@ -94,15 +117,15 @@ async def test_an_invitation_is_good_for_one_agent_in_each_place(
             await come(joins, keys, third, secret, monkeypatch, node=node, restart=restart)
     with pytest.raises(NotPermitted, match="node node1 of job 8, restart 0"):
         await come(joins, keys, first, secret, monkeypatch, job="8", restart="0")
-    for guess in ("", secret[:-1], secret + "x", secret_of(joins, 1).swapcase(), "\udcff" * 40):
-        with pytest.raises((NotPermitted, TransportError)):
+    for guess in ("", secret[:-1], secret + "x", secret_of(joins, 1).swapcase(), "\ufffd" * 40):
+        with pytest.raises(NotPermitted, match="the secret is that of no invitation"):
             await come(joins, keys, third, guess, monkeypatch, node="node3", restart="0")
     told = joins.joined("7")
     assert {name: it.agent_key for name, it in told.items()} == {
         "node1": first.public.decode(),
         "node2": second.public.decode(),
     }
-    assert joins.num_refused >= 8
+    assert joins.num_refused >= 10
     refusals = [r.getMessage() for r in caplog.records if "joining_refused" in r.getMessage()]
     assert len(refusals) == 1, "a flood is one line"
     assert secret not in caplog.text + repr(told)
@@ -129,6 +152,36 @@ async def test_an_agent_is_noted_that_does_not_see_the_folder_though_it_fails_at
     written = folder.joined_path.stat().st_ino
     await come(joins, keys, own, secret, monkeypatch, facts=unseen)
     assert folder.joined_path.stat().st_ino == written, "nothing is new"
+
+
+async def test_agents_are_told_where_files_are_served_once_another_process_has_the_port(
+    joins: JoinServer, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, own, told = RunFolder(tmp_path), KeyPair.create(), asyncio.Queue[Welcome]()
+    folder.logs.mkdir()
+    keys.write(folder.keys_path)
+    security = CurveServer(own, KnownCallers(keys.controller.public), "agent")
+    parts = {"node_id": "agent", "incarnation": "1", "bind": LOOPBACK.bind, "security": security}
+    agent = RpcServer([WELCOME.served_by(told.put_nowait)], **parts)
+    unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
+    await come(joins, keys, own, secret_of(joins, 1), monkeypatch, facts=unseen)
+    before, pid = await asyncio.to_thread(joins._files.address), joins._files.pid
+    assert pid is not None
+    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+        with joins._files._one_starts:  # so it is not started again before the port is taken
+            os.kill(pid, signal.SIGKILL)
+            port = int(before.rpartition(":")[2])
+            while True:
+                with suppress(OSError):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                    break
+                await asyncio.sleep(0.05)
+        welcome = await told.get()
+    assert welcome.address == joins.address
+    assert welcome.files.startswith("tcp://127.0.0.1:")
+    assert welcome.files != before
+    assert await asyncio.to_thread(joins._files.address) == welcome.files
+    await agent.close()
 
 
 async def test_a_job_that_slurm_starts_again_is_invited_again(
@@ -181,6 +234,47 @@ def test_agents_that_are_not_heard_when_they_are_to_end_can_be_found_later(
     assert unseen.silent == ["node1"]
     assert folder.joined_path.exists()
     assert folder.keys_path.exists()
+
+
+@pytest.mark.parametrize("are_locks_seen", [True, False])
+async def test_a_script_that_starts_while_the_run_is_ended_from_outside_loses_nothing(
+    keys: RunKeys, tmp_path: Path, *, are_locks_seen: bool
+) -> None:
+    """It has to wait, or, on a machine that does not see the lock, is left alone."""
+    own, is_ending = KeyPair.create(), asyncio.Event()
+    agent = RpcServer(
+        [
+            DESCRIBE.served_by(lambda _: NodeDescription(unseen, SchedulerConfig(), [])),
+            END.served_by(lambda _: is_ending.set()),
+        ],
+        node_id="agent",
+        incarnation="1",
+        bind=LOOPBACK.bind,
+        security=CurveServer(own, KnownCallers(keys.controller.public), "agent"),
+    )
+    unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
+    with RunFolder(tmp_path) as folder:
+        folder.lock()
+        keys.write(folder.keys_path)
+        note_unseen(folder, [Joining("7", "node1", 5, unseen, "its key")])
+    words = Namespace(run_dir=tmp_path, timeout=LIMIT_S)
+    stopping = asyncio.create_task(asyncio.to_thread(stop.run, words))
+    async with asyncio.timeout(LIMIT_S):
+        await is_ending.wait()
+    with RunFolder(tmp_path) as other:
+        if are_locks_seen:
+            with pytest.raises(RunFolderError, match="is running in it"):
+                await asyncio.to_thread(other.lock)
+            await agent.close()
+            await stopping
+        else:
+            (tmp_path / ".lock").unlink()
+            other.lock()
+            await agent.close()
+            with pytest.raises(StaleTerm, match="another start of the script has taken the run"):
+                await stopping
+    assert folder.joined_path.exists() is not are_locks_seen
+    assert folder.keys_path.exists() is not are_locks_seen
 
 
 async def test_nobody_else_gets_anything_from_where_agents_join(

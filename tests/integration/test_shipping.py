@@ -172,9 +172,13 @@ async def serving(cache: NodeCache, keys: RunKeys) -> AsyncIterator[TreeHolder]:
 
 
 async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_script(
-    script: Script, keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script,
+    keys: RunKeys,
+    passes: Passes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a node has that is damaged is not taken."""
+    """What a node has that is damaged is not taken, and no worker tells of several nodes."""
     monkeypatch.setattr(node_cache, "LARGE_BYTES", 1)
     model, content = tmp_path / "model", os.urandom(3 * PIECE_BYTES)
     model.mkdir()
@@ -196,8 +200,17 @@ async def test_large_trees_come_from_nodes_that_have_them_or_else_from_the_scrip
     async with serving(first, keys) as holder:
         assert await come(first, holder) > 2 * len(content)
         [tree] = (tmp_path / "n0").glob("*/trees/*/b")
-        for nowhere in (TreeHolder("ipc:///x", holder.key), TreeHolder(holder.address, "no key")):
-            await script.files.note_held(HeldTree(tree.parent.name, nowhere))
+        nowhere = TreeHolder("ipc:///x", holder.key), TreeHolder(holder.address, "no key")
+        for number, other in enumerate(nowhere):
+            held = HeldTree(tree.parent.name, other)
+            with pytest.raises(NotPermitted, match="is on one node: it has told of another"):
+                await script.files.note_held(held)
+            liar = CurveClient.of_worker(passes.issue(f"rollout/{number}", Caller.rollout))
+            transport = ZmqTransport(client=liar)
+            async with ScriptFiles.opened(transport, script.where) as files:
+                await files.note_held(held)
+                await files.note_held(held)
+            await transport.close()
         assert await come(others[0]) < len(content) / 10
         tree.write_bytes(bytes(len(content)))
         assert await come(others[1]) > len(content)

@@ -73,6 +73,7 @@ class _Silence:
 
 
 _silence: Final = _Silence()
+
 _UNKNOWN_JOB: Final = "Invalid job id"
 _FORGOTTEN: Final = "SLURM has forgotten it"
 
@@ -345,6 +346,11 @@ def most_memory_bytes(partition: str) -> int | None:
     told = run_command(["sinfo", "-h", "-o", "%m", *words]).split()
     sizes = [int(size.rstrip("+")) << 20 for size in told if size.rstrip("+").isdecimal()]
     return max(sizes, default=None)
+
+
+def is_just_back() -> bool:
+    """Whether slurmctld answers again after a silence, and may not know all yet."""
+    return _silence.is_just_over
 
 
 def is_silent(node: str) -> bool:

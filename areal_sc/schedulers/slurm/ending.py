@@ -12,12 +12,16 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from areal_sc.errors import SchedulerSilent
+from areal_sc.errors import ConfigError, SchedulerSilent
 from areal_sc.schedulers.slurm import commands
 
 END_LIMIT_S: Final = 60.0
 """After the grace; what is left then is left to its agents."""
+CANCEL_AGAIN_S: Final = 10.0
+"""A slurmctld that dies may have forgotten by its next start what it was told last."""
 _LOOK_S: Final = 0.2
+_LOOK_AGAIN_S: Final = 1.0
+"""After a look that has told nothing, or not enough."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,8 @@ def end_jobs(
 ) -> bool:
     """Returns when SLURM says that all has ended; False: it has not, or that is not known.
 
+    A slurmctld that gives no answer, or refuses, is asked again.
+
     Args:
         names: of jobs.
         steps: the job and the name of each step.
@@ -38,9 +44,11 @@ def end_jobs(
             killed.
         are_told: all agents were told to end.
     """
-    begun_s, num_cancels, is_any_cancelled = time.monotonic(), 0, False
-    while time.monotonic() < begun_s + grace_s + END_LIMIT_S:
-        is_late = time.monotonic() > begun_s + grace_s
+    begun_s, is_any_cancelled, num_ends = time.monotonic(), False, 0
+    grace_end_s = begun_s + grace_s
+    cancel_s = grace_end_s if are_told else begun_s  # when what runs is cancelled next
+    while time.monotonic() < grace_end_s + END_LIMIT_S:
+        is_late = time.monotonic() > grace_end_s
         try:
             states = commands.named_jobs(names)
             running = [it for job, name in steps for it in commands.steps_of(job, name)]
@@ -48,20 +56,25 @@ def end_jobs(
             # cancelled was told nothing, as a job that began meanwhile
             is_known = are_told and is_late and not is_any_cancelled
             are_ending = is_known and set(states.values()) <= {"COMPLETING"}
-            if not running and (not states or are_ending):
+            has_ended = not running and (not states or are_ending)
+            num_ends = num_ends + 1 if has_ended else 0
+            # a slurmctld that answers again may still have a submission before it
+            if num_ends >= (2 if commands.is_just_back() else 1):
                 return True
             waiting = [job for job, state in states.items() if state == "PENDING"]
             if waiting:
                 commands.run_command(["scancel", "--state=PENDING", *waiting])
-            elif (num_cancels == 0 and (is_late or not are_told)) or (num_cancels == 1 and is_late):
+            elif not has_ended and time.monotonic() >= cancel_s:
                 # without a signal the tasks of a step are killed at once; a job's are asked
                 signal = [] if is_late else ["--signal=TERM"]
-                for words in ([*states], [*signal, *running] if running else []):
+                alive = [job for job, state in states.items() if state != "COMPLETING"]
+                for words in (alive, [*signal, *running] if running else []):
                     if words:
                         commands.run_command(["scancel", *words])
-                num_cancels += 1
-                is_any_cancelled |= not set(states.values()) <= {"COMPLETING"}
-        except SchedulerSilent as error:
+                is_any_cancelled |= bool(alive)
+                cancel_s = max(grace_end_s, time.monotonic() + CANCEL_AGAIN_S)
+        except (ConfigError, SchedulerSilent) as error:
             logger.warning("the end of the run's jobs is not known: %s", error)
-        time.sleep(_LOOK_S)
+            time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_LOOK_AGAIN_S if num_ends else _LOOK_S)
     return False

@@ -2,7 +2,8 @@
 
 consumes     the end of the script, which closes a pipe
 waits for    it; then for the next start of the script, for `orphan_timeout_s`, as agents do
-unblocked by the script, the next one, the end of the run by the command `stop`, or the clock
+unblocked by the script, the next one, the end of the run by the command `stop`, or the clock; then
+             by a slurmctld that answers, `PATIENCE_S` at most
 
 A job that runs ends with its agents, unless the node was lost that its script ran on. One that
 waits would start at any time, for nobody.
@@ -26,9 +27,11 @@ from areal_sc.schedulers.agent_process import agent_environment
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.jobs_file import JobsFile
 
+PATIENCE_S: Final = 3600.0
+"""For a slurmctld that is away; jobs of which it tells later start for nobody, and end so."""
 _LOOK_S: Final = 5.0
-_TRIES: Final = 20
 _PAUSE_S: Final = 3.0
+_LONGEST_PAUSE_S: Final = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +90,15 @@ def watch(folder: RunFolder, term: int, orphan_timeout_s: float) -> None:
         if left_s <= 0:
             break
         time.sleep(min(_LOOK_S, left_s))
-    for _ in range(_TRIES):
+    give_up_s, pause_s = time.monotonic() + PATIENCE_S, _PAUSE_S
+    while time.monotonic() < give_up_s:
         try:
-            return _cancel(folder, term)
+            if not _cancel(folder, term):
+                return
         except (ArealError, OSError) as error:
             logger.warning("jobs are not cancelled yet: %s", error)
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _are_left(folder: RunFolder, term: int) -> bool:
@@ -110,15 +116,22 @@ def _is_newest(folder: RunFolder, term: int) -> bool:
     return owner is not None and owner.term == term
 
 
-def _cancel(folder: RunFolder, term: int) -> None:
-    """Raises: SchedulerSilent. RunFolderError, OSError: the folder is not read."""
+def _cancel(folder: RunFolder, term: int) -> bool:
+    """Whether there may be more to cancel.
+
+    Raises: SchedulerSilent. ConfigError: SLURM refuses. RunFolderError, OSError: the folder is not
+        read.
+    """
     known = JobsFile.read(folder)
     if known is None or not _is_newest(folder, term):
-        return
-    left = list(commands.named_jobs([job.name for job in known.jobs if job.is_own]))
+        return False
+    states = commands.named_jobs([job.name for job in known.jobs if job.is_own])
+    left = [job for job, state in states.items() if state != "COMPLETING"]
     if left and _is_newest(folder, term):  # SLURM may have taken long to answer
         logger.warning("jobs=%s are cancelled: their script is gone", left)
         commands.cancel(left)
+    # a slurmctld that answers again may have forgotten that, or have a submission still before it
+    return bool(left) or commands.is_just_back()
 
 
 if __name__ == "__main__":

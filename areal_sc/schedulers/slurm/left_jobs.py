@@ -14,11 +14,14 @@ def end_left_jobs(folder: RunFolder, *, are_told: bool) -> list[str]:
     """Returns when SLURM has nothing of the run any more; its files tell of no jobs then.
 
     Args:
+        folder: held.
         are_told: the agents of the run were told to end.
     Returns: ids of the jobs that waited or ran.
     Raises: ConfigError: SLURM's commands are not here. SchedulerSilent: slurmctld does not answer.
-        RunFolderError: the jobs do not end, or what the folder says of them is damaged.
+        RunFolderError: the jobs do not end, or what the folder says of them is damaged. StaleTerm:
+        they are those of another script.
     """
+    folder.check_term()
     known = JobsFile.read(folder)
     if known is None:
         return []
@@ -32,6 +35,7 @@ def end_left_jobs(folder: RunFolder, *, are_told: bool) -> list[str]:
             f"run folder {folder.path}: jobs of its run do not end: {', '.join(names)}; end them "
             "by `scancel --name`"
         )
+    folder.check_term()
     for path in (folder.jobs_path, folder.join_path, folder.joined_path):
         path.unlink(missing_ok=True)
     return left

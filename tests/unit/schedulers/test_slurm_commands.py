@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from unit.schedulers.conftest import SILENT, stand_in
 
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig
@@ -12,24 +13,6 @@ from areal_sc.errors import ConfigError, SchedulerSilent
 from areal_sc.schedulers.slurm import commands, taken_jobs
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState
 from areal_sc.schedulers.slurm.jobs_file import JobRecord
-
-SILENT = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
-
-
-@pytest.fixture
-def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For stand-ins of the commands, each of whose calls adds a line to `<name>.calls`."""
-    monkeypatch.delenv("SLURM_CONF", raising=False)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(commands, "_silence", commands._Silence())
-    return tmp_path
-
-
-def stand_in(folder: Path, name: str, does: str) -> Path:
-    calls = folder / f"{name}.calls"
-    (folder / name).write_text(f'#!/bin/sh\ncat >/dev/null\necho "$*" >> {calls}\n{does}\n')
-    (folder / name).chmod(0o755)
-    return calls
 
 
 def test_a_submission_that_was_accepted_without_an_answer_is_not_repeated(bin_folder: Path) -> None:

@@ -19,9 +19,9 @@ TERM = 3
 
 @pytest.fixture
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was cancelled, in SLURM's place, which has a job of each name."""
+    """What was cancelled, in SLURM's place, which has one job until then."""
     found: list[str] = []
-    monkeypatch.setattr(commands, "named_jobs", lambda names: {f"id-{it}": it for it in names})
+    monkeypatch.setattr(commands, "named_jobs", lambda _: {} if found else {"17": "PENDING"})
     monkeypatch.setattr(commands, "cancel", found.extend)
     monkeypatch.setattr(guard, "_LOOK_S", 0.01)
     monkeypatch.setattr(guard, "_PAUSE_S", 0.01)
@@ -54,10 +54,10 @@ def test_jobs_are_cancelled_although_the_folder_or_slurm_did_not_answer_for_a_wh
             raise failure
         return True
 
-    def named_jobs(names: list[str]) -> dict[str, str]:
+    def named_jobs(_: list[str]) -> dict[str, str]:
         if (failure := next(named, None)) is not None:
             raise failure
-        return {"17": names[0]}
+        return {} if cancelled else {"17": "PENDING"}
 
     monkeypatch.setattr(commands, "named_jobs", named_jobs)
     wait_and_cancel(monkeypatch, folder, is_newest)
@@ -68,10 +68,30 @@ def test_a_script_that_starts_while_slurm_answers_keeps_its_jobs(
     monkeypatch: pytest.MonkeyPatch, folder: RunFolder, cancelled: list[str]
 ) -> None:
     started: list[bool] = []
-    monkeypatch.setattr(commands, "named_jobs", lambda _: started.append(True) or {"17": "one"})
+    monkeypatch.setattr(commands, "named_jobs", lambda _: started.append(True) or {"17": "PENDING"})
     wait_and_cancel(monkeypatch, folder, lambda: not started)
     assert started
     assert cancelled == []
+
+
+def test_what_a_slurmctld_tells_late_or_has_forgotten_to_cancel_is_cancelled_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, cancelled: list[str]
+) -> None:
+    """It was away for long, and has died again before it had saved what it was told."""
+    silences = [SchedulerSilent("away")] * 30
+    told = iter([{}, {"17": "PENDING"}, {"17": "RUNNING"}, {"17": "COMPLETING"}])
+
+    def named_jobs(_: list[str]) -> dict[str, str]:
+        if silences:
+            raise silences.pop()
+        return next(told)
+
+    monkeypatch.setattr(commands, "named_jobs", named_jobs)
+    monkeypatch.setattr(commands, "is_just_back", lambda: not cancelled)
+    monkeypatch.setattr(guard, "_LONGEST_PAUSE_S", 0.01)
+    wait_and_cancel(monkeypatch, folder, lambda: True)
+    assert cancelled == ["17", "17"]
+    assert list(told) == []
 
 
 def test_the_next_start_of_the_script_has_its_jobs(

@@ -1,0 +1,88 @@
+"""The files of the folder that a run lives in, all of which survive a crash.
+
+run.json         marks the folder as a run's, and says its format; only such a folder is emptied
+config.yaml      the resolved settings
+summary.json     written last: the run is finished
+status.json      what the run does now, for `python -m areal_sc status`
+metrics.jsonl    one line a training step
+samples.jsonl    what the model read and wrote: a few answers of each training step
+ledger/          the journal of every group's life: what was trained, when, and only once
+learning_curve.png, model/
+logs/            <role>-<index>.log
+checkpoints/     step-<number>/: a snapshot; one that is being written has another name
+exports/<role>/  models that are being written
+keys.json        the keys of the run, as long as it lives; its owner's alone
+agents/          where its agents can be reached: see `agent_files`
+.jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
+.join            where its script takes in agents of other machines
+.joined          those of them that do not see the folder, and so have no file in `agents/`
+.nonce           who reads it shares the folder: see `workers.node_folder`
+sources/         how workers build the user's datasets and workflows
+previous/<n>/    what an earlier start left that had no snapshot to go on from
+rollout_workers  how many there are, once their number has changed
+tracker_id       names the run for trackers; it keeps it when it is resumed
+.lineage         number of the newest history of weights
+.lock, .term     which process runs in the folder: see `run_owner`
+
+On a node that does not see it another folder stands in for it, with `.join`, `sources/`, `logs/`,
+`checkpoints/` and `exports/` as they are needed there, and
+.files           where the script's files are served: see `shipping.server`
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+_SNAPSHOT_PREFIX: Final = "step"
+
+
+class RunFiles:
+    """Where they lie.
+
+    Attributes:
+        path: absolute path of the folder. Others are those of what is in it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.tracker_id_path = self.path / "tracker_id"
+        self.learning_curve_path = self.path / "learning_curve.png"
+        self.keys_path = self.path / "keys.json"
+        self.status_path = self.path / "status.json"
+        self.jobs_path = self.path / ".jobs"
+        self.join_path = self.path / ".join"
+        self.joined_path = self.path / ".joined"
+        self.files_path = self.path / ".files"
+        self.nonce_path = self.path / ".nonce"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.rollout_workers_path = self.path / "rollout_workers"
+        self.ledger = self.path / "ledger"
+        self.exports = self.path / "exports"
+        self.sources = self.path / "sources"
+
+    def log_path(self, name: str) -> Path:
+        """Of a process such as `train/0`."""
+        return self.logs / f"{name.replace('/', '-')}.log"
+
+    def snapshot_path(self, step: int) -> Path:
+        """Where the snapshot after `step` training steps lies once it is whole."""
+        return self.checkpoints / f"{_SNAPSHOT_PREFIX}-{step:06d}"
+
+    def snapshots(self) -> list[Path]:
+        """Whole snapshots, oldest first.
+
+        Raises: OSError: their folder cannot be read.
+        """
+        found = []
+        folders = self.checkpoints.iterdir() if self.checkpoints.exists() else ()
+        for folder in folders:  # not glob, which finds nothing where it may not look
+            prefix, _, step = folder.name.rpartition("-")  # one being written has another name
+            if prefix == _SNAPSHOT_PREFIX and step.isdecimal() and folder.is_dir():
+                found.append((int(step), folder))
+        return [folder for _, folder in sorted(found)]
