@@ -27,7 +27,7 @@ def test_a_loop_of_ones_own_is_measured_evaluated_and_resumed(
         told = stopped.output.partition("stopped by Ctrl-C")[2]
         assert f"newest snapshot: {run_dir}/checkpoints/step-" in told
         assert f"{SCRIPT} --config" in told
-        stopped.wait_until_gone(30.0)
+        stopped.wait_until_gone(5.0)
     last = int(max(path.name for path in (run_dir / "checkpoints").glob("step-*")).split("-")[1])
     rest = f"total_steps={last + 3}"
     with tiny_run(run_dir, tiny_model_folder, rest, *settings, script=SCRIPT) as resumed:

@@ -69,7 +69,7 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         assert str(folder) in run.output
         assert "Traceback" not in run.output
         assert not list((run.run_dir / "logs").glob("train-*")), run.story()
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_reward_that_always_fails_ends_the_script_in_one_block(
         assert "KeyError: 'solution'" in block
         assert len(block.splitlines()) < 15
         assert run.steps() == []
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
 
 
 def test_a_snapshot_that_cannot_be_written_is_a_warning(

@@ -31,7 +31,7 @@ def test_the_death_of_the_agent_ends_the_run_and_is_named(
         else:
             assert "ended with signal 9 (SIGKILL), since the fork server is gone" in run.output
         assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
         assert not list(memory.iterdir())
 
 

@@ -145,7 +145,7 @@ def test_signals_end_runs_that_stand_side_by_side(tmp_path: Path, tiny_model_fol
             assert run.wait() == code, run.story()
             assert f"{word}\nthere is no snapshot yet" in run.output, run.output
             assert "Traceback" not in run.output
-            run.wait_until_gone(30.0)
+            run.wait_until_gone(5.0)
         assert "SIGTERM: finishing step" in terminated.output
         assert "finishing" not in foreground.output
 
@@ -174,7 +174,7 @@ def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
         newest = run.run_dir / "checkpoints" / f"step-{run.steps()[-1]:06d}"
         assert "again stops now" in run.output
         assert f"newest snapshot: {newest};" in run.output
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
         ended = verdict(RunFolder(run.run_dir))
         assert ended.state is State.interrupted
         assert "would go on from the last snapshot" in ended.text
@@ -221,7 +221,7 @@ def test_any_number_of_ctrl_c_leaves_nothing(tmp_path: Path, tiny_model_folder: 
                 run.send_to_foreground(signal.SIGINT)
                 time.sleep(0.02)
             assert run.wait() in (130, -signal.SIGINT), run.story()
-            run.wait_until_gone(30.0)
+            run.wait_until_gone(5.0)
             assert_no_trace(run_dir, memory)
         looking = stack.enter_context(
             tiny_run(tmp_path / own.stem, tiny_model_folder, "--dry-run", script=own)
@@ -242,7 +242,7 @@ def test_ctrl_c_while_the_workers_are_being_started(
         run.send_to_foreground(signal.SIGINT)
         assert run.wait() == 130, run.story()
         assert "Traceback" not in run.output
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
 
 
 def test_an_exception_in_the_users_loop_leaves_no_orphan(
@@ -258,7 +258,7 @@ def test_an_exception_in_the_users_loop_leaves_no_orphan(
         failed = verdict(RunFolder(run.run_dir))
         assert failed.state is State.failed
         assert "LookupError: nothing is known about version 1" in failed.text
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
 
 
 def test_two_runs_at_a_time_in_two_folders_finish(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_lost_worker_ends_the_run_and_is_named(
         assert said in run.output
         assert str(log) in run.output
         assert len(run.output.partition("ERROR ")[2].splitlines()) < 40
-        run.wait_until_gone(30.0)
+        run.wait_until_gone(5.0)
         # its rows are no answer: `partial` never gives less than 0.5
         assert all(record["reward"] >= 0.5 for record in run.records("step"))
         assert all(record["num_rows"] == ROWS_A_STEP for record in run.records("step"))
