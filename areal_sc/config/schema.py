@@ -222,6 +222,9 @@ class ActorConfig(Section):
     )
     max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    cpu_offload: bool = setting(
+        False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"
+    )
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at one time", ge=1)
     num_threads: int = setting(1, "CPU threads a rank", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)

@@ -31,6 +31,7 @@ class WorkerPlan:
         store_bytes: most that the worker's tensor store holds; always in host memory.
         copy_bytes: of a snapshot or export while it is written, in host memory.
         snapshot_bytes: of its snapshots in the node's shared memory, where its store is, too.
+        is_offloaded: what it has all the time lies in host memory, wherever it computes.
     """
 
     role: str
@@ -43,13 +44,15 @@ class WorkerPlan:
     store_bytes: int = 0
     copy_bytes: int = 0
     snapshot_bytes: int = 0
+    is_offloaded: bool = False
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes needed by place: `host`, or the name of a CUDA device."""
         kept_bytes = self.store_bytes + self.copy_bytes + self.snapshot_bytes
         needed = Counter({HOST: kept_bytes + PROCESS_BYTES})
-        needed[self.place] += self.held_bytes + self.gathered_bytes
+        needed[self.held_place] += self.held_bytes
+        needed[self.place] += self.gathered_bytes
         return dict(needed)
 
     @property
@@ -58,8 +61,13 @@ class WorkerPlan:
         return HOST if self.device == "cpu" else self.device
 
     @property
+    def held_place(self) -> str:
+        """Where that is which it has all the time."""
+        return HOST if self.is_offloaded else self.place
+
+    @property
     def held_bytes(self) -> int:
-        """What it has there all the time."""
+        """What it has all the time."""
         return self.parameter_bytes + self.optimizer_bytes + self.kv_bytes
 
 

@@ -124,6 +124,7 @@ class TrainHandle:
         parameter_bytes: int,
         optimizer_bytes: int,
         gathered_bytes: int = 0,
+        is_offloaded: bool = False,
     ) -> WorkerPlan:
         """The process of one rank.
 
@@ -141,6 +142,7 @@ class TrainHandle:
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
             gathered_bytes=gathered_bytes,
+            is_offloaded=is_offloaded,
             store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
             copy_bytes=state_bytes,
             snapshot_bytes=num_snapshots * state_bytes,

@@ -98,7 +98,8 @@ def _check_fits(result: Plan, node: str, generator: GeneratorHandle) -> None:
         return
     way_out = generator.way_out(result) or (
         "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
-        "rollout.store_bytes, or more ranks of actor.parallel, need less on a device"
+        "rollout.store_bytes, more ranks of actor.parallel, or actor.cpu_offload=true need less "
+        "on a device"
     )
     where = f" of {node}" if node else ""
     raise ConfigError(
@@ -114,7 +115,7 @@ def _machine_beside(trainers: Sequence[WorkerPlan], machine: Machine) -> Machine
     """The machine with the CUDA memory that the trainers leave."""
     held = Counter[str]()
     for worker in trainers:
-        held[worker.place] += worker.held_bytes
+        held[worker.held_place] += worker.held_bytes
     left = (
         None if memory is None else max(0, memory - held[f"cuda:{index}"])
         for index, memory in enumerate(machine.cuda_memory_bytes)

@@ -80,14 +80,14 @@ def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: local_part(p).detach().float().cpu().clone() for name, p in parameters}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("setting", ["", "activation_checkpointing", "cpu_offload"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), (Dtype.bfloat16, 5e-2)])
 def test_training_agrees_with_the_cpu(
-    device: Device, build: Build, dtype: Dtype, tolerance: float, checkpointing: bool
+    device: Device, build: Build, dtype: Dtype, tolerance: float, setting: str
 ) -> None:
     found = []
     for place, used in ((Device.cpu, Dtype.float32), (device, dtype)):
-        engine = build(place, used, activation_checkpointing=checkpointing)
+        engine = build(place, used, **({setting: True} if setting else {}))
         before = engine.forward(random_rows(), "logprobs")
         stats = engine.update([random_rows()], loss_of(engine.config.ppo), step=0)
         after = engine.forward(random_rows(), "logprobs")

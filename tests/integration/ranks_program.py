@@ -79,7 +79,19 @@ class WeighedEngine(FSDPEngine):
 
 def whole_weights(engine: RankEngine) -> dict[str, torch.Tensor]:
     """Copies, as every rank gathers them; in small buckets."""
-    return {name: v.clone() for bucket in engine.gather_weights(5000) for name, v in bucket}
+    return {name: v.cpu().clone() for bucket in engine.gather_weights(5000) for name, v in bucket}
+
+
+def devices_of(engine: FSDPEngine) -> dict[str, set[str]]:
+    """Where each kind of tensor lies that is there between two steps, and what is published."""
+    model, moments = engine._model.causal_lm, engine._optimizer.moments().values()
+    tensors = {
+        "parameters": model.parameters(),
+        "moments": [values for kinds in moments for values in kinds.values()],
+        "buffers": model.buffers(),
+        "published": (values for bucket in engine.gather_weights(5000) for _, values in bucket),
+    }
+    return {kind: {values.device.type for values in each} for kind, each in tensors.items()}
 
 
 def count_tensor_bytes() -> int:
@@ -168,6 +180,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         dtype=scenario.get("dtype", "float32"),
         max_tokens_per_micro_batch=scenario.get("max_tokens", 64),
         activation_checkpointing=scenario.get("activation_checkpointing", False),
+        cpu_offload=scenario.get("cpu_offload", False),
         logprob_chunk_tokens=7,
         seed=0,
         parallel=ParallelConfig(**scenario.get("parallel", {})),
@@ -196,6 +209,9 @@ def run_rank(
         swap_gate_and_up()
     if "spoilt" in scenario:
         SPOILT[scenario["spoilt"]]()
+    if scenario.get("pretends_device"):
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        importlib.import_module("pretended_device").install()
     engine = WeighedEngine(config) if is_weighed else make_actor(config).build()
     if address == "" and rank == 0:
         address = engine.create_rendezvous()
@@ -240,6 +256,7 @@ def run_rank(
             engine.begin_save_hf(Path(scenario["save_hf"])).result(60)
         result["weights"] = whole_weights(engine)
         if isinstance(engine, FSDPEngine):
+            result["devices"] = devices_of(engine)
             result["parts"] = {
                 name: local_part(parameter.detach()).clone()
                 for name, parameter in engine._model.causal_lm.named_parameters()

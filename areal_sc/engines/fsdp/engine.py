@@ -59,9 +59,11 @@ class FSDPEngine(RankEngine):
             device,
             self.config.parallel,
             hosted=self._hosted,
-            is_needed=needs_fsdp(world_size, self.config.dtype),
+            is_needed=needs_fsdp(world_size, self.config),
         )
         self.world, self.rows = groups.world, groups.rows
+        if self.config.cpu_offload and device.type == "cpu":
+            logger.warning("actor.cpu_offload=true has no effect on a CPU: all is in host memory")
         self.counts_rows = groups.sequence.rank == 0
         self._model, self._parts = load_sharded_model(self.config, groups)
         parameters = dict(self._model.causal_lm.named_parameters())

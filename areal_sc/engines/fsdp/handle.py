@@ -10,7 +10,7 @@ from typing import ClassVar
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import Dtype
+from areal_sc.config.schema import ActorConfig, Dtype
 from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
@@ -19,9 +19,12 @@ PIECE_BYTES = 8 << 20
 """Of all ranks' rows of the vocabulary that are together at a time, in float32."""
 
 
-def needs_fsdp(num_ranks: int, dtype: Dtype) -> bool:
-    """Whether FSDP is used: it spreads parameters, and keeps float32 copies for bfloat16."""
-    return num_ranks > 1 or dtype is not Dtype.float32
+def needs_fsdp(num_ranks: int, config: ActorConfig) -> bool:
+    """Whether FSDP is used.
+
+    It spreads parameters, keeps them in host memory, and keeps float32 copies for bfloat16.
+    """
+    return num_ranks > 1 or config.dtype is not Dtype.float32 or config.cpu_offload
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class FSDPPPOActor(TrainHandle):
                 parameter_bytes=2 * FLOAT32_BYTES * share,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
                 gathered_bytes=self._gathered_bytes(shape),
+                is_offloaded=self.config.cpu_offload,
             )
         ]
 
@@ -68,14 +72,19 @@ class FSDPPPOActor(TrainHandle):
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where a rank has the
         whole vocabulary, gradients of it are added to earlier ones: of tied embeddings two at once.
+        With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
         """
         parallel = self.config.parallel
         rows_ranks = parallel.num_ranks // parallel.tensor
-        if not needs_fsdp(rows_ranks, self.config.dtype):
+        if not needs_fsdp(rows_ranks, self.config):
             return 0
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
         of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
+        if self.config.cpu_offload:
+            of_layers += (width + FLOAT32_BYTES) * layer // parallel.num_ranks
+        if rows_ranks == 1 and self.config.cpu_offload:
+            return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
         if rows_ranks == 1:
             return max(of_layers, 2 * FLOAT32_BYTES * others // parallel.tensor)
         return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others))

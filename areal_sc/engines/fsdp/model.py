@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 
 from areal_sc.algorithms.logprobs import VocabularyPart
@@ -74,7 +80,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         mesh.
     """
     world = groups.world
-    if not needs_fsdp(world.size, config.dtype):
+    if not needs_fsdp(world.size, config):
         model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
         _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
@@ -111,7 +117,7 @@ def _try_model(weights: Weights, config: ActorConfig, groups: ProcessGroups) -> 
     model.abilities = probe_abilities(model, longest_input, fill)
     expected = None
     if groups.is_model_split:
-        expected = probe_hidden(model, decoder_layers(causal_lm))
+        expected = probe_hidden(model, decoder_layers(causal_lm), torch.device("cpu"))
     return _Trial(model.abilities, expected)
 
 
@@ -160,6 +166,7 @@ def _spread(
 
     Each decoder layer is a unit of FSDP, the rest is the root's, which is whole on every rank while
     it computes, with its gradients. Where that is possible, embeddings and output layer are not.
+    With `cpu_offload` the part lies in host memory, and buffers on the device.
     """
     world, causal_lm = groups.world, model.causal_lm
     buffers = dict(causal_lm.named_buffers(remove_duplicate=False))
@@ -170,16 +177,19 @@ def _spread(
             model.vocabulary = VocabularyPart(start, groups.tensor.handle)
     if groups.sequence.size > 1:
         model.sequence = groups.sequence
-    if needs_fsdp(groups.rows.size, config.dtype):
+    if needs_fsdp(groups.rows.size, config):
         mesh = DeviceMesh.from_group(
             groups.rows.torch_group, world.device.type, mesh_dim_names=("rows",)
         )
         check_units(causal_lm, layers)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
+        offload = _offload_policy(config, world.device)
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
         own_rows = set[nn.Parameter]()
-        if model.abilities.has_linear_head:
+        # One rank would compute with all rows where they lie; FSDP brings them to the device.
+        is_whole_on_host = config.cpu_offload and groups.rows.size == 1
+        if model.abilities.has_linear_head and not is_whole_on_host:
             own_rows, model.head_rows = spread_vocabulary(
                 causal_lm, groups.rows, compute_dtype(config)
             )
@@ -189,6 +199,7 @@ def _spread(
             model,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=False,
             ignored_params=own_rows,
         )
@@ -196,9 +207,16 @@ def _spread(
             for unit in model.modules():
                 if isinstance(unit, FSDPModule):
                     unit.set_custom_reduce_scatter(InPlaceReduceScatter())
-    take_memory(model, world.device)
+    take_memory(model, torch.device("cpu") if config.cpu_offload else world.device)
     for name, values in buffers.items():
-        causal_lm.get_buffer(name).copy_(values)
+        module, _, own_name = name.rpartition(".")
+        setattr(causal_lm.get_submodule(module), own_name, values.to(world.device))
+
+
+def _offload_policy(config: ActorConfig, device: torch.device) -> OffloadPolicy:
+    if not config.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
 def take_memory(model: PackedModel, device: torch.device) -> None:
@@ -236,7 +254,8 @@ def _check_spread(
     """Raises: ModelError: on every rank: together they compute something else than rank 0 alone."""
 
     def measure() -> float:
-        part, own_expected = probe_hidden(model, layers), expected
+        device = groups.world.device
+        part, own_expected = probe_hidden(model, layers, device), expected
         if groups.sequence.size > 1:
             own = SequencePart(expected.shape[1], groups.sequence).own
             part, own_expected = part[:, : len(own)], expected[:, own.start : own.stop]

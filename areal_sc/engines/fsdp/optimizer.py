@@ -84,9 +84,8 @@ class ShardedAdamW:
                 "exp_avg": torch.zeros_like(shard),
                 "exp_avg_sq": torch.zeros_like(shard),
             }
-        if world.device.type == "cuda":
-            # The caching allocator keeps what is freed, for the gradients.
-            _ = [torch.empty_like(shard) for shard in self._shards.values()]
+        # The caching allocator keeps what is freed, for the gradients.
+        _ = [torch.empty_like(shard) for shard in self._shards.values() if shard.is_cuda]
 
     def update(self, step: int) -> float:
         """Clips the accumulated gradients and takes one step; the gradients are gone afterwards.

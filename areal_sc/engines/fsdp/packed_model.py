@@ -296,11 +296,15 @@ def _single_row(causal_lm: Any, row: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def probe_hidden(model: PackedModel, layers: Sequence[nn.Module]) -> torch.Tensor:
+def probe_hidden(
+    model: PackedModel, layers: Sequence[nn.Module], device: torch.device
+) -> torch.Tensor:
     """Hidden states of a few rows behind the last of the layers, float32, of this rank's tokens.
 
     The model may be spread over ranks; all make the call.
 
+    Args:
+        device: on which it computes.
     Returns: [1, C, H], padding included; or padded rows, where the model does not pack them.
     Raises: ModelError: no layer is called.
     """
@@ -313,7 +317,7 @@ def probe_hidden(model: PackedModel, layers: Sequence[nn.Module]) -> torch.Tenso
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(capture))
-        _probe(model, probe_rows(vocabulary, model.device), model.abilities)
+        _probe(model, probe_rows(vocabulary, device), model.abilities)
     if not newest:
         raise ModelError(f"{type(model.causal_lm).__name__} does not name its decoder layers")
     return newest[0].float().cpu()

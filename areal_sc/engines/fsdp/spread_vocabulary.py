@@ -42,6 +42,8 @@ class SpreadRows:
         num_rows: R.
         group: several ranks; each has a run of rows, the ranks before it those above.
         dtype: in which they are gathered; gradients are float32.
+
+    Rows and gradients that a rank keeps may lie in host memory: what is gathered is on its device.
     """
 
     num_rows: int
@@ -79,7 +81,8 @@ class SpreadRows:
 
     def gather(self, own: torch.Tensor, piece: range) -> torch.Tensor:
         """[M, H] of each rank's own [n, H]: the rows of the piece, as `rows_in`."""
-        sent = _padded(own[piece.start : piece.stop].to(self.dtype), len(piece))
+        sent = own[piece.start : piece.stop].to(self.group.device, self.dtype)
+        sent = _padded(sent, len(piece))
         gathered = sent.new_empty(self.group.size * len(piece), sent.shape[1])
         parts = list(torch.split(gathered, len(piece)))
         dist.all_gather(parts, sent.contiguous(), group=self.group.torch_group)
@@ -99,7 +102,7 @@ class SpreadRows:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         target = weight.grad[piece.start : piece.stop]
-        target.add_(own[: len(target)], alpha=1 / self.group.size)
+        target.add_(own[: len(target)].to(target.device), alpha=1 / self.group.size)
 
 
 def spread_embedding(
@@ -162,7 +165,7 @@ class _SpreadEmbedding(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, token_ids)
         ctx.rows, ctx.padding_idx = rows, padding_idx
-        found = weight.new_empty(len(token_ids), weight.shape[1], dtype=rows.dtype)
+        found = token_ids.new_empty(len(token_ids), weight.shape[1], dtype=rows.dtype)
         for piece in rows.pieces(weight.shape[1]):
             tokens, places = _tokens_of(piece, token_ids, rows.share)
             found[tokens] = rows.gather(weight, piece)[places]
@@ -174,7 +177,8 @@ class _SpreadEmbedding(torch.autograd.Function):
         rows = ctx.rows
         for piece in rows.pieces(weight.shape[1]):
             tokens, places = _tokens_of(piece, token_ids, rows.share, ctx.padding_idx)
-            gathered = weight.new_zeros(rows.num_rows_in(piece), weight.shape[1])
+            size = rows.num_rows_in(piece), weight.shape[1]
+            gathered = grad.new_zeros(size, dtype=weight.dtype)
             gathered.index_add_(0, places, grad[tokens].to(weight.dtype))
             rows.add_averaged(weight, gathered, piece)
         return None, None, None, None

@@ -15,6 +15,7 @@ from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
+from areal_sc.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class MegatronPPOActor(TrainHandle):
         return Device.cpu if is_on_cpu() else self.config.device, 1
 
     def check(self, count_devices: Callable[[], int] | None) -> None:
+        if self.config.cpu_offload:
+            raise ConfigError(
+                "actor.cpu_offload: expected false with actor.engine=megatron, got true; "
+                "actor.engine=fsdp has it"
+            )
         check_ranks(self.config.parallel)
         if count_devices is not None:
             check_machine(self.config.device, count_devices)

@@ -72,7 +72,7 @@ def gather_whole(
     Returns: by name; one that is whole already, and has this dtype, is itself returned.
     """
     if world.size == 1:
-        return [(name, values(name).to(dtype)) for name in names]
+        return [(name, values(name).to(world.device, dtype)) for name in names]
     unfilled = (
         (name, torch.empty(parts.shapes[name], dtype=dtype, device="meta")) for name in names
     )

@@ -177,6 +177,22 @@ def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> 
     assert gathered("actor.parallel.tensor=2") == gathered() == 0
 
 
+def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> None:
+    """And the device has what is gathered, of which a layer's share comes and goes."""
+    folder = stand_in(tmp_path / "model", 100, 400, 300, 400)
+    num_parameters = 1200
+    machine = Machine(1 << 40, (1 << 30,))
+    needed = {}
+    for offload in ("false", "true"):
+        settings = (*SIZES, "actor.dtype=bfloat16", f"actor.cpu_offload={offload}")
+        trainer = plan(load(f"actor.path={folder}", *settings), lambda: machine).workers[0]
+        needed[offload] = trainer.memory
+    held, gathered = (8 + 8) * num_parameters, (2 * 3 + 4) * 400
+    assert needed["false"]["cuda:0"] == held + gathered
+    assert needed["true"]["cuda:0"] == gathered + (2 + 4) * 400
+    assert needed["true"]["host"] - needed["false"]["host"] == held
+
+
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
     """Values, gradients and their copy; alone, two gradients that are added to earlier ones."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)

@@ -48,6 +48,11 @@ def test_meshes_that_fit_no_model(parallel: dict[str, int], message: str) -> Non
         MegatronPPOActor(actor(parallel=parallel)).check(None)
 
 
+def test_parameters_are_not_kept_in_host_memory() -> None:
+    with pytest.raises(ConfigError, match=r"cpu_offload: expected false with .*=megatron"):
+        MegatronPPOActor(actor(cpu_offload=True)).check(None)
+
+
 @pytest.mark.parametrize(
     ("config", "parallel", "message"),
     [
