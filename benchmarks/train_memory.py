@@ -10,8 +10,8 @@ that needs most:
 - dry_run: what the step has at most, over parameters, gradients and optimizer as `--dry-run`
   counts them.
 - loading_first, loading_others: what loading takes at most, over what the rank then keeps and the
-  two largest tensors; of rank 0, and of the others. With FSDP a rank keeps its share of the
-  parameters; with Megatron-core also their gradients and optimizer state.
+  two largest tensors; of rank 0, and of the others. FSDP's loading keeps a rank's share of the
+  parameters; that of Megatron-core also their gradients and optimizer state.
 
 Of FSDP alone:
 
@@ -25,6 +25,7 @@ CUDA's place.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ import report
 from processes import memory_growth, resident_bytes
 from qwen2_models import Shape, build
 from random_model_run import model_folder
-from torch import multiprocessing, set_num_threads
+from torch import device, multiprocessing, set_num_threads
 from train_throughput import actor_config
 from train_workload import Workload, make_rows
 from transformers.utils import logging as hf_logging
@@ -45,10 +46,12 @@ from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
+from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.handle_base import FLOAT32_BYTES
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.megatron.machine import ON_CPU
 from areal_sc.engines.training.causal_lm import read_causal_lm
+from areal_sc.engines.training.process_group import ProcessGroups
 
 FSDP_MESHES = {
     "one": ParallelConfig(),
@@ -98,8 +101,11 @@ def run_rank(
     rows, loss, pid = make_rows(workload), loss_of(config.ppo), os.getpid()
     engine = make_actor(config).build()
     begun = resident_bytes(pid)
-    with memory_growth(pid, begun) as loading:
+    is_fsdp = config.engine == TrainEngineKind.fsdp
+    loading = load(rank, config, address) if is_fsdp else 0
+    with memory_growth(pid, resident_bytes(pid)) as start:
         engine.initialize(rank, config.parallel.num_ranks, address)
+    loading = loading or start["private"]
     rows = replace(
         rows, fields={**rows.fields, "proximal_logprobs": rows.fields["behavior_logprobs"]}
     )
@@ -107,7 +113,24 @@ def run_rank(
     held = resident_bytes(pid)
     with memory_growth(pid, held) as step:
         engine.update([rows], loss, step=1)
-    found.put(Found(rank, loading["private"], held["private"] - begun["private"], step["private"]))
+    found.put(Found(rank, loading, held["private"] - begun["private"], step["private"]))
+
+
+def load(rank: int, config: ActorConfig, address: str) -> int:
+    """Bytes that FSDP's loading takes at most, without the optimizer state that an engine adds."""
+    groups = ProcessGroups.join(
+        rank,
+        config.parallel.num_ranks,
+        address,
+        device("cpu"),
+        config.parallel,
+        hosted=None,
+        is_needed=config.parallel.num_ranks > 1,
+    )
+    with memory_growth(os.getpid(), resident_bytes(os.getpid())) as growth:
+        load_sharded_model(config, groups)
+    gc.collect()  # modules refer to each other
+    return growth["private"]
 
 
 def measure(config: ActorConfig, workload: Workload, small: Path) -> list[Found]:
