@@ -145,7 +145,8 @@ class Autoscaler:
         share = f"the trainer waits {waited:.0%} of its time"
         before = self._before
         if 0 < before < num and _rests(waited) > HELPED * _rests(self._waited_before):
-            self._note_vain(num)
+            for number in range(before + 1, num + 1):  # fewer of them help less still
+                self._note_vain(number)
             return self._to(before, waited, f"{share}, as with {before} workers")
         if num == self._trial and self._step < self._trial_step + FIRST_PATIENCE:
             self._note_vain(num)

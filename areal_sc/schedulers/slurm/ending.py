@@ -68,10 +68,10 @@ def end_jobs(
                 # without a signal the tasks of a step are killed at once; a job's are asked
                 signal = [] if is_late else ["--signal=TERM"]
                 alive = [job for job, state in states.items() if state != "COMPLETING"]
+                is_any_cancelled |= bool(alive)  # also if no answer tells so
                 for words in (alive, [*signal, *running] if running else []):
                     if words:
                         commands.run_command(["scancel", *words])
-                is_any_cancelled |= bool(alive)
                 cancel_s = max(grace_end_s, time.monotonic() + CANCEL_AGAIN_S)
         except (ConfigError, SchedulerSilent) as error:
             logger.warning("the end of the run's jobs is not known: %s", error)

@@ -18,6 +18,8 @@ import sys
 import time
 from typing import Final
 
+from msgspec import json
+
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.log import setup_logging
 from areal_sc.process import name_process
@@ -46,7 +48,7 @@ class Guard:
     def __init__(self, folder: RunFolder, orphan_timeout_s: float) -> None:
         owner = Owner.read(folder.path)
         assert owner is not None, "this process"
-        words = str(folder.path), str(owner.term), str(orphan_timeout_s)
+        words = str(folder.path), json.encode(owner).decode(), str(orphan_timeout_s)
         with folder.log_path("guard").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "areal_sc.schedulers.slurm.guard", *words],
@@ -71,21 +73,21 @@ class Guard:
 
 def main() -> None:
     """The guard as a process."""
-    run_dir, term, orphan_timeout_s = sys.argv[1:]
+    run_dir, owner, orphan_timeout_s = sys.argv[1:]
     setup_logging("guard")
     name_process("guard")
     sys.stdin.read()
-    watch(RunFolder(run_dir), int(term), float(orphan_timeout_s))
+    watch(RunFolder(run_dir), json.decode(owner, type=Owner), float(orphan_timeout_s))
 
 
-def watch(folder: RunFolder, term: int, orphan_timeout_s: float) -> None:
+def watch(folder: RunFolder, gone: Owner, orphan_timeout_s: float) -> None:
     """Returns when the jobs are the next start's, or cancelled.
 
     Args:
-        term: of the script that is gone.
+        gone: the script.
     """
     give_up_s = time.monotonic() + orphan_timeout_s
-    while _are_left(folder, term):
+    while _are_left(folder, gone):
         left_s = give_up_s - time.monotonic()
         if left_s <= 0:
             break
@@ -93,7 +95,7 @@ def watch(folder: RunFolder, term: int, orphan_timeout_s: float) -> None:
     give_up_s, pause_s = time.monotonic() + PATIENCE_S, _PAUSE_S
     while time.monotonic() < give_up_s:
         try:
-            if not _cancel(folder, term):
+            if not _cancel(folder, gone):
                 return
         except (ArealError, OSError) as error:
             logger.warning("jobs are not cancelled yet: %s", error)
@@ -101,33 +103,35 @@ def watch(folder: RunFolder, term: int, orphan_timeout_s: float) -> None:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _are_left(folder: RunFolder, term: int) -> bool:
+def _are_left(folder: RunFolder, gone: Owner) -> bool:
     """Whether there may be jobs for the next start of the script, which has not come."""
     try:
-        return folder.jobs_path.exists() and _is_newest(folder, term)
+        return folder.jobs_path.exists() and _is_newest(folder, gone)
     except (RunFolderError, OSError) as error:
         logger.warning("the run folder is not read: %s", error)
         return True
 
 
-def _is_newest(folder: RunFolder, term: int) -> bool:
-    """Whether the script was not started again."""
-    owner = Owner.read(folder.path)
-    return owner is not None and owner.term == term
+def _is_newest(folder: RunFolder, gone: Owner) -> bool:
+    """Whether the script was not started again.
+
+    Terms alone do not tell: they begin again in a folder that was deleted and made anew.
+    """
+    return Owner.read(folder.path) == gone
 
 
-def _cancel(folder: RunFolder, term: int) -> bool:
+def _cancel(folder: RunFolder, gone: Owner) -> bool:
     """Whether there may be more to cancel.
 
     Raises: SchedulerSilent. ConfigError: SLURM refuses. RunFolderError, OSError: the folder is not
         read.
     """
     known = JobsFile.read(folder)
-    if known is None or not _is_newest(folder, term):
+    if known is None or not _is_newest(folder, gone):
         return False
     states = commands.named_jobs([job.name for job in known.jobs if job.is_own])
     left = [job for job, state in states.items() if state != "COMPLETING"]
-    if left and _is_newest(folder, term):  # SLURM may have taken long to answer
+    if left and _is_newest(folder, gone):  # SLURM may have taken long to answer
         logger.warning("jobs=%s are cancelled: their script is gone", left)
         commands.cancel(left)
     # a slurmctld that answers again may have forgotten that, or have a submission still before it

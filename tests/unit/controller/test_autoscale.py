@@ -94,6 +94,19 @@ def test_more_workers_that_do_not_help_are_given_back() -> None:
     assert (number, most) == (2, 4)
 
 
+def test_where_more_workers_help_little_those_between_are_not_tried_one_by_one() -> None:
+    """Without staleness the trainer always waits: 10 s, and 1 s by the number of workers."""
+    autoscaler, number, changes = Autoscaler(AutoscaleConfig(1, 64)), 8, list[int]()
+    for _ in range(FIRST_CHANGE + FIRST_PATIENCE):
+        waited_s = 10 + 1 / number
+        slack = -waited_s / (waited_s + 1)
+        change = autoscaler.note_step(SeenStep(number, slack, 0.0, is_steady=True))
+        if change is not None:
+            number = change.num_workers
+            changes.append(number)
+    assert changes == [16, 8]
+
+
 def test_nothing_is_concluded_from_steps_in_which_workers_were_missing() -> None:
     autoscaler = Autoscaler(AutoscaleConfig(1, 16))
     for step in range(200):

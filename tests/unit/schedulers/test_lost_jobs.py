@@ -88,7 +88,9 @@ def test_components_that_are_lost_are_submitted_again_together(
         assert variables[JOIN_SECRET] == "secret of one+0\nsecret of one+1"
         return "18"
 
-    monkeypatch.setattr(commands, "look_at", lambda ids: dict.fromkeys(ids, FORGOTTEN))
+    states = dict.fromkeys(["17+0", "17+1"], FORGOTTEN)
+    waits = JobState("PENDING")  # a slow machine looks again
+    monkeypatch.setattr(commands, "look_at", lambda ids: {it: states.get(it, waits) for it in ids})
     monkeypatch.setattr(commands, "found_job", lambda _: "")
     monkeypatch.setattr(commands, "submit", submit)
     components = [lost.of(record.job_id) for record in records]

@@ -51,3 +51,13 @@ def test_a_submission_that_slurmctld_had_still_before_it_is_cancelled(bin_folder
     assert is_ended()
     assert calls.read_text() == "--state=PENDING 17\n"
     assert not commands.named_jobs(["one"])
+
+
+def test_what_was_cancelled_without_an_answer_is_waited_for(bin_folder: Path) -> None:
+    looks = bin_folder / "squeue.calls"
+    running = "[ $n -eq 1 ] && echo RUNNING || echo COMPLETING"
+    state = f'n=$(wc -l <{looks}); [ $n -gt 6 ] || echo "17|$({running})"'
+    stand_in(bin_folder, "squeue", state)
+    stand_in(bin_folder, "scancel", SILENT)
+    assert is_ended(are_told=True)
+    assert len(looks.read_text().splitlines()) > 6

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import json
 
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.errors import ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import TERM, Owner
 from areal_sc.schedulers.slurm import commands, guard
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
 
-TERM = 3
+GONE = Owner(3, "login1", 7, 100, 1000.0)
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def wait_and_cancel(
     monkeypatch: pytest.MonkeyPatch, folder: RunFolder, is_newest: Callable[[], bool]
 ) -> None:
     monkeypatch.setattr(guard, "_is_newest", lambda *_: is_newest())
-    guard.watch(folder, TERM, 0.1)
+    guard.watch(folder, GONE, 0.1)
 
 
 def test_jobs_are_cancelled_although_the_folder_or_slurm_did_not_answer_for_a_while(
@@ -99,3 +102,19 @@ def test_the_next_start_of_the_script_has_its_jobs(
 ) -> None:
     wait_and_cancel(monkeypatch, folder, lambda: False)
     assert cancelled == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "expected"),
+    [
+        (GONE, ["17"]),
+        (replace(GONE, term=4, pid=8), []),
+        (replace(GONE, pid=8, start_ticks=200, began_s=2000.0), []),  # of a folder made anew
+    ],
+)
+def test_jobs_are_cancelled_of_the_script_that_is_gone_alone(
+    folder: RunFolder, cancelled: list[str], owner: Owner, expected: list[str]
+) -> None:
+    (folder.path / TERM).write_bytes(json.encode(owner))
+    guard.watch(folder, GONE, 0.1)
+    assert cancelled == expected
