@@ -44,5 +44,5 @@ def check_units(causal_lm: nn.Module, layers: Sequence[nn.Module]) -> None:
             raise ModelError(
                 f"{name} has one parameter in several places, {' and '.join(names)}: FSDP trains "
                 "what is in different layers apart; set actor.parallel.data=1, "
-                "actor.parallel.sequence=1 and actor.dtype=float32"
+                "actor.parallel.sequence=1, actor.dtype=float32 and actor.cpu_offload=false"
             )

@@ -104,7 +104,7 @@ class ModelSizes:
             )
         try:
             return cls._of(family, config)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ModelError(
                 f"config.json does not give the sizes of a {name} model ({error!r}); copy it again"
             ) from error

@@ -137,6 +137,8 @@ def test_a_broken_config_is_the_models_fault(tmp_path: Path) -> None:
     [
         {"num_hidden_layers": "four"},
         {"hidden_size": None},
+        {"num_attention_heads": 0},
+        {"rope_parameters": "default"},
         {"use_sliding_window": True, "sliding_window": 4, "layer_types": []},
     ],
 )
