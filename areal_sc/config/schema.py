@@ -225,6 +225,7 @@ class ActorConfig(Section):
     cpu_offload: bool = setting(
         False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"
     )
+    compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at one time", ge=1)
     num_threads: int = setting(1, "CPU threads a rank", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)

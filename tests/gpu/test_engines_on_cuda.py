@@ -80,7 +80,14 @@ def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: local_part(p).detach().float().cpu().clone() for name, p in parameters}
 
 
-@pytest.mark.parametrize("setting", ["", "activation_checkpointing", "cpu_offload"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("", "activation_checkpointing", "cpu_offload"),
+        # torch's compiler warns of its own code, and of what is slow
+        pytest.param("compile_layers", marks=pytest.mark.filterwarnings("default")),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), (Dtype.bfloat16, 5e-2)])
 def test_training_agrees_with_the_cpu(
     device: Device, build: Build, dtype: Dtype, tolerance: float, setting: str

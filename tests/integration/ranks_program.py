@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.handles import make_actor
@@ -181,6 +182,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         max_tokens_per_micro_batch=scenario.get("max_tokens", 64),
         activation_checkpointing=scenario.get("activation_checkpointing", False),
         cpu_offload=scenario.get("cpu_offload", False),
+        compile_layers=scenario.get("compile_layers", False),
         logprob_chunk_tokens=7,
         seed=0,
         parallel=ParallelConfig(**scenario.get("parallel", {})),
@@ -212,6 +214,7 @@ def run_rank(
     if scenario.get("pretends_device"):
         sys.path.insert(0, str(Path(__file__).parents[1]))
         importlib.import_module("pretended_device").install()
+    packed_model.COMPILER = "aot_eager"  # inductor takes minutes here
     engine = WeighedEngine(config) if is_weighed else make_actor(config).build()
     if address == "" and rank == 0:
         address = engine.create_rendezvous()
@@ -232,6 +235,7 @@ def run_rank(
             minibatches = [
                 make_minibatch(step, index, minibatch).take(minibatch["rows"][share])
                 for index, minibatch in enumerate(scenario["minibatches"])
+                if minibatch.get("step", step) == step
             ]
             return engine.update(
                 minibatches,
@@ -243,6 +247,9 @@ def run_rank(
         for step in scenario["steps"]:
             before = count_tensor_bytes() if is_weighed else 0
             result["stats"].append(train_step(step))
+            if config.compile_layers:
+                counters = importlib.import_module("torch._dynamo.utils").counters
+                result.setdefault("num_graphs", []).append(counters["stats"]["unique_graphs"])
             if isinstance(engine, WeighedEngine):
                 result["held_bytes"] = [count - before for count in engine.tensor_bytes]
                 engine.tensor_bytes.clear()
@@ -304,6 +311,8 @@ def main(folder: Path) -> None:
     scenarios = json.loads((folder / "scenarios.json").read_text())
     if any(scenario.get("engine") == "megatron" for scenario in scenarios.values()):
         importlib.import_module("areal_sc.engines.megatron.engine")  # seconds, in each rank
+    if any("compile_layers" in scenario for scenario in scenarios.values()):
+        importlib.import_module("torch._dynamo.utils")
     for name, scenario in scenarios.items():
         run_scenario(name, scenario, folder)
 

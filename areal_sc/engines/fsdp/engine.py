@@ -140,7 +140,11 @@ class FSDPEngine(RankEngine):
     def _micro_batch(
         self, rows: PackedRows, chosen: Sequence[int], asked: torch.Tensor
     ) -> MicroBatch:
-        return make_micro_batch(rows, chosen, asked, self._model.layout, self.world.device)
+        # torch.compile would compile layers anew for a rank that has one token
+        least = 2 * self._groups.sequence.size if self.config.compile_layers else 0
+        return make_micro_batch(
+            rows, chosen, asked, self._model.layout, self.world.device, num_tokens=least
+        )
 
     def _forward(self, batch: MicroBatch, rows: PackedRows) -> Outputs:
         logprobs, entropy = self._model(

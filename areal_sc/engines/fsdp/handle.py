@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from areal_sc.config.machine import Machine
+from areal_sc.config.machine import Machine, resolved_device
 from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActorConfig, Dtype
+from areal_sc.config.schema import ActorConfig, Device, Dtype
 from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
@@ -41,6 +43,14 @@ class FSDPPPOActor(TrainHandle):
                 raise ConfigError(
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
+                )
+        if self.config.compile_layers and count_devices is not None:
+            device = resolved_device(self.config.device, count_devices(), "actor.device")
+            compiler = os.environ.get("CXX", "g++")
+            if device == Device.cpu and shutil.which(compiler) is None:
+                raise ConfigError(
+                    f"actor.compile_layers: expected a C++ compiler on a CPU, and {compiler} is "
+                    "not installed here; install it, or set actor.compile_layers=false"
                 )
 
     def check_model(self, folder: Path) -> None:

@@ -84,8 +84,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
         _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
-        if config.activation_checkpointing:
-            _checkpoint_layers(model.causal_lm)
+        _wrap_layers(model, config)
         return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
@@ -94,8 +93,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     model.abilities = trial.abilities
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
     check_sequence_parallel(causal_lm, config.parallel, packs=model.attends_by_interface)
-    if config.activation_checkpointing:
-        _checkpoint_layers(causal_lm)
+    _wrap_layers(model, config)
     parts = CutParts(cuts, world.rank, groups.rows.size)
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
@@ -140,14 +138,21 @@ def _check_supported(causal_lm: Any, max_tokens: int) -> None:
             )
 
 
-def _checkpoint_layers(causal_lm: nn.Module) -> None:
-    """Wraps each layer's forward, inside of FSDP's hooks, to compute activations twice."""
-    layers = decoder_layers(causal_lm)
+def _wrap_layers(model: PackedModel, config: ActorConfig) -> None:
+    """Compiles each layer's forward, and computes activations twice, inside of FSDP's hooks.
+
+    Raises: ModelError: as `compile_layers`.
+    """
+    layers = decoder_layers(model.causal_lm)
+    if config.compile_layers:
+        model.compile_layers(layers)
+    if not config.activation_checkpointing:
+        return
     if not layers:
         logger.warning(
             "actor.activation_checkpointing has no effect: model=%s does not name its decoder "
             "layers",
-            type(causal_lm).__name__,
+            type(model.causal_lm).__name__,
         )
     for layer in layers:
         layer.forward = functools.partial(

@@ -25,6 +25,7 @@ from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.small_limits import with_small_limits
 from areal_sc.engines.training.packed_attention import (
     ATTENTION_NAME,
+    UNCOMPILED_NAME,
     PackedLayout,
     register_packed_attention,
 )
@@ -33,6 +34,9 @@ from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError
 
 logger = logging.getLogger(__name__)
+
+COMPILER = "inductor"
+"""The backend of torch.compile."""
 
 # Models that fail the probe do so by far: 0.66 where attention crosses rows.
 _PROBE_TOLERANCE = 3e-4  # nats, float32
@@ -67,6 +71,7 @@ class PackedModel(nn.Module):
 
     Attributes:
         own_attention: the implementation that transformers has chosen for the model.
+        packed_attention: the name of the implementation for packed rows.
         vocabulary: what the ranks that share this one's tokens have of the output layer; None: all
             of it.
         head_rows: how that is spread over ranks which compute other tokens; None: FSDP has it.
@@ -78,6 +83,7 @@ class PackedModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
         self.own_attention: str = causal_lm.config._attn_implementation
+        self.packed_attention = ATTENTION_NAME
         self.vocabulary: VocabularyPart | None = None
         self.head_rows: SpreadRows | None = None
         self.sequence: ProcessGroup | None = None
@@ -101,14 +107,39 @@ class PackedModel(nn.Module):
         self._abilities = abilities
         model = self.causal_lm
         if model._supports_attention_backend and model._can_set_attn_implementation():
+            register_packed_attention()
             model.set_attn_implementation(
-                register_packed_attention() if abilities.packs else self.own_attention
+                self.packed_attention if abilities.packs else self.own_attention
             )
 
     @property
     def attends_by_interface(self) -> bool:
         """Whether its layers call the attention of this engine, and none of their own."""
-        return bool(self.causal_lm.config._attn_implementation == ATTENTION_NAME)
+        return bool(self.causal_lm.config._attn_implementation == self.packed_attention)
+
+    def compile_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Has torch compile the forward of each of its decoder layers, except attention.
+
+        The layers stay the modules that they are: parameters keep their names, and hooks of FSDP,
+        which come later, are not compiled. Layers of one class share what is compiled.
+
+        Raises: ModelError: the layers are not known, or do not call this engine's attention.
+        """
+        name = type(self.causal_lm).__name__
+        if not layers:
+            raise ModelError(
+                f"{name} does not name its decoder layers; expected actor.compile_layers=false, "
+                "got true"
+            )
+        if not self.attends_by_interface:
+            raise ModelError(
+                f"{name} does not attend within packed rows by transformers' attention interface; "
+                "expected actor.compile_layers=false, got true"
+            )
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=True)
+        self.packed_attention = UNCOMPILED_NAME
+        self.abilities = self._abilities
 
     @property
     def _body(self) -> Any:

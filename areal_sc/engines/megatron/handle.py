@@ -35,11 +35,12 @@ class MegatronPPOActor(TrainHandle):
         return Device.cpu if is_on_cpu() else self.config.device, 1
 
     def check(self, count_devices: Callable[[], int] | None) -> None:
-        if self.config.cpu_offload:
-            raise ConfigError(
-                "actor.cpu_offload: expected false with actor.engine=megatron, got true; "
-                "actor.engine=fsdp has it"
-            )
+        for name in ("cpu_offload", "compile_layers"):
+            if getattr(self.config, name):
+                raise ConfigError(
+                    f"actor.{name}: expected false with actor.engine=megatron, got true; "
+                    "actor.engine=fsdp has it"
+                )
         check_ranks(self.config.parallel)
         if count_devices is not None:
             check_machine(self.config.device, count_devices)

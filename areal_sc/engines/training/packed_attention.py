@@ -28,6 +28,8 @@ from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.sequence_parallel import SequencePart
 
 ATTENTION_NAME = "areal_sc_packed"
+UNCOMPILED_NAME = "areal_sc_packed_uncompiled"
+"""The same attention, for layers that torch compiles."""
 # One call costs about as much as this many multiply-adds of a forward pass; measured on a CPU.
 _CALL_COST_CPU = 100_000
 _CALL_COST_CUDA = 100_000_000
@@ -150,10 +152,10 @@ def _padding_indices(
     return torch.cat(pad_pieces), unpad_index
 
 
-def register_packed_attention() -> str:
-    """Makes the attention known to transformers; returns its name for `attn_implementation`."""
+def register_packed_attention() -> None:
+    """Makes the attention known to transformers, under both names."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    return ATTENTION_NAME
+    AttentionInterface.register(UNCOMPILED_NAME, _uncompiled_attention)
 
 
 def packed_attention(
@@ -197,6 +199,16 @@ def packed_attention(
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         attended = attend_rows(query, key, value, rule, layout)[None]
     return attended if part is None else part.to_tokens(attended), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_attention(*args: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+    """As `packed_attention`, which torch would compile anew for every set of rows.
+
+    The result is not a view: the code after it would be compiled anew for every kind of view.
+    """
+    attended, _ = packed_attention(*args, **settings)
+    return attended.clone(memory_format=torch.contiguous_format), None
 
 
 def attend_rows(

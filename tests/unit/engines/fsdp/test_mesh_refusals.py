@@ -10,6 +10,8 @@ import transformers as hf
 from unit.engines.families import EXPERTS, LIMIT, LONGROPE, SIZES
 
 from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.schema import ActorConfig, Device
+from areal_sc.engines.fsdp.handle import FSDPPPOActor
 from areal_sc.engines.fsdp.tensor_parallel import plan_cuts
 from areal_sc.engines.training.sequence_parallel import check_sequence_parallel
 from areal_sc.errors import ConfigError, ModelError
@@ -34,6 +36,14 @@ def model_of(config: Any) -> Any:
 def test_models_that_are_not_cut(config: Any, message: str) -> None:
     with pytest.raises(ModelError, match=f"{message}.*tensor=1, and more actor.parallel.data"):
         plan_cuts(model_of(config), 2, cuts_vocabulary=True)
+
+
+def test_compiled_layers_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = FSDPPPOActor(ActorConfig(path="model", device=Device.cpu, compile_layers=True))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"compile_layers: expected a C\+\+ .* no-such-compiler"):
+        actor.check(lambda: 0)
+    actor.check(None)  # another machine's
 
 
 def test_experts_are_cut_where_other_ranks_can_be_skipped() -> None:

@@ -51,6 +51,16 @@ def test_a_model_that_sees_what_comes_is_refused(tmp_path: Path) -> None:
     assert load(tmp_path, config).abilities == OWN_HEAD
 
 
+def test_layers_that_are_not_compiled_are_refused(tmp_path: Path) -> None:
+    ctrl = hf.CTRLConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, dff=32, n_positions=64)
+    with pytest.raises(ModelError, match=r"CTRLLMHeadModel does not name .*=false, got true"):
+        load(tmp_path, ctrl, compile_layers=True)
+    model = load(tmp_path, hf.LlamaConfig(**SIZES))
+    model.abilities = PADDED
+    with pytest.raises(ModelError, match=r"Llama.* does not attend within packed .*=false, got"):
+        model.compile_layers(list(model.causal_lm.model.layers))
+
+
 def test_a_model_that_takes_rows_of_some_lengths_only_is_refused(tmp_path: Path) -> None:
     config = hf.xLSTMConfig(
         **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4},

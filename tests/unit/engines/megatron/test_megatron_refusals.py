@@ -48,9 +48,10 @@ def test_meshes_that_fit_no_model(parallel: dict[str, int], message: str) -> Non
         MegatronPPOActor(actor(parallel=parallel)).check(None)
 
 
-def test_parameters_are_not_kept_in_host_memory() -> None:
-    with pytest.raises(ConfigError, match=r"cpu_offload: expected false with .*=megatron"):
-        MegatronPPOActor(actor(cpu_offload=True)).check(None)
+@pytest.mark.parametrize("name", ["cpu_offload", "compile_layers"])
+def test_settings_of_the_other_engine(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected false with .*=megatron"):
+        MegatronPPOActor(actor(**{name: True})).check(None)
 
 
 @pytest.mark.parametrize(

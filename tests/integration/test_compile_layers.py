@@ -1,0 +1,96 @@
+"""Layers that torch compiles train as others do; for other rows nothing is compiled anew."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from integration.test_meshes import (
+    PROGRAM,
+    SIZES,
+    Results,
+    assert_same_training,
+    difference,
+    loaded_weights,
+    save_model,
+    scenario,
+)
+
+LENGTHS = [[4, 17, 9], [11, 6, 14, 3, 9, 20, 5, 8], [7, 30, 12, 21, 5]]
+"""Of each update's rows: one micro-batch of 64 tokens at most, two, and two."""
+
+
+def minibatches(num_shares: int) -> list[dict[str, Any]]:
+    """One for each step. The first of two shares has one row of it, and so fewer micro-batches."""
+    return [
+        {
+            "step": step,
+            "lengths": lengths,
+            "rows": [[0], rows[1:]] if num_shares == 2 else [rows],
+        }
+        for step, lengths in enumerate(LENGTHS)
+        for rows in [list(range(len(lengths)))]
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    """Scenario name -> what each rank left."""
+    model = save_model(folder / "model", hf.Qwen2Config(**SIZES, tie_word_embeddings=True))
+    alone = {"steps": [0, 1, 2], "minibatches": minibatches(1)}
+    scenarios = {
+        "uncompiled": scenario(model, "one", **alone),
+        "one": scenario(model, "one", **alone, compile_layers=True),
+        "dp2": scenario(
+            model,
+            "dp2",
+            steps=[0, 1, 2],
+            compile_layers=True,
+            activation_checkpointing=True,
+            **{"minibatches": minibatches(2), "save_hf": str(folder / "exported")},
+        ),
+    }
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
+        for name, it in scenarios.items()
+    }
+
+
+@pytest.mark.parametrize("mesh", ["one", "dp2"])
+def test_training_is_that_of_layers_that_are_not_compiled(mesh: str, results: Results) -> None:
+    """On dp2, activations are recomputed."""
+    assert_same_training(results[mesh], results["uncompiled"][0])
+
+
+@pytest.mark.parametrize("mesh", ["one", "dp2"])
+def test_other_rows_compile_nothing_anew(mesh: str, results: Results) -> None:
+    for rank in results[mesh]:
+        first, *others = rank["num_graphs"]
+        assert first > 0
+        assert others == [first, first]
+
+
+def test_an_export_has_the_names_and_weights_of_the_model(results: Results, folder: Path) -> None:
+    weights = loaded_weights(folder / "exported")
+    assert weights.keys() == loaded_weights(folder / "model").keys()
+    assert difference(weights, results["dp2"][0]["weights"]) == 0
