@@ -203,10 +203,12 @@ class RunFolder(RunFiles):
 
         Args:
             last: who has ended.
-        Raises: RunFolderError: a process has it. StaleTerm: one has had it since.
+        Raises: RunFolderError: a process has it, or it cannot be written. StaleTerm: one has had it
+            since.
         """
         assert self._lock is None, f"run folder {self.path} is open already"
-        self._lock = take_folder(self.path)
+        with self._errors_named():
+            self._lock = take_folder(self.path)
         self.term = None if last is None else RunTerm(last.term, self.path)
         self.check_term()
 
