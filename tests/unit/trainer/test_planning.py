@@ -280,6 +280,12 @@ def test_a_bound_that_nobody_needs_is_lowered(make_steps: MakeSteps) -> None:
     assert plan.advised.staleness < plan.present.staleness - 4
 
 
+def test_a_bound_that_just_suffices_is_raised_by_one_to_spare(make_steps: MakeSteps) -> None:
+    plan = plan_of(make_steps(range(1, 61), max_staleness=1), config_of(max_staleness=1))
+    assert plan.settings == "rollout.max_staleness=2"
+    assert plan.advised.step_s == pytest.approx(plan.present.step_s, rel=0.02)
+
+
 def test_earlier_forecasts_are_judged(make_steps: MakeSteps) -> None:
     steps = make_steps(range(1, 41))
     steps += make_steps(range(41, 81), num_train_workers=2, train_s=0.9, step_time_s=1.1)
@@ -442,9 +448,9 @@ def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> Non
 
 
 def test_ranks_that_share_cores_are_worth_a_try(make_steps: MakeSteps) -> None:
-    config = config_of()
+    config = config_of(max_staleness=2)
     config.actor.parallel.data = 2
-    steps = make_steps(range(1, 41), num_train_workers=2)
+    steps = make_steps(range(1, 41), num_train_workers=2, max_staleness=2)
     plan = make_plan(steps, config, num_cores=2)
     assert plan is not None
     assert plan.settings == ""
