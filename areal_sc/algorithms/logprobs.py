@@ -47,6 +47,7 @@ def chunked_logprobs(
     temperatures: torch.Tensor | None = None,
     chunk_tokens: int = 1024,
     vocabulary: VocabularyPart | None = None,
+    adds_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperatures) at the targets, and the entropy.
 
@@ -62,6 +63,8 @@ def chunked_logprobs(
         temperatures: [N] > 0, what the logits of each position are divided by; None: 1.
         chunk_tokens: >= 1.
         vocabulary: of which `weight` and `bias` are a part; None: all of it.
+        adds_gradient: the gradient of `weight`, a float32 leaf, is added to `weight.grad` and given
+            to nobody else, so that no second one of its size exists.
     Returns: logprobs [N] and entropy [N] in nats, differentiable in `hidden`, `weight` and `bias`.
     Raises: ValueError: shapes do not fit, or `chunk_tokens` is not positive.
     """
@@ -80,7 +83,7 @@ def chunked_logprobs(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be >= 1")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, chunk_tokens, vocabulary
+        hidden, weight, bias, targets, temperatures, chunk_tokens, vocabulary, adds_gradient
     )
     return logprobs, entropy
 
@@ -180,6 +183,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperatures: torch.Tensor | None,
         chunk_tokens: int,
         vocabulary: VocabularyPart | None,
+        adds_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         is_foreign = None
         if vocabulary is not None:
@@ -220,6 +224,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         ctx.chunk_tokens = chunk_tokens
         ctx.vocabulary = vocabulary
+        ctx.adds_gradient = adds_gradient
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -235,7 +240,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype, values = normalizer.dtype, weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        grad_weight = None
+        if needs_weight and ctx.adds_gradient:
+            grad_weight = gradient_of(weight)
+        elif needs_weight:
+            grad_weight = torch.zeros_like(weight, dtype=dtype)
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         for start in range(0, len(targets), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
@@ -268,11 +277,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
             ctx.vocabulary.sum(grad_hidden)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
+        if ctx.adds_gradient:
+            grad_weight = None
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+
+
+def gradient_of(weight: torch.Tensor) -> torch.Tensor:
+    """`weight.grad`, zeros where it had none: what may be added to."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
 def entropy_gradient(

@@ -2,7 +2,7 @@
 
 Ranks form a mesh: each share of the rows is computed by a model group, whose ranks split the tokens
 (`sequence_parallel`) and the layers (`tensor_parallel`); FSDP spreads what each rank of a tensor
-group has over all others of its kind (embeddings and output layer: `spread_vocabulary`).
+group has over all others of its kind (embeddings and output layer: `vocabulary`).
 
 Each micro-batch goes forward and backward once; its gradients are averaged over the ranks at once
 and added up in each rank's own part, so no rank ever holds those of the whole model.

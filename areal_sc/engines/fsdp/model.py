@@ -33,9 +33,9 @@ from areal_sc.engines.fsdp.packed_model import (
     probe_abilities,
     probe_hidden,
 )
-from areal_sc.engines.fsdp.spread_vocabulary import spread_vocabulary
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units
+from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
 from areal_sc.engines.training.causal_lm import (
     build_without_parameters,
@@ -85,6 +85,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
         _wrap_layers(model, config)
+        _add_gradients_at_once(model)
         return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
@@ -198,6 +199,8 @@ def _spread(
             own_rows, model.head_rows = spread_vocabulary(
                 causal_lm, groups.rows, compute_dtype(config)
             )
+            head = causal_lm.get_output_embeddings()
+            model.adds_head_gradient = model.head_rows is None and head.weight in own_rows
         # Temperatures, the only fractions among its arguments, are not rounded.
         policy = replace(policy, cast_forward_inputs=False)
         fully_shard(
@@ -212,10 +215,18 @@ def _spread(
             for unit in model.modules():
                 if isinstance(unit, FSDPModule):
                     unit.set_custom_reduce_scatter(InPlaceReduceScatter())
+    else:
+        _add_gradients_at_once(model)
     take_memory(model, torch.device("cpu") if config.cpu_offload else world.device)
     for name, values in buffers.items():
         module, _, own_name = name.rpartition(".")
         setattr(causal_lm.get_submodule(module), own_name, values.to(world.device))
+
+
+def _add_gradients_at_once(model: PackedModel) -> None:
+    """Those of embeddings and output layer, of which this rank has all that its tensor rank has."""
+    look_up_whole(model.causal_lm)
+    model.adds_head_gradient = True
 
 
 def _offload_policy(config: ActorConfig, device: torch.device) -> OffloadPolicy:

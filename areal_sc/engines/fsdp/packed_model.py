@@ -74,7 +74,9 @@ class PackedModel(nn.Module):
         packed_attention: the name of the implementation for packed rows.
         vocabulary: what the ranks that share this one's tokens have of the output layer; None: all
             of it.
-        head_rows: how that is spread over ranks which compute other tokens; None: FSDP has it.
+        head_rows: how that is spread over ranks which compute other tokens; None: it is not.
+        adds_head_gradient: whether it is neither spread nor FSDP's, so that its gradient can be
+            added up without autograd.
         sequence: ranks that share the tokens of each forward; None: this one has them all.
     """
 
@@ -86,6 +88,7 @@ class PackedModel(nn.Module):
         self.packed_attention = ATTENTION_NAME
         self.vocabulary: VocabularyPart | None = None
         self.head_rows: SpreadRows | None = None
+        self.adds_head_gradient = False
         self.sequence: ProcessGroup | None = None
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
@@ -186,7 +189,9 @@ class PackedModel(nn.Module):
         }
         if self.head_rows is not None:
             return spread_logprobs(hidden, head.weight, targets, self.head_rows, **settings)
-        return chunked_logprobs(hidden, head.weight, targets, **settings)
+        return chunked_logprobs(
+            hidden, head.weight, targets, **settings, adds_gradient=self.adds_head_gradient
+        )
 
     def _hidden(self, input_ids: torch.Tensor, layout: PackedLayout) -> tuple[Any, torch.Tensor]:
         """What the model without its head returns, and the [T, H] final hidden states in it."""

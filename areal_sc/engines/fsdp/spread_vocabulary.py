@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 from areal_sc.algorithms.logprobs import (
     VocabularyPart,
     add_gradient_product,
     entropy_gradient,
+    gradient_of,
     part_of,
     scaled_logits,
 )
@@ -99,9 +99,7 @@ class SpreadRows:
         own = gathered.new_empty(len(piece), gathered.shape[1])
         parts = list(torch.split(gathered, len(piece)))
         dist.reduce_scatter(own, parts, group=self.group.torch_group)
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        target = weight.grad[piece.start : piece.stop]
+        target = gradient_of(weight)[piece.start : piece.stop]
         target.add_(own[: len(target)].to(target.device), alpha=1 / self.group.size)
 
 
@@ -357,58 +355,3 @@ class _Sums:
         self.total, self.weighed, self.of_targets = vocabulary.sum(
             torch.stack([self.total, self.weighed, self.of_targets])
         )
-
-
-class _SpreadForward:
-    """The forward of an embedding, in the dtype of its rows."""
-
-    def __init__(self, embeddings: nn.Embedding, rows: SpreadRows) -> None:
-        self._embeddings = embeddings
-        self._rows = rows
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        own = self._embeddings
-        if self._rows.group.size == 1:
-            return nn.Embedding.forward(own, token_ids).to(self._rows.dtype)
-        return spread_embedding(own.weight, token_ids, self._rows, own.padding_idx)
-
-
-def spread_vocabulary(
-    causal_lm: Any, group: ProcessGroup, dtype: torch.dtype
-) -> tuple[set[nn.Parameter], SpreadRows | None]:
-    """Leaves each rank its rows of embeddings and output layer, without values, where it can.
-
-    It can where the embeddings look rows up and do no more, and no third module has these rows; of
-    tied ones, either both or none.
-
-    Args:
-        causal_lm: its logits are the product of the output layer and the hidden states.
-        group: ranks that have the same rows so far.
-        dtype: in which the model computes.
-    Returns: the parameters that FSDP is to leave alone; and how the output layer is spread, None
-        where this rank has all of it.
-    """
-    embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
-    is_plain = type(embeddings).forward is nn.Embedding.forward and embeddings.max_norm is None
-    if not is_plain or _has_other_users(causal_lm, embeddings, head):
-        return set(), None
-    spread = {id(p): p for p in (embeddings.weight, head.weight)}
-    own = {key: _own_rows(weight, group) for key, weight in spread.items()}
-    of_embeddings = SpreadRows(len(embeddings.weight), group, dtype)
-    of_head = SpreadRows(len(head.weight), group, dtype)
-    embeddings.weight, head.weight = own[id(embeddings.weight)], own[id(head.weight)]
-    embeddings.forward = _SpreadForward(embeddings, of_embeddings)
-    return set(own.values()), of_head if group.size > 1 else None
-
-
-def _has_other_users(causal_lm: nn.Module, *modules: Any) -> bool:
-    """Whether a parameter of these modules is one of another module, too."""
-    own = {parameter for module in modules for parameter in module.parameters()}
-    others = (module for module in causal_lm.modules() if module not in modules)
-    return any(own & set(other.parameters(recurse=False)) for other in others)
-
-
-def _own_rows(weight: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
-    share = -(-len(weight) // group.size)
-    own = weight.detach()[group.rank * share : (group.rank + 1) * share]
-    return nn.Parameter(torch.empty_like(own), requires_grad=weight.requires_grad)

@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers as hf
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from unit.engines.families import HEADS_OF_8, SIZES
+from unit.engines.fsdp.largest_tensor import LargestTensor
 
 from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.engines.fsdp import spread_vocabulary as spread
@@ -209,20 +206,6 @@ def test_an_output_layer_that_is_not_trained_has_no_gradient(
         assert torch.allclose(found.double(), hidden.grad, atol=2e-5)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Of all that this thread makes, the number of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.count = max(self.count, found.numel())
-        return found
-
-
 def test_no_rank_ever_has_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
     tokens = torch.tensor([1, 4, 10])
@@ -244,35 +227,3 @@ def test_what_is_gathered_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(rows.pieces(WIDTH)) == [range(0, 2), range(2, 4), range(4, 6)]
     found = [rows.rows_in(piece, CPU).tolist() for piece in rows.pieces(WIDTH)]
     assert found == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10]]
-
-
-@pytest.mark.parametrize(
-    ("config", "is_spread"),
-    [
-        (hf.Qwen2Config(**SIZES, tie_word_embeddings=True), True),
-        (hf.Qwen2Config(**SIZES), True),
-        (hf.Gemma3TextConfig(**HEADS_OF_8), False),  # scales what it looks up
-    ],
-)
-def test_which_models_are_spread(config: Any, is_spread: bool) -> None:
-    causal_lm = hf.AutoModelForCausalLM.from_config(config)
-    before = causal_lm.get_output_embeddings().weight
-    group = ProcessGroup(0, 2, CPU)
-    own, rows = spread.spread_vocabulary(causal_lm, group, torch.float32)
-    embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
-    assert (embeddings.weight is head.weight) == config.tie_word_embeddings
-    if not is_spread:
-        assert (own, rows, head.weight is before) == (set(), None, True)
-        return
-    assert own == {embeddings.weight, head.weight}
-    assert {tuple(weight.shape) for weight in own} == {(32, 32)}
-    assert all(isinstance(weight, nn.Parameter) for weight in own)
-
-
-def test_rows_that_a_third_module_has_are_not_spread() -> None:
-    causal_lm = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(**SIZES))
-    causal_lm.further = nn.Linear(1, 1, bias=False)
-    causal_lm.further.weight = before = causal_lm.get_input_embeddings().weight
-    group = ProcessGroup(0, 2, CPU)
-    assert spread.spread_vocabulary(causal_lm, group, torch.float32) == (set(), None)
-    assert causal_lm.get_input_embeddings().weight is causal_lm.further.weight is before

@@ -1,0 +1,123 @@
+"""Which rows of embeddings and output layer a rank keeps, and how these get their gradients.
+
+Autograd would make gradients of all rows, one for each of the two, and hold both where they are
+tied, beside the sum of earlier micro-batches. Wherever FSDP does not have them, gradients are added
+to that sum at once; those of embeddings to the rows that were looked up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from areal_sc.algorithms.logprobs import gradient_of
+from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_embedding
+from areal_sc.engines.training.process_group import ProcessGroup
+
+
+def spread_vocabulary(
+    causal_lm: Any, group: ProcessGroup, dtype: torch.dtype
+) -> tuple[set[nn.Parameter], SpreadRows | None]:
+    """Leaves each rank its rows of embeddings and output layer, without values, where it can.
+
+    It can where the embeddings look rows up and do no more, and no third module has these rows; of
+    tied ones, either both or none.
+
+    Args:
+        causal_lm: its logits are the product of the output layer and the hidden states.
+        group: ranks that have the same rows so far.
+        dtype: in which the model computes.
+    Returns: the parameters that FSDP is to leave alone; and how the output layer is spread, None
+        where this rank has all of it.
+    """
+    embeddings, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    if not _is_plain(embeddings) or _has_other_users(causal_lm, embeddings, head):
+        return set(), None
+    spread = {id(p): p for p in (embeddings.weight, head.weight)}
+    own = {key: _own_rows(weight, group) for key, weight in spread.items()}
+    of_embeddings = SpreadRows(len(embeddings.weight), group, dtype)
+    of_head = SpreadRows(len(head.weight), group, dtype)
+    embeddings.weight, head.weight = own[id(embeddings.weight)], own[id(head.weight)]
+    embeddings.forward = (
+        _SpreadForward(embeddings, of_embeddings)
+        if group.size > 1
+        else _WholeForward(embeddings, dtype)
+    )
+    return set(own.values()), of_head if group.size > 1 else None
+
+
+def look_up_whole(causal_lm: Any) -> None:
+    """Embeddings that this rank has, and not FSDP, add their gradients at once, where they can."""
+    embeddings = causal_lm.get_input_embeddings()
+    if _is_plain(embeddings):
+        embeddings.forward = _WholeForward(embeddings, embeddings.weight.dtype)
+
+
+def _is_plain(embeddings: Any) -> bool:
+    """Whether it looks rows up and does no more."""
+    return type(embeddings).forward is nn.Embedding.forward and embeddings.max_norm is None
+
+
+def _has_other_users(causal_lm: nn.Module, *modules: Any) -> bool:
+    """Whether a parameter of these modules is one of another module, too."""
+    own = {parameter for module in modules for parameter in module.parameters()}
+    others = (module for module in causal_lm.modules() if module not in modules)
+    return any(own & set(other.parameters(recurse=False)) for other in others)
+
+
+def _own_rows(weight: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
+    share = -(-len(weight) // group.size)
+    own = weight.detach()[group.rank * share : (group.rank + 1) * share]
+    return nn.Parameter(torch.empty_like(own), requires_grad=weight.requires_grad)
+
+
+class _SpreadForward:
+    """The forward of an embedding of which this rank has some rows."""
+
+    def __init__(self, embeddings: nn.Embedding, rows: SpreadRows) -> None:
+        self._embeddings = embeddings
+        self._rows = rows
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        own = self._embeddings
+        return spread_embedding(own.weight, token_ids, self._rows, own.padding_idx)
+
+
+class _WholeForward:
+    """The forward of an embedding of which this rank has all rows.
+
+    Args:
+        dtype: of what it gives.
+    """
+
+    def __init__(self, embeddings: nn.Embedding, dtype: torch.dtype) -> None:
+        self._embeddings = embeddings
+        self._dtype = dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        own = self._embeddings
+        found: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+            own.weight, token_ids, own.padding_idx
+        )
+        return found.to(self._dtype)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, token_ids: torch.Tensor, padding_idx: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, token_ids)
+        ctx.padding_idx = padding_idx
+        return F.embedding(token_ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        weight, token_ids = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            grad = grad.masked_fill((token_ids == ctx.padding_idx)[..., None], 0)
+        gradient_of(weight).index_add_(0, token_ids.flatten(), grad.flatten(0, -2))
+        return None, None, None
