@@ -1,11 +1,14 @@
 """What the planner forecasts, against what then happens: on virtual time, and on this machine.
 
-    python benchmarks/planner.py [--quick] [--real | --drawn N] [--steps N] [--json FILE]
+    python benchmarks/planner.py [--quick] [--real | --drawn N] [--seeds N] [--steps N]
+        [--json FILE]
 
 A run is made at each operating point: a split of the devices, and a bound. From the steps of each,
 the planner forecasts all others: `error` is how far a forecast of a step's time is from what was
 measured, as a share of it. `regret` is how much longer a step is at the point that the planner
-advises than at the best of all points.
+advises than at the best of all points. With several seeds, these are of medians over the seeds, of
+what was measured and of what was forecast; `error_run` is the worst forecast of a single run, and
+`regret` the worst one of what any of the runs advises.
 
 Virtual time: the cluster of `scale.py` with 32 devices, whose workers take the time that
 `scale_costs.py` says. That knows more than the planner: new weights stop servers, and the caches of
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import report
@@ -36,7 +39,8 @@ from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.metrics_log import History
-from areal_sc.trainer.planning.advice import Plan, make_plan, shared_cores
+from areal_sc.trainer.planning.advice import Plan, make_plan
+from areal_sc.trainer.planning.cores import SharedCores, shared_cores
 from areal_sc.trainer.planning.figures import Figures, OperatingPoint, newest_figures
 from areal_sc.trainer.planning.forecast import Forecaster
 
@@ -51,6 +55,7 @@ REAL_POINTS = (
     OperatingPoint(1, 1, 1),
     OperatingPoint(1, 1, 2),
     OperatingPoint(1, 2, 4),
+    OperatingPoint(1, 2, 2),
     OperatingPoint(2, 1, 4),
 )
 
@@ -61,6 +66,12 @@ class Measured:
 
     config: GRPOConfig
     steps: Sequence[StepMetrics]
+
+    @property
+    def figures(self) -> Figures:
+        found = newest_figures(self.steps, self.config)
+        assert found is not None, "its steps tell too little"
+        return found
 
 
 def drawn(seed: int) -> tuple[Costs, list[OperatingPoint]]:
@@ -103,9 +114,9 @@ def simulated(costs: Costs, point: OperatingPoint, num_steps: int) -> Measured:
     return Measured(GRPOConfig(rollout=rollout), simulate(costs, side, num_steps))
 
 
-def real(folder: Path, point: OperatingPoint, num_steps: int) -> Measured:
+def real(folder: Path, point: OperatingPoint, num_steps: int, seed: int) -> Measured:
     """A run of the example on this machine."""
-    name = f"{point.num_train_workers}-{point.num_rollout_workers}-{point.max_staleness}"
+    name = f"{point.num_train_workers}-{point.num_rollout_workers}-{point.max_staleness}-{seed}"
     settings = {
         "run_dir": folder / name,
         "actor.path": folder / "warm_start",
@@ -114,6 +125,7 @@ def real(folder: Path, point: OperatingPoint, num_steps: int) -> Measured:
         "rollout.max_staleness": point.max_staleness,
         "evaluation.num_prompts": 8,
         "total_steps": num_steps,
+        "seed": seed,
     }
     program, config = ROOT / "examples/letter_sort.py", ROOT / "configs/letter_sort.yaml"
     changes = [f"{name}={value}" for name, value in settings.items()]
@@ -125,49 +137,63 @@ def real(folder: Path, point: OperatingPoint, num_steps: int) -> Measured:
 
 
 def compare(
-    run: Callable[[OperatingPoint], Measured], points: Iterable[OperatingPoint], *, is_real: bool
+    run: Callable[[OperatingPoint, int], Measured],
+    points: Iterable[OperatingPoint],
+    num_seeds: int,
+    *,
+    is_real: bool,
 ) -> report.Records:
     """What is forecast from each point for all others, and how good the advised ones are."""
-    runs: dict[OperatingPoint, Measured] = {}
-    figures: dict[OperatingPoint, Figures] = {}
-
-    def measure(point: OperatingPoint) -> None:
-        runs[point] = run(point)
-        found = newest_figures(runs[point].steps, runs[point].config)
-        assert found is not None, f"{point}: its steps tell too little"
-        figures[point] = found
-
-    for point in points:
-        measure(point)
-    num_cores = shared_cores(runs[point].config) if is_real else None
-    plans = {}
-    for point in list(runs):
-        plan = plans[point] = make_plan(runs[point].steps, runs[point].config, num_cores=num_cores)
-        assert plan is not None
-        if advised_by(plan) not in runs:
-            measure(advised_by(plan))
-    best_s = min(of_point.step_s for of_point in figures.values())
+    points, seeds = list(points), range(num_seeds)
+    runs = {point: list[Measured]() for point in points}
+    for seed in seeds:
+        for point in points:
+            runs[point].append(run(point, seed))
+    cores = shared_cores(runs[points[0]][0].config) if is_real else None
+    plans = {point: [_plan(measured, cores) for measured in runs[point]] for point in points}
+    advised = {advised_by(plan) for of_point in plans.values() for plan in of_point}
+    for point in sorted(advised, key=astuple):
+        if point not in runs:
+            runs[point] = [run(point, seed) for seed in seeds]
+    step_s = {
+        point: statistics.median(measured.figures.step_s for measured in of_point)
+        for point, of_point in runs.items()
+    }
     records: dict[tuple[str | int, ...], report.Metrics] = {}
-    for point, plan in plans.items():
-        forecaster = Forecaster(figures[point], runs[point].config, num_cores)
-        errors = [
-            abs(forecaster.at(other).step_s / figures[other].step_s - 1)
-            for other in figures
+    for point, of_point in plans.items():
+        others = [
+            other
+            for other in runs
             if other != point
-            and (num_cores is None or other.num_train_workers == point.num_train_workers)
+            and (cores is None or other.num_train_workers == point.num_train_workers)
         ]
-        to = advised_by(plan)
-        records[point.num_train_workers, point.num_rollout_workers, point.max_staleness] = {
-            "s_per_step": figures[point].step_s,
-            "simulation_error": plan.error,
+        forecasters = [Forecaster(it.figures, it.config, cores) for it in runs[point]]
+        forecasts = {
+            other: [forecaster.at(other).step_s for forecaster in forecasters] for other in others
+        }
+        errors = [
+            abs(statistics.median(found) / step_s[other] - 1) for other, found in forecasts.items()
+        ]
+        of_runs = [abs(s / step_s[other] - 1) for other in others for s in forecasts[other]]
+        to = max((advised_by(plan) for plan in of_point), key=lambda it: step_s[it])
+        records[astuple(point)] = {
+            "s_per_step": step_s[point],
+            "simulation_error": statistics.median(plan.error for plan in of_point),
             "error_median": statistics.median(errors or [0.0]),
             "error_max": max(errors, default=0.0),
+            "error_run": max(of_runs, default=0.0),
             "to_train": to.num_train_workers,
             "to_rollout": to.num_rollout_workers,
             "to_bound": to.max_staleness,
-            "regret": figures[to].step_s / best_s - 1,
+            "regret": step_s[to] / min(step_s.values()) - 1,
         }
     return records
+
+
+def _plan(measured: Measured, cores: SharedCores | None) -> Plan:
+    plan = make_plan(measured.steps, measured.config, cores=cores)
+    assert plan is not None
+    return plan
 
 
 def advised_by(plan: Plan) -> OperatingPoint:
@@ -183,6 +209,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the example on this machine")
     parser.add_argument("--drawn", type=int, default=0, help="so many jobs that are drawn")
     parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--seeds", type=int, default=1, help="of the example")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     splits, bounds, num_steps, costs = SPLITS, BOUNDS, arguments.steps, COSTS
@@ -198,12 +225,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="areal-sc-benchmark-") as folder:
         for number, (costs, points) in enumerate(jobs):
 
-            def run(point: OperatingPoint, costs: Costs = costs) -> Measured:
+            def run(point: OperatingPoint, seed: int, costs: Costs = costs) -> Measured:
                 if arguments.real:
-                    return real(Path(folder), point, num_steps)
+                    return real(Path(folder), point, num_steps, seed)
                 return simulated(costs, point, num_steps)
 
-            records = compare(run, points, is_real=arguments.real)
+            num_seeds = arguments.seeds if arguments.real else 1
+            records = compare(run, points, num_seeds, is_real=arguments.real)
             title = "Forecasts" if len(jobs) == 1 else f"Forecasts of job {number}"
             report.print_records(
                 title, {"steps": num_steps}, ("train", "rollout", "bound"), records

@@ -21,7 +21,8 @@ from areal_sc.errors import CommandError, RunFolderError
 from areal_sc.json_lines import to_json
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History
-from areal_sc.trainer.planning.advice import Plan, make_plan, shared_cores
+from areal_sc.trainer.planning.advice import Plan, make_plan
+from areal_sc.trainer.planning.cores import shared_cores
 from areal_sc.trainer.planning.figures import MIN_STEPS
 from areal_sc.trainer.planning.forecast import Forecast
 from areal_sc.trainer.quantities import short_duration
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_is_run(folder)
     config = config_of(folder)
     steps = History.read(folder.metrics_path).steps if folder.metrics_path.exists() else []
-    plan = make_plan(steps, config, arguments.devices, num_cores=shared_cores(config))
+    plan = make_plan(steps, config, arguments.devices, cores=shared_cores(config))
     if plan is None:
         raise CommandError(
             f"the steps of {folder.path} tell too little: a plan needs about "

@@ -11,7 +11,8 @@ from typing import Final
 from areal_sc.config.schema import GRPOConfig, OverBound, RolloutConfig
 from areal_sc.engines.handles import make_generator
 from areal_sc.trainer.metrics import StepMetrics
-from areal_sc.trainer.planning.advice import make_plan, shared_cores, shares_devices
+from areal_sc.trainer.planning.advice import make_plan, shares_devices
+from areal_sc.trainer.planning.cores import cores_of, shared_cores
 from areal_sc.trainer.quantities import percent, short_duration
 
 NUM_STEPS: Final = 16
@@ -64,7 +65,7 @@ class Adviser:
         if rollout.train_batch_groups * rollout.group_size > MAX_ANSWERS:
             return None
         try:
-            plan = make_plan(steps, self._config, num_cores=shared_cores(self._config))
+            plan = make_plan(steps, self._config, cores=shared_cores(self._config))
         except Exception:  # the run has ended, and well
             logger.exception("nothing can be said of other operating points")
             return None
@@ -86,7 +87,7 @@ class Adviser:
         wait_share = sum(step.wait_s for step in steps) / spent_s
         if wait_share > MAX_WAIT_SHARE:
             return f"the trainer waits for generation {percent(wait_share)} of the time"
-        if shared_cores(self._config) is not None or shares_devices(self._config):
+        if cores_of(self._config) is not None or shares_devices(self._config):
             return None  # what one side leaves the other takes
         generator = make_generator(self._config.rollout)
         num_servers = steps[-1].num_rollout_workers * generator.num_servers

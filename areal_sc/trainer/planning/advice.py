@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from areal_sc.config.machine import resolved_device, this_machine
-from areal_sc.config.schema import Device, GRPOConfig
+from areal_sc.config.machine import this_machine
+from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.planning.cores import SharedCores
 from areal_sc.trainer.planning.figures import (
     Figures,
     OperatingPoint,
@@ -108,21 +108,22 @@ def make_plan(
     config: GRPOConfig,
     num_devices: int | None = None,
     *,
-    num_cores: int | None,
+    cores: SharedCores | None,
 ) -> Plan | None:
     """The point that gives the shortest step, and of those that do the freshest data.
 
     Args:
         num_devices: that may be used; None: as many as are used now.
-        num_cores: as of `shared_cores`.
+        cores: as of `shared_cores`.
     Returns: None: there are too few steps at the present point, or they tell too little.
     Raises: ConfigError: there have to be more devices.
     """
     figures = newest_figures(steps, config)
     if figures is None:
         return None
-    forecaster = Forecaster(figures, config, num_cores)
+    forecaster = Forecaster(figures, config, cores)
     present = forecaster.at(figures.point)
+    num_cores = None if cores is None else cores.number
     splits = _Splits.of(config, figures.point, num_devices, num_cores)
     tried = _tried(forecaster, splits)
     advised = _advised(forecaster, tried, present)
@@ -133,7 +134,7 @@ def make_plan(
         present,
         advised,
         tried,
-        _earlier(steps, config, figures, num_cores),
+        _earlier(steps, config, figures, cores),
         forecaster.error,
         _fewer_data(config, figures.point, splits.ranks_per_data, num_cores),
     )
@@ -147,7 +148,7 @@ class _Splits:
         num_devices: that there are for both.
         num_used: that the present point has.
         of_worker: devices that a rollout worker has.
-        num_cores: as of `shared_cores`: the number of ranks stays.
+        num_cores: as of `cores_of`: the number of ranks stays.
         is_fixed: there is one split alone.
     """
 
@@ -265,15 +266,6 @@ def _fewer_data(
     return data if data * ranks_per_data < point.num_train_workers else None
 
 
-def shared_cores(config: GRPOConfig) -> int | None:
-    """Cores that training and generation share; None: they have devices of their own."""
-    num_devices = this_machine().num_cuda_devices
-    devices = (config.actor.device, config.rollout.device)
-    is_on_cpu = all(resolved_device(device, num_devices) == Device.cpu for device in devices)
-    is_here = config.scheduler.type == SchedulerType.local.value
-    return os.cpu_count() if is_on_cpu and is_here else None
-
-
 def shares_devices(config: GRPOConfig) -> bool:
     """Whether training and generation use the same GPU, so that there is nothing to split."""
     machine = this_machine()
@@ -304,12 +296,13 @@ def _searched(of_split: Callable[[int], Forecast], numbers: Sequence[int]) -> li
 
 
 def _earlier(
-    steps: Sequence[StepMetrics], config: GRPOConfig, figures: Figures, num_cores: int | None
+    steps: Sequence[StepMetrics],
+    config: GRPOConfig,
+    figures: Figures,
+    cores: SharedCores | None,
 ) -> list[EarlierForecast]:
     found = [f for f in all_figures(steps, config) if f.point != figures.point][-MAX_EARLIER:]
     return [
-        EarlierForecast(
-            source, Forecaster(source, config, num_cores).at(figures.point), figures.step_s
-        )
+        EarlierForecast(source, Forecaster(source, config, cores).at(figures.point), figures.step_s)
         for source in found
     ]

@@ -6,8 +6,9 @@ takes for tokens is divided among the ranks. Lengths of answers are drawn from t
 was measured (`lengths`). What a group takes beyond its answers (rewards, tools) is what its
 measured time leaves. An update stops a server for as long as was measured at the present point;
 elsewhere the part for keys and values is longer or shorter as the server then holds more tokens or
-fewer. Where the processes of a machine have fewer cores than they want, all of them are slower by
-the same factor.
+fewer. Where all processes are on one machine, those that compute at the same time slow each other
+down (`SharedCores`). What was measured has that in it already, as it is at the present point: what
+everything takes that computes alone follows from it.
 
 A step that is forecast for the present point differs from what was measured; every other forecast
 is corrected by the same factor.
@@ -28,15 +29,26 @@ from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.staleness import StalenessPolicy
 from areal_sc.engines.handles import make_generator
 from areal_sc.metadata import PromptReference
-from areal_sc.trainer.planning.figures import Figures, OperatingPoint
+from areal_sc.trainer.planning.cores import SharedCores
+from areal_sc.trainer.planning.figures import Figures, OperatingPoint, Training, Turn
 from areal_sc.trainer.planning.lengths import Lengths, fit_lengths
 
 NUM_STEPS: Final = 48
 NUM_SETTLING: Final = 16
 """Steps of a simulation, and the first ones, which are not counted."""
+NUM_PACES: Final = 3
+"""Simulations of the present point, until it is known how fast all computes there."""
 MAX_SERVERS: Final = 16
 """Of more, a part is simulated, with the same part of the groups."""
 _PROMPT: Final = PromptReference(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a side computes beside everything else; alone, at 1."""
+
+    training: float = 1.0
+    generation: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Forecast:
         group_s: from the start of a group to its end.
         staleness: of groups when they are trained, in policy versions.
         held_tokens: of a server's answers when new weights come.
+        pace: of what computes.
     """
 
     point: OperatingPoint
@@ -56,19 +69,23 @@ class Forecast:
     group_s: float
     staleness: float
     held_tokens: float
+    pace: Pace
 
 
 class Forecaster:
     """Forecasts of one run.
 
     Args:
-        num_cores: of the machine that all processes share; None: they do not share one.
+        cores: of the machine that all processes share; None: they do not share one.
     """
 
-    def __init__(self, figures: Figures, config: GRPOConfig, num_cores: int | None = None) -> None:
+    def __init__(
+        self, figures: Figures, config: GRPOConfig, cores: SharedCores | None = None
+    ) -> None:
         self.figures = figures
         self._config = config
-        self._num_cores = num_cores
+        self._cores = cores
+        self._pace = Pace()
         self._beside_s = 0.0
         self._usual_tokens = 0.0
         self._factor = 1.0
@@ -80,6 +97,8 @@ class Forecaster:
             figures.longest_max,
             config.rollout.group_size,
         )
+        for _ in range(NUM_PACES if cores is not None else 0):
+            self._pace = self._simulate(figures.point).pace
         present = self._simulate(figures.point)
         self._beside_s = max(0.0, figures.group_s - present.group_s)
         # an engine may compute a shared prompt once, so the measured number may be the smaller one;
@@ -104,12 +123,12 @@ class Forecaster:
 
     def _simulate(self, point: OperatingPoint) -> Forecast:
         return _Simulation(
-            self.figures,
+            _alone(self.figures, self._pace),
             self._config,
             point,
             self._lengths,
             self._beside_s,
-            self._num_cores,
+            self._cores,
             self._usual_tokens,
         ).forecast()
 
@@ -182,6 +201,22 @@ class _Server:
             heapq.heappush(self._running, (self._turns + num_tokens, group, self._turns))
 
 
+@dataclass
+class _Work:
+    """What a side has computed, in seconds of one that computes alone, and in how many seconds."""
+
+    done_s: float = 0.0
+    spent_s: float = 0.0
+
+    def add(self, seconds: float, speed: float) -> None:
+        self.done_s += seconds * speed
+        self.spent_s += seconds
+
+    @property
+    def pace(self) -> float:
+        return self.done_s / self.spent_s if self.spent_s else 1.0
+
+
 class _Simulation:
     """One run on simulated time."""
 
@@ -192,14 +227,14 @@ class _Simulation:
         point: OperatingPoint,
         lengths: Lengths,
         beside_s: float,
-        num_cores: int | None,
+        cores: SharedCores | None,
         usual_tokens: float,
     ) -> None:
         self._figures = figures
         self._usual_tokens = usual_tokens
         self._point = point
         self._beside_s = beside_s
-        self._num_cores = num_cores
+        self._cores = cores
         self._threads = (config.actor.num_threads, config.rollout.num_threads)
         per_worker = make_generator(config.rollout).num_servers
         num_servers = point.num_rollout_workers * per_worker
@@ -230,6 +265,7 @@ class _Simulation:
         self._group_times: list[float] = []
         self._ages: list[float] = []
         self._held_tokens: list[float] = []
+        self._training, self._generation = _Work(), _Work()
 
     def forecast(self) -> Forecast:
         self._ask()
@@ -244,11 +280,13 @@ class _Simulation:
             group_s=sum(self._group_times) / max(1, len(self._group_times)),
             staleness=sum(self._ages[NUM_SETTLING:]) / num,
             held_tokens=sum(self._held_tokens) / len(self._held_tokens),
+            pace=Pace(self._training.pace, self._generation.pace),
         )
 
     def _advance(self) -> None:
         """To the next end of an answer, a group, or a step."""
-        speed = self._speed()
+        speed, is_training = self._speed(), self._training_s is not None
+        num_answers = sum(server.num_answers for server in self._servers)
         wait_s = min(server.next_end_s for server in self._servers) / speed
         if self._training_s is not None:
             wait_s = min(wait_s, self._training_s / speed)
@@ -257,6 +295,9 @@ class _Simulation:
         if not math.isfinite(wait_s):
             raise RuntimeError(f"the simulation of {self._point} stands still")
         self._now_s += wait_s
+        if self._version >= NUM_SETTLING:
+            self._training.add(wait_s * is_training, speed)
+            self._generation.add(wait_s * num_answers, speed)
         for server in self._servers:
             for group in server.advance(wait_s * speed):
                 self._left[group] -= 1
@@ -274,13 +315,13 @@ class _Simulation:
 
     def _speed(self) -> float:
         """Of everything that computes, where it shares cores."""
-        if self._num_cores is None:
+        if self._cores is None:
             return 1.0
         of_rank, of_worker = self._threads
         wanted = sum(of_worker for server in self._servers if server.num_answers)
         if self._training_s is not None:
             wanted += of_rank * self._point.num_train_workers
-        return min(1.0, self._num_cores / max(1, wanted))
+        return self._cores.speed(wanted)
 
     def _admit(self) -> None:
         settings = self._settings
@@ -344,6 +385,23 @@ class _Simulation:
                 self._held_tokens.append(server.held_tokens)
             server.update(self._usual_tokens)
         self._ask()
+
+
+def _alone(figures: Figures, pace: Pace) -> Figures:
+    """What would have been measured if nothing else had computed at the same time."""
+    training, turn = figures.training, figures.turn
+    return replace(
+        figures,
+        training=Training(
+            training.fixed_s * pace.training,
+            training.divided_s * pace.training,
+            training.std_s * pace.training,
+        ),
+        rest_s=figures.rest_s * pace.training,
+        turn=Turn(turn.fixed_s * pace.generation, turn.per_answer_s * pace.generation),
+        update_s=figures.update_s * pace.generation,
+        recompute_s=figures.recompute_s * pace.generation,
+    )
 
 
 def _scaled(config: RolloutConfig, point: OperatingPoint, part: float) -> RolloutConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.trainer.advice import NUM_STEPS, Adviser
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.planning.advice import Plan, make_plan
+from areal_sc.trainer.planning.cores import SharedCores, shared_cores
 from areal_sc.trainer.planning.figures import (
     MIN_STEPS,
     Figures,
@@ -127,10 +129,55 @@ def test_a_busy_server_is_slower() -> None:
 def test_cores_that_are_shared_slow_down_all() -> None:
     figures = figures_of(OperatingPoint(1, 1, 2))
     config = config_of()
-    alone, shared = (Forecaster(figures, config, cores) for cores in (None, 2))
+    alone, shared = (Forecaster(figures, config, cores) for cores in (None, SharedCores(2)))
     more = OperatingPoint(4, 1, 2)
     assert alone.at(more).step_s == pytest.approx(0.5 * 2, rel=0.1)  # generation, 1 s
     assert shared.at(more).step_s > 1.5 * alone.at(more).step_s
+
+
+def test_what_was_measured_beside_something_else_is_faster_alone() -> None:
+    """Both sides overlap at the present point, and take turns with a bound of 0."""
+    overlapping, apart = OperatingPoint(1, 1, 2), OperatingPoint(1, 1, 0)
+    figures = figures_of(overlapping)
+    even, half = (Forecaster(figures, config_of(), SharedCores(2, it)) for it in (1.0, 0.5))
+    assert half.at(overlapping).step_s == pytest.approx(even.at(overlapping).step_s)
+    turns_s = even.at(apart).step_s - even.at(overlapping).step_s
+    assert turns_s > 0.5  # of generation, which is behind training now
+    assert half.at(apart).step_s < 0.75 * even.at(apart).step_s
+
+
+def test_a_crowded_point_forecasts_what_it_was_itself_forecast_by() -> None:
+    """Three processes on two cores: their slowness is not counted twice."""
+    cores, config = SharedCores(2, 0.8), config_of()
+    roomy = Forecaster(figures_of(OperatingPoint(1, 1, 2)), config, cores)
+    crowded = roomy.at(OperatingPoint(1, 2, 2))
+    pace, alone = crowded.pace, roomy.at(OperatingPoint(1, 1, 2)).pace
+    figures = figures_of(crowded.point)
+    slowed = replace(
+        figures,
+        step_s=crowded.step_s,
+        training=Training(0.0, figures.training.divided_s * alone.training / pace.training, 0.0),
+        turn=Turn(
+            figures.turn.fixed_s * alone.generation / pace.generation,
+            figures.turn.per_answer_s * alone.generation / pace.generation,
+        ),
+    )
+    back = Forecaster(slowed, config, cores).at(OperatingPoint(1, 1, 2))
+    assert back.step_s == pytest.approx(roomy.at(back.point).step_s, rel=0.05)
+
+
+def test_speed_of_threads_that_compute_together() -> None:
+    cores = SharedCores(4, 0.7)
+    assert [cores.speed(n) for n in (0, 1, 4, 8)] == pytest.approx([1, 1, 0.7, 0.35])
+    assert 0.7 < cores.speed(3) < cores.speed(2) < 1
+    assert SharedCores(1, 0.9).speed(2) == pytest.approx(0.45)
+
+
+def test_how_fast_cores_are_together_is_tried_out() -> None:
+    cores = shared_cores(config_of())
+    assert cores is not None
+    assert cores.number == os.cpu_count()
+    assert 0 < cores.together <= 1
 
 
 def test_what_the_simulation_leaves_out_corrects_all_forecasts() -> None:
@@ -232,7 +279,7 @@ def test_counters_that_begin_anew_are_left_out(make_steps: MakeSteps) -> None:
 
 
 def plan_of(steps: Sequence[StepMetrics], config: GRPOConfig, devices: int | None = None) -> Plan:
-    plan = make_plan(steps, config, devices, num_cores=None)
+    plan = make_plan(steps, config, devices, cores=None)
     assert plan is not None
     return plan
 
@@ -438,24 +485,24 @@ def test_where_steps_do_not_tell_most_of_training_is_divided(make_steps: MakeSte
 
 def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> None:
     steps = make_steps(range(1, 41), num_rollout_workers=2)
-    plan = make_plan(steps, config_of(), num_cores=2)
+    plan = make_plan(steps, config_of(), cores=SharedCores(2))
     assert plan is not None
     assert {forecast.point.num_train_workers for forecast in plan.tried} == {1}
     assert {forecast.point.num_rollout_workers for forecast in plan.tried} == {1, 2}
     two_ranks = make_steps(range(1, 41), num_train_workers=2, num_rollout_workers=4)
     with pytest.raises(ConfigError, match="2 devices are too few: 2 for training and 1 for"):
-        make_plan(two_ranks, config_of(), 2, num_cores=4)
+        make_plan(two_ranks, config_of(), 2, cores=SharedCores(4))
 
 
 def test_ranks_that_share_cores_are_worth_a_try(make_steps: MakeSteps) -> None:
     config = config_of(max_staleness=2)
     config.actor.parallel.data = 2
     steps = make_steps(range(1, 41), num_train_workers=2, max_staleness=2)
-    plan = make_plan(steps, config, num_cores=2)
+    plan = make_plan(steps, config, cores=SharedCores(2))
     assert plan is not None
     assert plan.settings == ""
     assert plan.hint.startswith("try actor.parallel.data=1: ranks share cores here")
-    for enough in (3, None):
-        plan = make_plan(steps, config, num_cores=enough)
+    for enough in (SharedCores(3), None):
+        plan = make_plan(steps, config, cores=enough)
         assert plan is not None
         assert plan.hint == ""

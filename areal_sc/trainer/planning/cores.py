@@ -1,0 +1,91 @@
+"""Cores that training and generation share."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+from typing import Final
+
+import numpy as np
+
+from areal_sc.config.machine import resolved_device, this_machine
+from areal_sc.config.schema import Device, GRPOConfig
+from areal_sc.config.slurm_settings import SchedulerType
+
+TRIAL_S: Final = 0.03
+NUM_TRIALS: Final = 5
+CACHED_VALUES: Final = 1 << 16
+"""Of an array that a core's own cache holds."""
+LARGE_VALUES: Final = 1 << 23
+"""Of the arrays of all threads together, which no cache holds."""
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """What threads have of a machine that all compute on.
+
+    Attributes:
+        number: of cores, as the system counts them.
+        together: speed of a thread while all cores compute, in that of one alone. What the system
+            calls a core is often half of one, and clocks and caches are shared, too.
+    """
+
+    number: int
+    together: float = 1.0
+
+    def speed(self, num_threads: int) -> float:
+        """Of each of so many threads that compute at the same time, in that of one alone."""
+        if num_threads <= 1:
+            return 1.0
+        if num_threads > self.number:
+            return self.together * self.number / num_threads
+        return 1.0 - (1.0 - self.together) * (num_threads - 1) / (self.number - 1)
+
+
+def cores_of(config: GRPOConfig) -> int | None:
+    """How many cores training and generation share; None: they have devices of their own."""
+    num_devices = this_machine().num_cuda_devices
+    devices = (config.actor.device, config.rollout.device)
+    is_on_cpu = all(resolved_device(device, num_devices) == Device.cpu for device in devices)
+    is_here = config.scheduler.type == SchedulerType.local.value
+    return os.cpu_count() if is_on_cpu and is_here else None
+
+
+def shared_cores(config: GRPOConfig) -> SharedCores | None:
+    """As `cores_of`; how fast they are together is tried out for a second."""
+    number = cores_of(config)
+    return None if number is None else SharedCores(number, _speed_together(number))
+
+
+def _speed_together(number: int) -> float:
+    """At most 1; half of the time is taken to go to arithmetic, and half to memory.
+
+    Models of a size that is trained on CPUs do about that, and memory is what cores share.
+    """
+    slowness = 0.0
+    with ThreadPoolExecutor(number) as threads:
+        for size, operation in ((CACHED_VALUES, np.exp), (LARGE_VALUES // number, np.negative)):
+            trial = partial(_rounds_a_second, size, operation)
+            ratios = []
+            for _ in range(NUM_TRIALS):
+                alone = trial()
+                together = [it.result() for it in [threads.submit(trial) for _ in range(number)]]
+                ratios.append(fmean(together) / alone)
+            slowness += 0.5 / min(1.0, median(ratios))
+    return 1 / slowness
+
+
+def _rounds_a_second(size: int, operation: np.ufunc) -> float:
+    """How often so many values are computed, without Python's lock."""
+    values, count = np.linspace(-1.0, 1.0, size, dtype=np.float32), 0
+    result = np.empty_like(values)
+    begun_s = now_s = time.perf_counter()
+    while now_s < begun_s + TRIAL_S:
+        operation(values, out=result)
+        count += 1
+        now_s = time.perf_counter()
+    return count / (now_s - begun_s)
