@@ -89,6 +89,11 @@ class TrainHandle:
         """What one worker computes on: kind, and number of CUDA devices."""
         return self.config.device, 1
 
+    @property
+    def ways_out(self) -> tuple[str, ...]:
+        """Settings with which a rank needs less memory on its device."""
+        return ("more ranks of actor.parallel",)
+
     def check(self, count_devices: Callable[[], int] | None) -> None:
         """What this engine asks of its settings, and of the machine.
 

@@ -71,7 +71,8 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, Plan]:
         return planned
 
     machines = [node.machine for node in nodes]
-    trainers = workers_of(TRAIN_ROLE, make_actor(config.actor), machines)
+    actor = make_actor(config.actor)
+    trainers = workers_of(TRAIN_ROLE, actor, machines)
     least = max(worker.store_bytes for workers in trainers for worker in workers)
     if config.actor.store_bytes < least:
         raise ConfigError(
@@ -88,18 +89,17 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, Plan]:
         memory = enumerate(node.machine.cuda_memory_bytes)
         available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
         results[node.name] = Plan((*workers[0], *workers[1]), available, shape is not None)
-        _check_fits(results[node.name], node.name, generator)
+        _check_fits(results[node.name], node.name, actor, generator)
     return results
 
 
-def _check_fits(result: Plan, node: str, generator: GeneratorHandle) -> None:
+def _check_fits(result: Plan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:
     """Raises: ConfigError."""
     if result.fits:
         return
     way_out = generator.way_out(result) or (
         "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
-        "rollout.store_bytes, more ranks of actor.parallel, or actor.cpu_offload=true need less "
-        "on a device"
+        f"rollout.store_bytes, or {' or '.join(actor.ways_out)} need less on a device"
     )
     where = f" of {node}" if node else ""
     raise ConfigError(

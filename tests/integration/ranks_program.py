@@ -183,7 +183,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         activation_checkpointing=scenario.get("activation_checkpointing", False),
         cpu_offload=scenario.get("cpu_offload", False),
         compile_layers=scenario.get("compile_layers", False),
-        logprob_chunk_tokens=7,
+        logprob_chunk_tokens=scenario.get("chunk_tokens", 7),
         seed=0,
         parallel=ParallelConfig(**scenario.get("parallel", {})),
         optimizer=OptimizerConfig(

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as hf
-from integration.test_meshes import (
-    PROGRAM,
-    SIZES,
-    Results,
-    assert_same_training,
-    difference,
-    loaded_weights,
-    save_model,
-    scenario,
-)
+from integration.ranks import Results, difference, loaded_weights, run_ranks, save_model
+from integration.test_meshes import SIZES, assert_same_training, scenario
 
 LENGTHS = [[4, 17, 9], [11, 6, 14, 3, 9, 20, 5, 8], [7, 30, 12, 21, 5]]
 """Of each update's rows: one micro-batch of 64 tokens at most, two, and two."""
@@ -61,19 +49,7 @@ def results(folder: Path) -> Results:
             **{"minibatches": minibatches(2), "save_hf": str(folder / "exported")},
         ),
     }
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    finished = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return {
-        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
-        for name, it in scenarios.items()
-    }
+    return run_ranks(folder, scenarios)
 
 
 @pytest.mark.parametrize("mesh", ["one", "dp2"])

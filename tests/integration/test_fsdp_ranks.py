@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from integration.ranks import EIGHT, PROGRAM, difference, run_ranks
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.transport.packed_rows import PackedRows
 
-PROGRAM = Path(__file__).with_name("ranks_program.py")
-EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
 MINIBATCHES_EVEN = [
     {"lengths": EIGHT, "rows": [[0, 1, 2, 3], [4, 5, 6, 7]]},
     {"lengths": EIGHT[::-1], "rows": [[0, 2, 4, 6], [1, 3, 5, 7]]},
@@ -81,7 +77,7 @@ def results(
     common = {"model": str(model_folder), "world_size": 2, "steps": [0, 1, 2]}
     alone = {**common, "world_size": 1, "minibatches": MINIBATCHES_ONE_PROCESS}
     scenarios = {
-        "even": {**common, "minibatches": MINIBATCHES_EVEN},
+        "even": {**common, "minibatches": MINIBATCHES_EVEN, "chunk_tokens": 100},
         "uneven": {
             **common,
             "minibatches": MINIBATCHES_UNEVEN,
@@ -134,19 +130,7 @@ def results(
             "save_hf": str(model_folder / "config.json" / "inside_a_file"),
         },
     }
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    finished = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return {
-        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(scenario["world_size"])]
-        for name, scenario in scenarios.items()
-    } | {"folder": [{"path": folder}]}
+    return run_ranks(folder, scenarios) | {"folder": [{"path": folder}]}
 
 
 def whole_weights(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -223,11 +207,6 @@ def by_hand(model_folder: Path, program: Any) -> tuple[dict[str, torch.Tensor], 
     return train_by_hand(model_folder, program)
 
 
-def max_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max((found[name].double() - expected[name].double()).abs().max() for name in found)
-
-
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -246,9 +225,9 @@ def test_three_steps_give_the_weights_of_one_float64_process(
 ) -> None:
     trained = whole_weights(results[scenario])
     expected, losses = by_hand
-    assert max_difference(trained, expected) <= 1e-5
+    assert difference(trained, expected) <= 1e-5
     before = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
-    assert max_difference(trained, before) > 1e-3  # there was something to get wrong
+    assert difference(trained, before) > 1e-3  # there was something to get wrong
     reported = [stats["loss"] for stats in results[scenario][0]["stats"]]
     assert reported == pytest.approx(losses[-len(reported) :], abs=1e-6)
 
@@ -257,7 +236,7 @@ def test_masked_token_versions_leave_numerator_and_denominator(
     results: Any, model_folder: Path, program: Any
 ) -> None:
     expected, losses = train_by_hand(model_folder, program, min_token_version=1)
-    assert max_difference(whole_weights(results["masked_versions"]), expected) <= 1e-5
+    assert difference(whole_weights(results["masked_versions"]), expected) <= 1e-5
     stats = results["masked_versions"][0]["stats"]
     assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
 
@@ -269,7 +248,7 @@ def test_rows_of_advantage_zero_count_and_are_left_out(
     """A minibatch of nothing else is an update with zero gradients: AdamW's moments decay."""
     expected, losses = train_by_hand(model_folder, program, minibatches=UNREWARDED)
     stats = results[scenario][0]["stats"]
-    assert max_difference(whole_weights(results[scenario]), expected) <= 1e-5
+    assert difference(whole_weights(results[scenario]), expected) <= 1e-5
     assert [entry["loss"] for entry in stats] == pytest.approx(losses, abs=1e-6)
     for entry in stats:
         assert entry["num_updates"] == 2
@@ -294,7 +273,7 @@ def test_ranks_hold_their_own_part_of_the_gradients_alone(
 def test_bfloat16_stays_near_float32_and_publishes_bfloat16(results: Any, by_hand: Any) -> None:
     trained = whole_weights(results["bfloat16"])
     assert {values.dtype for values in trained.values()} == {torch.bfloat16}
-    assert max_difference(trained, by_hand[0]) < 0.02
+    assert difference(trained, by_hand[0]) < 0.02
 
 
 def test_every_rank_reports_the_same(results: Any) -> None:
@@ -331,7 +310,7 @@ def test_logprobs_of_ranks_agree_with_a_plain_forward(
 def test_saved_folder_is_loaded_by_transformers(results: Any, model_folder: Path) -> None:
     folder = results["folder"][0]["path"] / "saved"
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    assert max_difference(whole_weights(results["uneven"]), loaded) == 0
+    assert difference(whole_weights(results["uneven"]), loaded) == 0
     assert (folder / "tokenizer_config.json").is_file()
     assert not list(folder.parent.glob(".saved*"))
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from integration.ranks import (
+    ONE_SHARE,
+    TWO_SHARES,
+    Ranks,
+    Results,
+    difference,
+    loaded_weights,
+    run_ranks,
+    save_model,
+)
 
-PROGRAM = Path(__file__).with_name("ranks_program.py")
-EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
-ALL = list(range(8))
-ONE_SHARE = [{"lengths": EIGHT, "rows": [ALL]}, {"lengths": EIGHT[::-1], "rows": [ALL]}]
-TWO_SHARES = [  # of the second minibatch, the first share has nothing
-    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 6, 7], [5]]},
-    {"lengths": EIGHT[::-1], "rows": [[], ALL]},
-]
 MESHES = {
     "one": {},
     "dp2": {"data": 2},
@@ -60,18 +59,6 @@ RESUMED = {  # what others have saved before, in the order in which they run
     "dp2": ("tp2", "tp2_sp2"),
     "sp2": ("dp2", "dp2_sp2"),
 }
-Ranks = list[dict[str, Any]]
-Results = dict[str, Ranks]
-
-
-def save_model(folder: Path, config: Any) -> str:
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)  # biases are 0, norms all alike
-    model.save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
-    return str(folder)
 
 
 def scenario(model: str, mesh: str, **settings: Any) -> dict[str, Any]:
@@ -144,29 +131,7 @@ def results(folder: Path) -> Results:
         "too_few_heads": scenario(tied, "tp2", world_size=3, parallel={"tensor": 3}),
         "no_mesh": scenario(tied, "dp2", world_size=2, parallel={"sequence": 3}),
     }
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    finished = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return {
-        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
-        for name, it in scenarios.items()
-    }
-
-
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[n].double() - expected[n].double()).abs().max()) for n in found)
-
-
-def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
-    model = hf.AutoModelForCausalLM.from_pretrained(folder)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return run_ranks(folder, scenarios)
 
 
 def assert_same_training(ranks: Ranks, alone: dict[str, Any]) -> None:

@@ -36,6 +36,10 @@ class FSDPPPOActor(TrainHandle):
     kind: ClassVar[TrainEngineKind] = TrainEngineKind.fsdp
     worker_class: ClassVar[str] = "areal_sc.engines.fsdp.engine:FSDPEngine"
 
+    @property
+    def ways_out(self) -> tuple[str, ...]:
+        return super().ways_out + (() if self.config.cpu_offload else ("actor.cpu_offload=true",))
+
     def check(self, count_devices: Callable[[], int] | None) -> None:
         for name in ("pipeline", "virtual_pipeline", "expert"):
             size = getattr(self.config.parallel, name)
@@ -81,7 +85,8 @@ class FSDPPPOActor(TrainHandle):
         One layer is whole, with its gradients, while the next one's parameters come, and the
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where a rank has the
-        whole vocabulary, gradients of it are added to earlier ones: of tied embeddings two at once.
+        whole vocabulary, there is a rounded copy of it; and a gradient, if its embeddings do more
+        than look rows up. Where FSDP brings it from host memory, there are two gradients of it.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
         """
         parallel = self.config.parallel
@@ -96,7 +101,7 @@ class FSDPPPOActor(TrainHandle):
         if rows_ranks == 1 and self.config.cpu_offload:
             return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
         if rows_ranks == 1:
-            return max(of_layers, 2 * FLOAT32_BYTES * others // parallel.tensor)
+            return max(of_layers, FLOAT32_BYTES * others // parallel.tensor)
         return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others))
 
 

@@ -141,8 +141,9 @@ def spread_logprobs(
         bias: of all rows.
         vocabulary: of which all rows are a part; None: all of it.
     """
+    keeps = torch.is_grad_enabled() and len(targets) <= chunk_tokens
     logprobs, entropy = _SpreadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, rows, chunk_tokens, vocabulary
+        hidden, weight, bias, targets, temperatures, rows, chunk_tokens, vocabulary, keeps
     )
     return logprobs, entropy
 
@@ -206,7 +207,7 @@ def _places_in(
 class _SpreadLogprobs(torch.autograd.Function):
     """Sums over the vocabulary grow piece by piece, relative to the highest logit so far.
 
-    With one chunk, what the probabilities are made of is kept for the backward pass, [N, V].
+    With one chunk, what the probabilities are made of is kept for a backward pass, [N, V].
     """
 
     @staticmethod
@@ -220,6 +221,7 @@ class _SpreadLogprobs(torch.autograd.Function):
         rows: SpreadRows,
         chunk_tokens: int,
         vocabulary: VocabularyPart | None,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         is_foreign = None
         if vocabulary is not None:
@@ -235,7 +237,7 @@ class _SpreadLogprobs(torch.autograd.Function):
                 of_targets = logits.gather(1, places[part, None])[:, 0]
                 sums.of_targets[part] += of_targets.masked_fill(~is_in[part], 0)
                 exponentials = sums.add(logits, part)
-                if len(targets) <= chunk_tokens:
+                if keeps:
                     kept += [exponentials, sums.peak.clone()]
         if vocabulary is not None:
             sums.combine(vocabulary, is_foreign)
@@ -298,7 +300,7 @@ class _SpreadLogprobs(torch.autograd.Function):
             ctx.vocabulary.sum(grad_hidden)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden.to(hidden.dtype), None, grad_bias, *(None,) * 5
+        return grad_hidden.to(hidden.dtype), None, grad_bias, *(None,) * 6
 
 
 @dataclass

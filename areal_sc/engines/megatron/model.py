@@ -199,9 +199,11 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         layer = self.shared_embedding_or_output_weight() if self._is_tied else None
         weight = self.output_layer.weight if layer is None else layer
+        if self._num_own_tokens < len(weight):  # the rest is padding
+            weight = weight[: self._num_own_tokens]
         logprobs, entropy = chunked_logprobs(
             hidden[:, 0][batch.positions],
-            weight[: self._num_own_tokens],
+            weight,
             batch.targets,
             temperatures=temperatures,
             chunk_tokens=self._chunk_tokens,

@@ -194,14 +194,16 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
-    """Values, gradients and their copy; alone, two gradients that are added to earlier ones."""
+    """Values, gradients and their copy; alone, a copy or a gradient of all."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)
     gathered = functools.partial(gathered_bytes, load, folder)
     assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 3 * PIECE_BYTES
-    assert gathered("actor.dtype=bfloat16") == 2 * 4 * PIECE_BYTES
+    assert gathered("actor.dtype=bfloat16") == 4 * PIECE_BYTES
     both = ("actor.parallel.tensor=2", "actor.dtype=bfloat16")
-    assert gathered(*both) == 2 * 4 * PIECE_BYTES // 2
+    assert gathered(*both) == 4 * PIECE_BYTES // 2
+    both = ("actor.cpu_offload=true", "actor.dtype=bfloat16")
+    assert gathered(*both) == 2 * (2 + 4) * PIECE_BYTES
 
 
 def test_store_limit_bounds_the_rows(load: Load, model: Path) -> None:
@@ -217,6 +219,22 @@ def test_too_little_memory(load: Load, model: Path) -> None:
         plan(config, lambda: Machine(host_memory_bytes=needed - 1))
     assert "TOO LITTLE" in str(caught.value)
     assert "rollout/0" in str(caught.value)
+    assert "or more ranks of actor.parallel or actor.cpu_offload=true need less" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("actor.cpu_offload=true",), ("actor.engine=megatron",)],
+    ids=["has_it", "lacks_it"],
+)
+def test_nothing_is_advised_that_is_set_or_refused(
+    settings: tuple[str, ...], load: Load, model: Path
+) -> None:
+    config = load(f"actor.path={model}", *SIZES, *settings)
+    with pytest.raises(ConfigError, match="or more ranks of actor.parallel need less on a device"):
+        plan(config, lambda: Machine(host_memory_bytes=1))
 
 
 def test_lines_say_what_is_not_counted(load: Load) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -219,6 +220,30 @@ def test_no_rank_ever_has_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return largest.count
 
     assert on_ranks(2, compute) == [6 * WIDTH, 5 * WIDTH]  # a rank's own share
+
+
+def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
+    alive, most = weakref.WeakSet[torch.Tensor](), list[int]()
+    add = spread._Sums.add
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        exponentials = add(*arguments)
+        alive.add(exponentials)
+        most.append(len(alive))
+        return exponentials
+
+    monkeypatch.setattr(spread._Sums, "add", watched)
+
+    def compute(group: ProcessGroup) -> None:
+        own, rows = own_rows(WEIGHT, group), spread.SpreadRows(VOCABULARY, group, torch.float32)
+        settings = {"bias": None, "temperatures": None, "chunk_tokens": 100, "vocabulary": None}
+        with torch.no_grad():
+            spread.spread_logprobs(HIDDEN[0], own, TOKENS[0], rows, **settings)
+
+    on_ranks(1, compute)
+    assert len(most) == 11 // 4 + 1
+    assert max(most) <= 2  # this one, and the one before
 
 
 def test_what_is_gathered_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

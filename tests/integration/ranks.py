@@ -1,0 +1,68 @@
+"""Scenarios of `ranks_program`, and what its ranks leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+PROGRAM = Path(__file__).with_name("ranks_program.py")
+LIMIT_S = 400.0
+EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
+ALL = list(range(8))
+ONE_SHARE = [{"lengths": EIGHT, "rows": [ALL]}, {"lengths": EIGHT[::-1], "rows": [ALL]}]
+TWO_SHARES = [  # of the second minibatch, the first share has nothing
+    {"lengths": EIGHT, "rows": [[0, 1, 2, 3, 4, 6, 7], [5]]},
+    {"lengths": EIGHT[::-1], "rows": [[], ALL]},
+]
+Ranks = list[dict[str, Any]]
+Results = dict[str, Ranks]
+
+
+def save_model(folder: Path, config: Any) -> str:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # biases are 0, norms all alike
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return str(folder)
+
+
+def run_ranks(
+    folder: Path, scenarios: Mapping[str, dict[str, Any]], environment: Mapping[str, str] = {}
+) -> Results:
+    """Scenario name -> what each rank left in the folder."""
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    finished = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=os.environ | environment,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
+        for name, it in scenarios.items()
+    }
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest one; both have the same names."""
+    assert found.keys() == expected.keys()
+    return max(float((found[n].double() - expected[n].double()).abs().max()) for n in found)
+
+
+def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a folder of transformers."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
