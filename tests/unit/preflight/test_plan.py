@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from areal_sc.config.machine import Machine
+from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.worker_plan import PROCESS_BYTES, format_bytes
 from areal_sc.engines.fsdp.handle import PIECE_BYTES
@@ -38,8 +39,8 @@ GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 GATHERED_BYTES = 3 * 4 * NUM_PARAMETERS
 """All parameters are those of the vocabulary: at most float32, gradients, and these averaged."""
-ADDED_BYTES = 2 * 4 * NUM_PARAMETERS
-"""Of one rank, which has them all: gradients of embeddings and output layer."""
+ADDED_BYTES = 4 * NUM_PARAMETERS
+"""Of one rank, which has them all: a copy, or a gradient, of embeddings and output layer."""
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
@@ -224,17 +225,15 @@ def test_too_little_memory(load: Load, model: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [("actor.cpu_offload=true",), ("actor.engine=megatron",)],
-    ids=["has_it", "lacks_it"],
-)
+@pytest.mark.parametrize("engine", list(TrainEngineKind))
 def test_nothing_is_advised_that_is_set_or_refused(
-    settings: tuple[str, ...], load: Load, model: Path
+    engine: TrainEngineKind, load: Load, model: Path
 ) -> None:
-    config = load(f"actor.path={model}", *SIZES, *settings)
-    with pytest.raises(ConfigError, match="or more ranks of actor.parallel need less on a device"):
-        plan(config, lambda: Machine(host_memory_bytes=1))
+    config = load(f"actor.path={model}", *SIZES, num_devices=1)
+    config.actor.engine = engine
+    config.actor.cpu_offload = engine is TrainEngineKind.fsdp
+    with pytest.raises(ConfigError, match=r"or more ranks of actor\.parallel need less"):
+        plan(config, lambda: Machine(1 << 40, (1,)))
 
 
 def test_lines_say_what_is_not_counted(load: Load) -> None:
