@@ -144,6 +144,20 @@ class ModelSizes:
             **experts,
         )
 
+    def __post_init__(self) -> None:
+        sizes = {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.feed_forward,
+            "vocab_size": self.vocabulary,
+        }
+        wrong = [name for name, size in sizes.items() if size < 1]
+        if wrong:
+            raise ValueError(f"expected at least 1 as {', '.join(wrong)}")
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

@@ -137,6 +137,8 @@ def test_a_broken_config_is_the_models_fault(tmp_path: Path) -> None:
     "wrong",
     [
         {"num_hidden_layers": "four"},
+        {"num_hidden_layers": -1},
+        {"vocab_size": 0},
         {"hidden_size": None},
         {"num_attention_heads": 0},
         {"rope_parameters": "default"},
