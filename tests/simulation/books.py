@@ -53,6 +53,7 @@ class RunBooks:
         self.undone: set[int] = set()
         self.trained_at: dict[int, int] = {}
         self._left_behind: tuple[int, dict[str, Any]] = (-1, {})
+        self._lost: dict[int, tuple[PromptReference, int]] = {}
         cluster.on_forgotten = self.before_forgotten
 
     def watch_journal(self) -> None:
@@ -81,7 +82,12 @@ class RunBooks:
         return watched
 
     def note_gone_back(self, state: LedgerState) -> None:
-        """What came after `state` is undone, and prompts that are not trained in it come again."""
+        """What came after `state` is undone, and prompts that are not trained in it come again.
+
+        A snapshot may know of groups of which the journal lost the admission.
+        """
+        num_known = len(self.admitted)
+        self.admitted += [self._lost[number] for number in range(num_known, state.next_id)]
         waiting = {group.group_id for group in state.unconsumed}
         for group_id in range(len(self.admitted)):
             if group_id >= state.next_id or group_id in waiting:
@@ -104,6 +110,7 @@ class RunBooks:
                 setattr(self, name, copy(book))
         state = found.snapshot()
         assert state.next_id <= len(self.admitted)
+        self._lost |= dict(enumerate(self.admitted[state.next_id :], state.next_id))
         del self.admitted[state.next_id :]
         for book in (self.rejected, self.trained_at):
             for group_id in list(book):
