@@ -287,7 +287,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:
-    """`weight.grad`, zeros where it had none: what may be added to."""
+    """`weight.grad`, zeros where it had none: what may be added to.
+
+    Args:
+        weight: a parameter itself; what autograd keeps of it in its place would lose the gradient.
+    """
+    assert weight.is_leaf, "the gradient would be lost"
+    assert weight.requires_grad, "the gradient would be lost"
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return weight.grad

@@ -91,7 +91,7 @@ class TrainHandle:
 
     @property
     def ways_out(self) -> tuple[str, ...]:
-        """Settings with which a rank needs less memory on its device."""
+        """Settings with which a rank needs less memory on its GPU."""
         return ("more ranks of actor.parallel",)
 
     def check(self, count_devices: Callable[[], int] | None) -> None:

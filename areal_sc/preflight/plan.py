@@ -98,9 +98,11 @@ def _check_fits(result: Plan, node: str, actor: TrainHandle, generator: Generato
     if result.fits:
         return
     way_out = generator.way_out(result) or (
-        "smaller rollout.max_running_sequences, rollout.max_context_tokens or "
-        f"rollout.store_bytes, or {' or '.join(actor.ways_out)} need less on a device"
+        "smaller rollout.max_running_sequences, rollout.max_context_tokens and "
+        "rollout.store_bytes need less"
     )
+    if any(w.role == TRAIN_ROLE and w.device != "cpu" for w in result.workers):
+        way_out += f"; training needs less on a GPU with {' or '.join(actor.ways_out)}"
     where = f" of {node}" if node else ""
     raise ConfigError(
         f"the run does not fit into memory{where}; {way_out}\n" + "\n".join(result.lines())

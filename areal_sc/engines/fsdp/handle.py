@@ -38,7 +38,7 @@ class FSDPPPOActor(TrainHandle):
 
     @property
     def ways_out(self) -> tuple[str, ...]:
-        return super().ways_out + (() if self.config.cpu_offload else ("actor.cpu_offload=true",))
+        return (*super().ways_out, *([] if self.config.cpu_offload else ["actor.cpu_offload=true"]))
 
     def check(self, count_devices: Callable[[], int] | None) -> None:
         for name in ("pipeline", "virtual_pipeline", "expert"):
@@ -85,8 +85,8 @@ class FSDPPPOActor(TrainHandle):
         One layer is whole, with its gradients, while the next one's parameters come, and the
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where a rank has the
-        whole vocabulary, there is a rounded copy of it; and a gradient, if its embeddings do more
-        than look rows up. Where FSDP brings it from host memory, there are two gradients of it.
+        whole vocabulary, the output layer has a rounded copy, and a product in float32. Where FSDP
+        brings it from host memory, there are two gradients of it.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
         """
         parallel = self.config.parallel
@@ -95,13 +95,14 @@ class FSDPPPOActor(TrainHandle):
             return 0
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
+        largest = shape.num_vocabulary_parameters or 0
         of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
         if self.config.cpu_offload:
             of_layers += (width + FLOAT32_BYTES) * layer // parallel.num_ranks
         if rows_ranks == 1 and self.config.cpu_offload:
             return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
         if rows_ranks == 1:
-            return max(of_layers, FLOAT32_BYTES * others // parallel.tensor)
+            return max(of_layers, (width + FLOAT32_BYTES) * largest // parallel.tensor)
         return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others))
 
 

@@ -58,7 +58,9 @@ def look_up_whole(causal_lm: Any) -> None:
 
 def _is_plain(embeddings: Any) -> bool:
     """Whether it looks rows up and does no more."""
-    return type(embeddings).forward is nn.Embedding.forward and embeddings.max_norm is None
+    does_more = embeddings.max_norm is not None or embeddings.scale_grad_by_freq
+    is_plain = type(embeddings).forward is nn.Embedding.forward and not does_more
+    return is_plain and "weight" in embeddings._parameters
 
 
 def _has_other_users(causal_lm: nn.Module, *modules: Any) -> bool:
@@ -81,9 +83,9 @@ class _SpreadForward:
         self._embeddings = embeddings
         self._rows = rows
 
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
         own = self._embeddings
-        return spread_embedding(own.weight, token_ids, self._rows, own.padding_idx)
+        return spread_embedding(own.weight, input, self._rows, own.padding_idx)
 
 
 class _WholeForward:
@@ -97,10 +99,10 @@ class _WholeForward:
         self._embeddings = embeddings
         self._dtype = dtype
 
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
         own = self._embeddings
         found: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-            own.weight, token_ids, own.padding_idx
+            own.weight, input, own.padding_idx
         )
         return found.to(self._dtype)
 

@@ -154,9 +154,20 @@ class ModelSizes:
             "intermediate_size": self.feed_forward,
             "vocab_size": self.vocabulary,
         }
-        wrong = [name for name, size in sizes.items() if size < 1]
+        if any(layer.has_experts for layer in self.layers):
+            sizes |= {
+                "the number of experts": self.num_experts,
+                "moe_intermediate_size": self.expert_width,
+                "num_experts_per_tok": self.experts_per_token,
+            }
+        wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
         if wrong:
-            raise ValueError(f"expected at least 1 as {', '.join(wrong)}")
+            raise ValueError(f"expected at least 1, got {', '.join(wrong)}")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"expected num_experts_per_tok of at most {self.num_experts} experts, got "
+                f"{self.experts_per_token}"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -6,8 +6,8 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean, median
+from threading import Barrier
 from typing import Final
 
 import numpy as np
@@ -18,10 +18,14 @@ from areal_sc.config.slurm_settings import SchedulerType
 
 TRIAL_S: Final = 0.03
 NUM_TRIALS: Final = 5
+MAX_WAIT_S: Final = 60.0
+"""For all threads of a trial to begin."""
+MAX_THREADS: Final = 8
+"""With more of them it is not tried out; memory is as busy as it can be with these."""
 CACHED_VALUES: Final = 1 << 16
 """Of an array that a core's own cache holds."""
-LARGE_VALUES: Final = 1 << 23
-"""Of the arrays of all threads together, which no cache holds."""
+LARGE_VALUES: Final = 1 << 22
+"""Of an array that it does not hold."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def cores_of(config: GRPOConfig) -> int | None:
     devices = (config.actor.device, config.rollout.device)
     is_on_cpu = all(resolved_device(device, num_devices) == Device.cpu for device in devices)
     is_here = config.scheduler.type == SchedulerType.local.value
-    return os.cpu_count() if is_on_cpu and is_here else None
+    return len(os.sched_getaffinity(0)) if is_on_cpu and is_here else None
 
 
 def shared_cores(config: GRPOConfig) -> SharedCores | None:
@@ -66,26 +70,36 @@ def _speed_together(number: int) -> float:
 
     Models of a size that is trained on CPUs do about that, and memory is what cores share.
     """
-    slowness = 0.0
-    with ThreadPoolExecutor(number) as threads:
-        for size, operation in ((CACHED_VALUES, np.exp), (LARGE_VALUES // number, np.negative)):
-            trial = partial(_rounds_a_second, size, operation)
+    num_threads, slowness = min(number, MAX_THREADS), 0.0
+    with ThreadPoolExecutor(num_threads) as threads:
+        for size, operation in ((CACHED_VALUES, np.exp), (LARGE_VALUES, np.negative)):
             ratios = []
             for _ in range(NUM_TRIALS):
-                alone = trial()
-                together = [it.result() for it in [threads.submit(trial) for _ in range(number)]]
+                (alone,) = _rounds(threads, 1, size, operation)
+                together = _rounds(threads, num_threads, size, operation)
                 ratios.append(fmean(together) / alone)
             slowness += 0.5 / min(1.0, median(ratios))
     return 1 / slowness
 
 
-def _rounds_a_second(size: int, operation: np.ufunc) -> float:
-    """How often so many values are computed, without Python's lock."""
-    values, count = np.linspace(-1.0, 1.0, size, dtype=np.float32), 0
-    result = np.empty_like(values)
-    begun_s = now_s = time.perf_counter()
-    while now_s < begun_s + TRIAL_S:
-        operation(values, out=result)
-        count += 1
-        now_s = time.perf_counter()
-    return count / (now_s - begun_s)
+def _rounds(
+    threads: ThreadPoolExecutor, number: int, size: int, operation: np.ufunc
+) -> list[float]:
+    """How often so many values are computed in a second, by each of threads that begin at once.
+
+    Python's lock is hardly needed for it. Time in which other processes have the core does not
+    count.
+    """
+    gate = Barrier(number)
+
+    def count() -> float:
+        values, rounds = np.linspace(-1.0, 1.0, size, dtype=np.float32), 0
+        result = np.empty_like(values)
+        gate.wait(MAX_WAIT_S)
+        end_s, begun_s = time.perf_counter() + TRIAL_S, time.thread_time()
+        while time.perf_counter() < end_s:
+            operation(values, out=result)
+            rounds += 1
+        return rounds / (time.thread_time() - begun_s)
+
+    return [it.result() for it in [threads.submit(count) for _ in range(number)]]

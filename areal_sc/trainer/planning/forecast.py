@@ -37,7 +37,8 @@ NUM_STEPS: Final = 48
 NUM_SETTLING: Final = 16
 """Steps of a simulation, and the first ones, which are not counted."""
 NUM_PACES: Final = 3
-"""Simulations of the present point, until it is known how fast all computes there."""
+"""Rounds in which it is found how fast all computes at the present point, and what a group takes
+beyond its answers: each depends on the other."""
 MAX_SERVERS: Final = 16
 """Of more, a part is simulated, with the same part of the groups."""
 _PROMPT: Final = PromptReference(0, 0, 0)
@@ -97,10 +98,12 @@ class Forecaster:
             figures.longest_max,
             config.rollout.group_size,
         )
-        for _ in range(NUM_PACES if cores is not None else 0):
-            self._pace = self._simulate(figures.point).pace
-        present = self._simulate(figures.point)
-        self._beside_s = max(0.0, figures.group_s - present.group_s)
+        for _ in range(1 if cores is None else NUM_PACES):
+            self._beside_s = 0.0
+            present = self._simulate(figures.point)
+            self._beside_s = max(0.0, figures.group_s - present.group_s)
+            if cores is not None:
+                self._pace = self._simulate(figures.point).pace
         # an engine may compute a shared prompt once, so the measured number may be the smaller one;
         # if it is the larger one, the simulation has too few answers here
         self._usual_tokens = max(present.held_tokens, figures.recomputed_tokens)

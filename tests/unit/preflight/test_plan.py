@@ -39,8 +39,8 @@ GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 GATHERED_BYTES = 3 * 4 * NUM_PARAMETERS
 """All parameters are those of the vocabulary: at most float32, gradients, and these averaged."""
-ADDED_BYTES = 4 * NUM_PARAMETERS
-"""Of one rank, which has them all: a copy, or a gradient, of embeddings and output layer."""
+ADDED_BYTES = (2 + 4) * NUM_PARAMETERS
+"""Of one rank, which has them all: a rounded copy and a float32 product of the output layer."""
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
@@ -195,14 +195,14 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
-    """Values, gradients and their copy; alone, a copy or a gradient of all."""
+    """Values, gradients and their copy; alone, a rounded copy and a float32 product of all."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)
     gathered = functools.partial(gathered_bytes, load, folder)
     assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 3 * PIECE_BYTES
-    assert gathered("actor.dtype=bfloat16") == 4 * PIECE_BYTES
+    assert gathered("actor.dtype=bfloat16") == (2 + 4) * PIECE_BYTES
     both = ("actor.parallel.tensor=2", "actor.dtype=bfloat16")
-    assert gathered(*both) == 4 * PIECE_BYTES // 2
+    assert gathered(*both) == (2 + 4) * PIECE_BYTES // 2
     both = ("actor.cpu_offload=true", "actor.dtype=bfloat16")
     assert gathered(*both) == 2 * (2 + 4) * PIECE_BYTES
 
@@ -220,9 +220,7 @@ def test_too_little_memory(load: Load, model: Path) -> None:
         plan(config, lambda: Machine(host_memory_bytes=needed - 1))
     assert "TOO LITTLE" in str(caught.value)
     assert "rollout/0" in str(caught.value)
-    assert "or more ranks of actor.parallel or actor.cpu_offload=true need less" in str(
-        caught.value
-    )
+    assert "rollout.store_bytes need less\n" in str(caught.value), "nothing of a GPU"
 
 
 @pytest.mark.parametrize("engine", list(TrainEngineKind))
@@ -231,8 +229,12 @@ def test_nothing_is_advised_that_is_set_or_refused(
 ) -> None:
     config = load(f"actor.path={model}", *SIZES, num_devices=1)
     config.actor.engine = engine
-    config.actor.cpu_offload = engine is TrainEngineKind.fsdp
-    with pytest.raises(ConfigError, match=r"or more ranks of actor\.parallel need less"):
+    way_out = r"less on a GPU with more ranks of actor\.parallel"
+    if engine is TrainEngineKind.fsdp:
+        with pytest.raises(ConfigError, match=way_out + r" or actor\.cpu_offload=true\n"):
+            plan(config, lambda: Machine(1 << 40, (1,)))
+        config.actor.cpu_offload = True
+    with pytest.raises(ConfigError, match=way_out + r"\n"):
         plan(config, lambda: Machine(1 << 40, (1,)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from torch import nn
 from unit.engines.families import HEADS_OF_8, SIZES
 from unit.engines.fsdp.largest_tensor import LargestTensor
 
+from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
+from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.packed_model import PackedModel
-from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
-from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.engines.fsdp.vocabulary import _WholeForward, look_up_whole, spread_vocabulary
+from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups
 
 CPU = torch.device("cpu")
 PADDING = 3
@@ -50,6 +54,30 @@ def test_gradients_that_are_added_at_once(is_tied: bool) -> None:
     found = dict(model.named_parameters())
     for name, parameter in expected.named_parameters():
         assert torch.allclose(found[name].grad, parameter.grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+def test_one_rank_of_the_engine_adds_gradients_at_once(dtype: Dtype, tmp_path: Path) -> None:
+    hf.Qwen2Config(**SIZES, tie_word_embeddings=True).save_pretrained(tmp_path)
+    config = ActorConfig(path=str(tmp_path), random_init=True, seed=0, dtype=dtype)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    is_needed = dtype is Dtype.bfloat16
+    groups = ProcessGroups.join(
+        0, 1, address, CPU, ParallelConfig(), hosted=None, is_needed=is_needed
+    )
+    try:
+        model, _ = load_sharded_model(config, groups)
+        go_through(model, 0)
+        weight = model.causal_lm.get_output_embeddings().weight
+        with LargestTensor() as largest:
+            go_through(model, 1)
+        assert largest.count < weight.numel() or is_needed  # which has a rounded copy
+        assert model.adds_head_gradient
+        assert isinstance(model.causal_lm.get_input_embeddings().forward, _WholeForward)
+    finally:
+        groups.close()
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
