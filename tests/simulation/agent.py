@@ -101,12 +101,14 @@ class SimulatedAgent:
 
     @property
     def found(self) -> list[LivingWorker]:
-        """The workers that it has started, and that live."""
-        return [
+        """The workers that it has started, and that live; some do not serve yet."""
+        serving = [
             LivingWorker(worker.order, self._report(worker))
             for worker in self.cluster.workers_on(self.node)
             if worker.exit_status is None
         ]
+        starting = self.cluster.starting.values()
+        return serving + [LivingWorker(order, None) for order, at in starting if at == self.node]
 
     async def describe(self, _: None) -> NodeDescription:
         return NodeDescription(self.facts, self.cluster.config, self.found)
@@ -151,6 +153,9 @@ class SimulatedAgent:
             for worker in self.cluster.workers_on(self.node)
             if worker.incarnation in stop.incarnations
         ]
+        for order, _ in list(self.cluster.starting.values()):
+            if order.incarnation in stop.incarnations:
+                del self.cluster.starting[order.name]
         if any(worker.exit_status is None for worker in workers):
             await asyncio.sleep(min(stop.grace_s, END_S))  # they end by themselves, if they can
         for worker in workers:

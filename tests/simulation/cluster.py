@@ -122,7 +122,7 @@ class SimulatedCluster:
         self._one_renews = asyncio.Lock()
         self.status = StatusBoard()
         self.passes = Passes(RunKeys.create())
-        self._starting: dict[str, WorkerOrder] = {}  # by the worker's name
+        self.starting: dict[str, tuple[WorkerOrder, str]] = {}  # and its node, by its name
 
     # ------------------------------------------------------------------ Scheduler
 
@@ -185,10 +185,11 @@ class SimulatedCluster:
         earlier = self.workers.get(order.name)
         if earlier is not None:
             earlier.end("signal 9 (SIGKILL)")
-        self._starting[order.name] = order
+        self.starting[order.name] = order, node
         await self.spend(self.rng.random())
-        if self._starting[order.name] is not order:
+        if self.starting.get(order.name) != (order, node):
             raise WorkerStartError(f"worker {order.name} was killed before it served")
+        del self.starting[order.name]
         kind = self.rollout_class if order.role == "rollout" else self.train_class
         worker = kind(self, order, node)
         if earlier is not None:
