@@ -152,6 +152,23 @@ def test_sizes_that_are_not_there(wrong: dict[str, Any], tmp_path: Path) -> None
         MegatronPPOActor(actor()).check_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"moe_intermediate_size": -3}, "expected at least 1, got moe_intermediate_size=-3"),
+        ({"num_experts_per_tok": 0}, "expected at least 1, got num_experts_per_tok=0"),
+        ({"num_experts_per_tok": 99}, "expected num_experts_per_tok of at most 4 experts, got 99"),
+    ],
+)
+def test_sizes_of_experts_that_cannot_be(
+    wrong: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    sizes = hf.Qwen3MoeConfig(**MOE).to_dict() | wrong
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ModelError, match=message):
+        MegatronPPOActor(actor()).check_model(tmp_path)
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Packages that are there; no shim is asked for."""
