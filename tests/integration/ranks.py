@@ -59,7 +59,8 @@ def run_ranks(
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest one; both have the same names."""
     assert found.keys() == expected.keys()
-    return max(float((found[n].double() - expected[n].double()).abs().max()) for n in found)
+    pairs = ((found[name].detach().double(), expected[name].detach().double()) for name in found)
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
