@@ -27,13 +27,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LETTER_SORT = REPOSITORY / "examples" / "letter_sort.py"
 SMALL_JOB = (
     *("--config", str(REPOSITORY / "configs" / "letter_sort.yaml")),
-    *("actor.device=cpu", "rollout.device=cpu", "total_steps=20", "actor.optimizer.lr=2e-3"),
+    *("actor.device=cpu", "rollout.device=cpu", "total_steps=20", "actor.optimizer.lr=1e-3"),
     *("task.max_letters=3", "task.median_letters=2", "rollout.train_batch_groups=16"),
     "task.warm_start={steps: 150, batch_size: 128, lr: 8e-3, hidden_size: 48, ffn_size: 96, "
     "num_layers: 2}",
     "evaluation.num_prompts=64",
 )
-"""The main job with short words: the accuracy rises by about 0.3."""
+"""The main job with short words: in three runs the accuracy rose by 0.58 to 0.63. With a rate of
+2e-3 it is left to chance whether it learns: the first step moves the policy by a KL of 0.4."""
 
 LIMIT_S = 240.0
 """Far above what anything here takes, for a machine that is busy with other work."""

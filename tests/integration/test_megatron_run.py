@@ -33,7 +33,7 @@ def test_the_main_job_learns_with_another_engine(tmp_path: Path) -> None:
         summary = run.summary()
         assert summary["num_steps"] == 20
         assert summary["num_worker_restarts"] == 1
-        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1, summary
+        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, summary
         AutoModelForCausalLM.from_pretrained(run.run_dir / "model")
 
 

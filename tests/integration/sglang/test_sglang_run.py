@@ -51,18 +51,17 @@ def launchers(run: RunProcess) -> list[int]:
 def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
     """As with the embedded engine; that the engine is SGLang is one line of the settings.
 
-    In five runs the accuracy rose by 0.31 to 0.61. With 20 steps, of 64 prompts each time, it rose
-    by 0.08 to 0.41: too near to the bound.
+    In three runs the accuracy rose by 0.58 to 0.67.
     """
     arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS)
-    arguments += (f"sglang.python={sglang_python}", "total_steps=60")
+    arguments += (f"sglang.python={sglang_python}", "total_steps=30")
     with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
         run.wait(480)
         run.finish()
         summary, num_steps = run.summary(), len(run.steps())
         assert summary["num_rows_trained"] == num_steps * 16 * 8
         assert summary["num_rows_trained_twice"] == 0
-        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1, summary
+        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, summary
         last = run.records("step")[-1]["counters"]
         assert last["updated_servers"] >= num_steps  # two servers; a busy one may skip versions
         assert last["update_bytes"] > 0
