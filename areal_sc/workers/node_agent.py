@@ -34,9 +34,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from areal_sc.agent_files import AgentFile
 from areal_sc.errors import ArealError, WorkerError, WorkerStartError
@@ -142,7 +143,8 @@ class Agent:
             bind=self._interface.bind,
             security=CurveServer(self._keys, self._callers, "agent"),
         )
-        self._processes = WorkerProcesses(fork_server, self._folder, node.shown)
+        term = self._server.newest_term
+        self._processes = WorkerProcesses(fork_server, self._folder, term, node.shown)
         self._ended = asyncio.Event()
         self._wishes = Wishes(self._processes.note)
         is_far = invitation is not None
@@ -191,6 +193,7 @@ class Agent:
         """What the node is, and what runs there."""
         self._script.note()
         self._wishes.clear()  # whoever asked for it meant an earlier script
+        await self._processes.forked()  # for an earlier script, which can end nobody any more
         assert self._facts is not None
         workers = [
             LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
@@ -203,11 +206,18 @@ class Agent:
         self._script.note()
         self._node.note(welcome)
 
-    async def launch(self, launch: Launch) -> Launched:
+    def launch(self, launch: Launch) -> Coroutine[Any, Any, Launched]:
         """Starts workers; they all serve when it returns, or none is left.
 
         An earlier life of the same worker is killed first.
+
+        Raises: StaleTerm: before they were started a later script has called, which would not know
+            of them.
         """
+        # its own at this moment; when the coroutine runs, it may be that of a later one
+        return self._launch(launch, self._server.newest_term.number)
+
+    async def _launch(self, launch: Launch, term: int) -> Launched:
         self._script.note()
         started = time.monotonic()
         self._note_replaced(launch.replaced)
@@ -217,7 +227,7 @@ class Agent:
         holder = TreeHolder(self._facts.address, self._facts.key)
         shipped = await self._node.bring_first(launch.orders, launch.keys, holder)
         orders = zip(launch.orders, launch.keys, strict=True)
-        specs = [self._worker_spec(*it, shipped) for it in orders]
+        specs = [self._worker_spec(*it, shipped, term) for it in orders]
         try:
             workers = await self._processes.start(specs, launch.timeout_s)
         except WorkerError as error:
@@ -312,7 +322,7 @@ class Agent:
         self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
 
     def _worker_spec(
-        self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None
+        self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None, term: int
     ) -> WorkerSpec:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
@@ -322,7 +332,7 @@ class Agent:
         return WorkerSpec(
             *(order, run, self._run_id, str(self._memory_root), devices, keys),
             replaced=self._processes.replaced,
-            term=self._server.newest_term.number,
+            term=term,
             shipped=shipped,
         )
 

@@ -25,6 +25,7 @@ from areal_sc.fork_server import Child, ForkServer
 from areal_sc.log import log_tail
 from areal_sc.process import IS_STOPPED, process_state
 from areal_sc.run_folder import RunFolder
+from areal_sc.transport.rpc.server import NewestTerm
 from areal_sc.workers.left_files import delete_left_files
 from areal_sc.workers.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec, WorkerStacks
 
@@ -66,6 +67,7 @@ class WorkerProcesses:
     """All workers of a node.
 
     Args:
+        newest_term: of the controllers that have called.
         shown: a path of this node, for people elsewhere.
 
     Attributes:
@@ -77,7 +79,11 @@ class WorkerProcesses:
     """
 
     def __init__(
-        self, fork_server: ForkServer, folder: RunFolder, shown: Callable[[str], str] = str
+        self,
+        fork_server: ForkServer,
+        folder: RunFolder,
+        newest_term: NewestTerm,
+        shown: Callable[[str], str] = str,
     ) -> None:
         self.living: dict[str, WorkerProcess] = {}
         self.ended: list[EndedWorker] = []
@@ -86,13 +92,16 @@ class WorkerProcesses:
         self.replaced: dict[str, int] = {}
         self._fork_server = fork_server
         self._folder = folder
+        self._newest_term = newest_term
         self._shown = shown
         self._one_life: dict[str, asyncio.Lock] = {}  # by name
+        self._forking: set[asyncio.Task[WorkerProcess]] = set()
 
     async def start(self, specs: Sequence[WorkerSpec], timeout_s: float) -> list[WorkerReport]:
         """Starts workers, each when its earlier life is dead; all serve afterwards, or none does.
 
-        Raises: WorkerError: one did not come up.
+        Raises: WorkerError: one did not come up. StaleTerm: a later script has called, and so was
+            not told of them.
         """
         starts = [asyncio.create_task(self._start(spec, timeout_s)) for spec in specs]
         try:
@@ -104,6 +113,11 @@ class WorkerProcesses:
             orders = [spec.order for spec in specs]
             await self._kill([w for w in self.living.values() if w.order in orders])
             raise
+
+    async def forked(self) -> None:
+        """Returns when `living` has all that scripts before the newest one have started."""
+        if self._forking:
+            await asyncio.wait(self._forking)
 
     async def stop(self, incarnations: Sequence[str], grace_s: float) -> None:
         """Waits for the end of workers, and kills those that take too long; skips unknown ones."""
@@ -148,6 +162,8 @@ class WorkerProcesses:
         """Raises: WorkerStartError: it did not come up; WorkerLost: the fork server is gone."""
         path = spec.log_path
         forking = asyncio.create_task(self._fork(spec, timeout_s))
+        self._forking.add(forking)
+        forking.add_done_callback(self._forking.discard)
         try:
             async with asyncio.timeout(timeout_s):
                 worker = await asyncio.shield(forking)
@@ -171,9 +187,10 @@ class WorkerProcesses:
         Nobody cancels it, and there is one at a time: two living ones would want the same port, and
         the shards of the one before.
 
-        Raises: WorkerStartError, WorkerLost.
+        Raises: WorkerStartError, WorkerLost, StaleTerm.
         """
         async with self._one_life.setdefault(spec.name, asyncio.Lock()):
+            self._newest_term.check(spec.term)  # the earlier life may be a later script's
             earlier = [w for w in self.living.values() if w.order.name == spec.name]
             await self._kill(earlier)
             for worker in earlier:
@@ -182,6 +199,7 @@ class WorkerProcesses:
                         f"worker {spec.name} cannot be started again: its process "
                         f"{worker.child.pid} did not die of SIGKILL within {KILL_LIMIT_S:g} s"
                     )
+            self._newest_term.check(spec.term)
             child = await self._fork_server.spawn(
                 *(asdict(spec), spec.log_path), kind=socket.SOCK_SEQPACKET, timeout_s=timeout_s
             )

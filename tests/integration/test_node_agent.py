@@ -20,7 +20,7 @@ from integration.agents import connect_agent, launch_of
 from msgspec import json
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import ConfigError, NotPermitted, TransportError, WorkerStartError
+from areal_sc.errors import ConfigError, NotPermitted, StaleTerm, TransportError, WorkerStartError
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.joining import JoinServer
@@ -35,6 +35,7 @@ from areal_sc.transport.security.passes import Caller, Passes
 from areal_sc.transport.sockets.interface import Interface, host_of
 from areal_sc.workers.joining import read_address
 from areal_sc.workers.spec import (
+    DESCRIBE,
     LAUNCH,
     STOP,
     WATCH,
@@ -113,6 +114,16 @@ def workers_of(run_dir: Path) -> list[int]:
         with suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/1").startswith(str(run_dir / "logs" / "rollout-")):
                 found.append(int(pid))
+    return found
+
+
+def files_processes(run_dir: Path) -> list[int]:
+    """Those that serve files of this run: one, when it has been asked for."""
+    words, found = b"areal_sc.shipping.server\0%s\0" % os.fsencode(run_dir), []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if words in path.read_bytes():
+                found.append(int(path.parent.name))
     return found
 
 
@@ -343,6 +354,48 @@ async def test_a_node_that_has_a_large_tree_serves_it_to_workers_of_the_run(tmp_
         with pytest.raises(NotPermitted, match="of an earlier life of rollout/9"):
             await node.call(READ_TREE_PIECE, piece, timeout_s=LIMIT_S)
         for transport in (of_script, of_worker, stranger):
+            await transport.close()
+
+
+async def test_what_an_earlier_script_asked_for_is_not_started_behind_the_back_of_the_next(
+    tmp_path: Path,
+) -> None:
+    """The files for its workers have not come yet when the next script asks who lives there."""
+    keys, model = RunKeys.create(), tmp_path / "model"
+    keys.write(RunFolder(tmp_path).keys_path)
+    passes = Passes(keys)
+    model.mkdir()
+    (model / "weights").write_text("w")
+    name_path(RunFolder(tmp_path).sources, model, Contents.all)
+    before, after = (
+        ZmqTransport(client=CurveClient.of_controller(keys), term=term) for term in (1, 2)
+    )
+    async with agent_elsewhere(
+        tmp_path, "127.0.0.1", orphan_timeout_s=1000.0, sees_folder=False, passes=passes
+    ) as (joins, _):
+        await until(lambda: joins.joined(""))
+        [joining] = joins.joined("").values()
+        assert isinstance(joining.facts, NodeFacts)
+        agent = Agent(connect_agent(before, joining.facts), passes)
+        its_order = replace(order(0), engine_config={"path": str(model)})
+        await until(lambda: files_processes(tmp_path))
+        [files] = files_processes(tmp_path)
+        os.kill(files, signal.SIGSTOP)
+        try:
+            starting = asyncio.create_task(launch(agent, its_order))
+            await asyncio.sleep(0)  # it is on its way; and calls arrive in order:
+            await news(agent, hold_s=0.0)
+            successor = connect_agent(after, joining.facts)
+            described = await successor.call(DESCRIBE, None, timeout_s=LIMIT_S)
+        finally:
+            os.kill(files, signal.SIGCONT)
+        assert described.workers == []
+        with pytest.raises(StaleTerm):
+            await starting
+        described = await successor.call(DESCRIBE, None, timeout_s=LIMIT_S)
+        assert described.workers == []
+        assert not list((tmp_path / "node").glob("*/runs/*/logs/rollout-*.log"))
+        for transport in (before, after):
             await transport.close()
 
 

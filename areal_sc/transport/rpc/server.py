@@ -130,6 +130,14 @@ class NewestTerm:
             f"one, of term {term}, changes nothing any more"
         )
 
+    def check(self, term: int) -> None:
+        """For what began in this term, before its next effect.
+
+        Raises: StaleTerm: a controller of a later one has called since.
+        """
+        if (stale := self.refusal(term)) is not None:
+            raise stale
+
 
 class RpcServer:
     """Serves methods to callers that mean this incarnation.
