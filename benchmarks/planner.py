@@ -209,8 +209,10 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the example on this machine")
     parser.add_argument("--drawn", type=int, default=0, help="so many jobs that are drawn")
     parser.add_argument("--steps", type=int, default=60, help="of each run")
-    parser.add_argument("--seeds", type=int, default=1, help="of the example")
+    parser.add_argument("--seeds", type=int, default=1, help="with --real: so many runs a point")
     arguments = parser.parse_args()
+    if arguments.seeds != 1 and not arguments.real:
+        parser.error("only --real has seeds: simulated time is the same each time")
     logging.disable(logging.WARNING)
     splits, bounds, num_steps, costs = SPLITS, BOUNDS, arguments.steps, COSTS
     if arguments.quick:
@@ -230,8 +232,7 @@ def main() -> None:
                     return real(Path(folder), point, num_steps, seed)
                 return simulated(costs, point, num_steps)
 
-            num_seeds = arguments.seeds if arguments.real else 1
-            records = compare(run, points, num_seeds, is_real=arguments.real)
+            records = compare(run, points, arguments.seeds, is_real=arguments.real)
             title = "Forecasts" if len(jobs) == 1 else f"Forecasts of job {number}"
             report.print_records(
                 title, {"steps": num_steps}, ("train", "rollout", "bound"), records

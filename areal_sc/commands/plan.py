@@ -24,7 +24,7 @@ from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.planning.advice import Plan, make_plan
 from areal_sc.trainer.planning.cores import shared_cores
 from areal_sc.trainer.planning.figures import MIN_STEPS
-from areal_sc.trainer.planning.forecast import Forecast
+from areal_sc.trainer.planning.simulated_run import Forecast
 from areal_sc.trainer.quantities import short_duration
 
 if TYPE_CHECKING:

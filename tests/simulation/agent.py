@@ -12,7 +12,7 @@ from simulation.process import Process
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.run_folder import RunFolder
-from areal_sc.transport.rpc.server import NewestTerm
+from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.workers.spec import (
     DESCRIBE,
     LAUNCH,

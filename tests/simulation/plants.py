@@ -25,7 +25,7 @@ from areal_sc.errors import WorkerLost
 from areal_sc.metadata import RowMetadata
 from areal_sc.run_owner import RunTerm
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
-from areal_sc.transport.rpc.server import NewestTerm
+from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.workers.calls import GroupAttempt, GroupReply, Sweep
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.operations import Operations

@@ -27,7 +27,7 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.rpc.server import NewestTerm
+from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription

@@ -20,7 +20,8 @@ from areal_sc.trainer.planning.figures import (
     all_figures,
     newest_figures,
 )
-from areal_sc.trainer.planning.forecast import Forecast, Forecaster
+from areal_sc.trainer.planning.forecast import Forecaster
+from areal_sc.trainer.planning.simulated_run import Forecast
 
 SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""

@@ -26,7 +26,6 @@ from areal_sc.errors import (
     NotPermitted,
     ProtocolError,
     ServerBusy,
-    StaleTerm,
     TransportError,
 )
 from areal_sc.transport.rpc.codec import (
@@ -40,6 +39,7 @@ from areal_sc.transport.rpc.codec import (
     failure_of,
 )
 from areal_sc.transport.rpc.method import Served, pack
+from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.transport.rpc.outbox import Outbox
 from areal_sc.transport.security.curve import CurveServer, Guard
 from areal_sc.transport.security.passes import Caller
@@ -108,35 +108,6 @@ class ReplayCache:
         while self.num_bytes > self._max_bytes:
             _, (_, oldest) = self._finished.popitem(last=False)
             self.num_bytes -= _ENTRY_BYTES + len(oldest or b"")
-
-
-class NewestTerm:
-    """The newest term that a controller has called with.
-
-    Args:
-        number: of what is known already.
-    """
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-
-    def refusal(self, term: int) -> StaleTerm | None:
-        """Why a request of this term is refused; None: it is not. 0 is that of a worker."""
-        if not term or term >= self.number:
-            self.number = max(self.number, term)
-            return None
-        return StaleTerm(
-            f"another start of the script, of term {self.number}, has taken the run over; this "
-            f"one, of term {term}, changes nothing any more"
-        )
-
-    def check(self, term: int) -> None:
-        """For what began in this term, before its next effect.
-
-        Raises: StaleTerm: a controller of a later one has called since.
-        """
-        if (stale := self.refusal(term)) is not None:
-            raise stale
 
 
 class RpcServer:

@@ -30,8 +30,9 @@ from areal_sc.trainer.planning.figures import (
     all_figures,
     newest_figures,
 )
-from areal_sc.trainer.planning.forecast import Forecast, Forecaster, _Simulation
+from areal_sc.trainer.planning.forecast import Forecaster
 from areal_sc.trainer.planning.lengths import Lengths, fit_lengths
+from areal_sc.trainer.planning.simulated_run import Forecast, SimulatedRun
 
 MakeStep = Callable[..., StepMetrics]
 
@@ -163,7 +164,7 @@ def test_what_was_measured_beside_something_else_is_faster_alone(
     )
 
     def run(point: OperatingPoint) -> Forecast:
-        simulation = _Simulation(costs, config, point, lengths, beside_s, cores, 0.0)
+        simulation = SimulatedRun(costs, config, point, lengths, beside_s, cores, 0.0)
         return simulation.forecast()
 
     told, expected = run(measured), run(asked)
