@@ -33,7 +33,7 @@ from areal_sc.engines.training.rank_engine import RankEngine
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.transport.packed_rows import PackedRows
 
-RANK_TIMEOUT_S = 120.0
+RANK_TIMEOUT_S = 300.0
 
 
 def make_rows(seed: int, lengths: list[int], vocabulary: int) -> PackedRows:
