@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MAX_OTHERS: Final = 6
 """Points that are shown beside the present one and the advised one."""
+MIN_FREE_SHARE: Final = 0.85
+"""Of the cores; with less it is said that others use them."""
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_is_run(folder)
     config = config_of(folder)
     steps = History.read(folder.metrics_path).steps if folder.metrics_path.exists() else []
-    plan = make_plan(steps, config, arguments.devices, cores=shared_cores(config))
+    cores = shared_cores(config)
+    plan = make_plan(steps, config, arguments.devices, cores=cores)
     if plan is None:
         raise CommandError(
             f"the steps of {folder.path} tell too little: a plan needs about "
@@ -74,7 +77,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         sys.stdout.write(to_json(_record(plan)).decode() + "\n")
         return
-    _show(Console(), plan)
+    console = Console()
+    _show(console, plan)
+    if cores is not None and cores.free_share < MIN_FREE_SHARE:
+        console.print(
+            f"processes take {1 - cores.free_share:.0%} of the cores now; if these are not the "
+            "run's own, forecasts of other numbers of workers are better when they have ended"
+        )
 
 
 def config_of(folder: RunFolder) -> GRPOConfig:

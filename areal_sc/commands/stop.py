@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=TIMEOUT_S,
         metavar="SECONDS",
         help=f"how long to wait for the end (default {TIMEOUT_S:g})",
@@ -98,6 +99,16 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         how = "is finished" if folder.summary_path.exists() else "has ended before it was finished"
         _say(f"nothing to stop: the run in {folder.path} {how}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return seconds
 
 
 class _LivingRun:
@@ -190,7 +201,7 @@ class _LivingRun:
                 with suppress(TransportError):
                     return await connection.call(STOP_RUN, None, timeout_s=CALL_LIMIT_S)
             # agents take it for alive for some seconds more; so each is to end by itself
-            is_gone = bool(script) and not self._folder.is_taken
+            is_gone = not self._folder.is_taken and (bool(script) or self._has_died)
             for agent in agents:
                 self._asked.add(agent.address)
                 if await self._ask_agent(transport, agent) and not is_gone:
@@ -198,6 +209,12 @@ class _LivingRun:
         finally:
             await transport.close()
         return False
+
+    @property
+    def _has_died(self) -> bool:
+        """Whether the script is known to have ended: it was on this machine."""
+        owner = Owner.read(self._folder.path)
+        return owner is not None and not owner.may_live
 
     async def _ask_agent(self, transport: ZmqTransport, agent: AgentFile) -> bool:
         """Whether it hears a script. Raises: TransportError: it does not answer."""

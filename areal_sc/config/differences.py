@@ -10,6 +10,7 @@ import yaml
 from areal_sc.config.fields import is_section, known_keys
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServersConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError
 
 FIXED = {
@@ -52,7 +53,7 @@ FREE = (
 OF_SCRIPT = frozenset(
     ["resume", "overwrite", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
 )
-"""Settings of `scheduler` that no agent, and no worker, goes by."""
+"""Settings of `scheduler` that no agent, and no worker, goes by; on one machine, nor by `slurm`."""
 
 STARTED_AGAIN = {
     "actor": "train workers that live are started again, from the newest snapshot",
@@ -100,14 +101,18 @@ def check_resumable(old_text: str, new_text: str, *, lives: bool = False) -> lis
         for key, change in differences.items()
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     ]
-    return warnings + (_started_again(differences) if lives else [])
+    if not lives:
+        return warnings
+    is_local = _parse(new_text).get("scheduler", {}).get("type") == SchedulerType.local.value
+    return warnings + _started_again(differences, is_local=is_local)
 
 
-def _started_again(differences: Iterable[str]) -> list[str]:
+def _started_again(differences: Iterable[str], *, is_local: bool) -> list[str]:
     changed: dict[str, list[str]] = {}
     for key in differences:
         section, _, name = key.partition(".")
-        if section in STARTED_AGAIN and not (section == "scheduler" and name in OF_SCRIPT):
+        is_of_script = name in OF_SCRIPT or (is_local and name.startswith("slurm."))
+        if section in STARTED_AGAIN and not (section == "scheduler" and is_of_script):
             changed.setdefault(section, []).append(key)
     return [f"{STARTED_AGAIN[section]}: {', '.join(keys)}" for section, keys in changed.items()]
 

@@ -129,8 +129,10 @@ class Scaling:
         Raises: ConfigError: there cannot be so many, or so few. SchedulerSilent: it is not known
             whether a further node can be had. RunFolderError: the number cannot be written.
         """
-        if num_workers < 1:
-            raise ConfigError(f"scale: expected at least 1 rollout worker, got {num_workers}")
+        if type(num_workers) is not int or num_workers < 1:
+            raise ConfigError(
+                f"scale: expected a number of rollout workers, at least 1, got {num_workers!r}"
+            )
         async with self._one_change:
             workers = self._workers.set
             before = len(workers.staying)

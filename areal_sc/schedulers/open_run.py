@@ -13,6 +13,7 @@ from areal_sc import interrupts
 from areal_sc.agent_files import living_agents
 from areal_sc.config.differences import OF_SCRIPT
 from areal_sc.config.schema import SchedulerConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError, TransportError
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import RunTerm
@@ -101,4 +102,5 @@ def keys_of(folder: RunFolder) -> RunKeys | None:
 def settings_of_agents(config: SchedulerConfig) -> dict[str, Any]:
     """The settings that agents and workers go by; the others are those of the script alone."""
     settings: dict[str, Any] = to_builtins(config)
-    return {key: value for key, value in settings.items() if key not in OF_SCRIPT}
+    others = OF_SCRIPT | ({"slurm"} if config.type == SchedulerType.local.value else set())
+    return {key: value for key, value in settings.items() if key not in others}

@@ -210,7 +210,9 @@ class Summary:
     """The numbers of a whole run, as in `summary.json`; None where nothing was measured.
 
     Attributes:
-        first_step_s: from the start of the process to the end of the first training step.
+        wall_time_s: from when this start of the script had begun its run to its end.
+        first_step_s: from the start of the process, so with imports, to the end of the first
+            training step.
         wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
         accuracy_before, accuracy_after: means of the workflow's metric of that name.
         reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
@@ -292,7 +294,8 @@ def summarize(
             "trained_tokens_per_s": _ratio(total("num_trained_tokens"), time_s),
             **{f"{part}_share": _ratio(total(f"{part}_s"), time_s) for part in STEP_PARTS},
         }
-    return Summary(num_steps=len(steps), **others, **measured)
+    # the record of a step is lost with a script that dies between the two
+    return Summary(num_steps=steps[-1].step if steps else 0, **others, **measured)
 
 
 def _ratio(part: float, whole: float) -> float:

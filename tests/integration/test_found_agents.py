@@ -221,6 +221,7 @@ def test_what_a_killed_script_has_left_is_stopped_from_outside(tmp_path: Path) -
         (tmp_path / "away").rename(keys)
         stopped = stop_run(tmp_path / "run")
         assert stopped.returncode == 0, stopped
+        assert "no script of the run is heard; its workers end" in stopped.stdout
         assert "nothing of the run is left" in stopped.stdout
         assert left.living == []
     assert_nothing_is_left(tmp_path / "run")

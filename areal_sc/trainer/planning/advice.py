@@ -28,6 +28,9 @@ SUFFICES: Final = 1.02
 SPARE_BOUND: Final = 1
 """What is advised beyond the bound that suffices where nothing is disturbed. On the main job bound
 1 should suffice, and steps take 5 to 7 % longer with it; with 2 they take as long as with 4."""
+MIN_GAIN: Final = 0.03
+"""Another split has to make a step shorter by this share: forecasts of it are worse than those of
+the present one, and what changes nothing is not worth a restart."""
 MAX_BOUND: Final = 32
 """A larger one than the present is not advised beyond this."""
 MAX_EARLIER: Final = 4
@@ -181,7 +184,10 @@ class _Splits:
                 f"{total} devices are too few: {num_ranks} for training and {of_worker} for "
                 "generation are the least"
             )
-        is_fixed = num_cores is None and num_devices is None and shares_devices(config)
+        # where the run finds its number of workers itself there is nothing to set
+        is_fixed = num_devices is None and (
+            bool(config.rollout.autoscale.max) or (num_cores is None and shares_devices(config))
+        )
         return cls(present, total, num_used, of_worker, ranks_per_data, num_cores, is_fixed)
 
     def forecasts(self, forecaster: Forecaster, bound: int) -> list[Forecast]:
@@ -216,7 +222,7 @@ def _tried(forecaster: Forecaster, splits: _Splits) -> list[Forecast]:
         bound = ample
         tried += splits.forecasts(forecaster, bound)
         # another split may have so short steps that a group takes more of them
-        best = min(tried or [present], key=_step_s)
+        best = _best_split(tried, present)
         ample = _ample_bound(best)
     most = min(math.ceil(best.group_s / best.step_s) + 1, MAX_BOUND)
     most = max(most, splits.present.max_staleness)
@@ -230,17 +236,30 @@ def _advised(forecaster: Forecaster, tried: Sequence[Forecast], present: Forecas
     Args:
         tried: the shortest step first.
     """
-    limit_s = SUFFICES * tried[0].step_s
+    best = _best_split(tried, present)
+    limit_s = SUFFICES * best.step_s
     least = min(
-        (forecast for forecast in tried if forecast.step_s <= limit_s),
+        (it for it in tried if it.point.split == best.point.split and it.step_s <= limit_s),
         key=lambda forecast: (forecast.point.max_staleness, forecast.step_s),
     )
     bound = least.point.max_staleness + SPARE_BOUND
-    best = forecaster.at(replace(least.point, max_staleness=bound))
+    with_spare = forecaster.at(replace(least.point, max_staleness=bound))
     suffices = present in tried and present.step_s <= limit_s
     suffices &= present.point.max_staleness >= bound
-    is_as_fresh = present.staleness <= best.staleness + 0.1
-    return present if suffices and is_as_fresh else best  # no change without a gain
+    is_as_fresh = present.staleness <= with_spare.staleness + 0.1
+    return present if suffices and is_as_fresh else with_spare  # no change without a gain
+
+
+def _best_split(tried: Sequence[Forecast], present: Forecast) -> Forecast:
+    """The shortest step of the split that it is worth to have; the present one, if there is none.
+
+    Args:
+        tried: not those of a split that has too many devices.
+    """
+    best = min(tried, key=_step_s, default=present)
+    as_now = [it for it in tried if it.point.split == present.point.split]
+    own = min(as_now, key=_step_s, default=best)
+    return best if best.step_s < (1 - MIN_GAIN) * own.step_s else own
 
 
 def _step_s(forecast: Forecast) -> float:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean, median
 from threading import Barrier
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.config.slurm_settings import SchedulerType
 
 TRIAL_S: Final = 0.03
-NUM_TRIALS: Final = 5
+NUM_TRIALS: Final = 9
 MAX_WAIT_S: Final = 60.0
 """For all threads of a trial to begin."""
 MAX_THREADS: Final = 8
@@ -36,10 +36,12 @@ class SharedCores:
         number: of cores, as the system counts them.
         together: speed of a thread while all cores compute, in that of one alone. What the system
             calls a core is often half of one, and clocks and caches are shared, too.
+        free_share: of their time that other processes did not want when that was tried out.
     """
 
     number: int
     together: float = 1.0
+    free_share: float = 1.0
 
     def speed(self, num_threads: int) -> float:
         """Of each of so many threads that compute at the same time, in that of one alone."""
@@ -62,44 +64,52 @@ def cores_of(config: GRPOConfig) -> int | None:
 def shared_cores(config: GRPOConfig) -> SharedCores | None:
     """As `cores_of`; how fast they are together is tried out for a second."""
     number = cores_of(config)
-    return None if number is None else SharedCores(number, _speed_together(number))
+    return None if number is None else _tried_out(number)
 
 
-def _speed_together(number: int) -> float:
-    """At most 1; half of the time is taken to go to arithmetic, and half to memory.
+def _tried_out(number: int) -> SharedCores:
+    """Half of the time is taken to go to arithmetic, and half to memory.
 
     Models of a size that is trained on CPUs do about that, and memory is what cores share.
     """
-    num_threads, slowness = min(number, MAX_THREADS), 0.0
+    num_threads, slowness, free = min(number, MAX_THREADS), 0.0, list[float]()
     with ThreadPoolExecutor(num_threads) as threads:
         for size, operation in ((CACHED_VALUES, np.exp), (LARGE_VALUES, np.negative)):
             ratios = []
             for _ in range(NUM_TRIALS):
-                (alone,) = _rounds(threads, 1, size, operation)
+                alone = _rounds(threads, 1, size, operation)
                 together = _rounds(threads, num_threads, size, operation)
-                ratios.append(fmean(together) / alone)
+                ratios.append(together.per_s / alone.per_s)
+                free.append(together.free_share)
             slowness += 0.5 / min(1.0, median(ratios))
-    return 1 / slowness
+    return SharedCores(number, 1 / slowness, median(free))
 
 
-def _rounds(
-    threads: ThreadPoolExecutor, number: int, size: int, operation: np.ufunc
-) -> list[float]:
-    """How often so many values are computed in a second, by each of threads that begin at once.
+class _Rounds(NamedTuple):
+    """Means over threads: rounds in a second of their own time, and its share of the time."""
+
+    per_s: float
+    free_share: float
+
+
+def _rounds(threads: ThreadPoolExecutor, number: int, size: int, operation: np.ufunc) -> _Rounds:
+    """How often so many values are computed, by threads that begin at once.
 
     Python's lock is hardly needed for it. Time in which other processes have the core does not
     count.
     """
     gate = Barrier(number)
 
-    def count() -> float:
+    def count() -> tuple[float, float]:
         values, rounds = np.linspace(-1.0, 1.0, size, dtype=np.float32), 0
         result = np.empty_like(values)
         gate.wait(MAX_WAIT_S)
-        end_s, begun_s = time.perf_counter() + TRIAL_S, time.thread_time()
-        while time.perf_counter() < end_s:
+        begun_s, own_begun_s = time.perf_counter(), time.thread_time()
+        while (passed_s := time.perf_counter() - begun_s) < TRIAL_S:
             operation(values, out=result)
             rounds += 1
-        return rounds / (time.thread_time() - begun_s)
+        own_s = time.thread_time() - own_begun_s
+        return rounds / own_s, min(1.0, own_s / passed_s)
 
-    return [it.result() for it in [threads.submit(count) for _ in range(number)]]
+    counted = [it.result() for it in [threads.submit(count) for _ in range(number)]]
+    return _Rounds(*(fmean(values) for values in zip(*counted, strict=True)))

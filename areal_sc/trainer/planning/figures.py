@@ -45,6 +45,11 @@ class OperatingPoint:
     num_rollout_workers: int
     max_staleness: int
 
+    @property
+    def split(self) -> tuple[int, int]:
+        """Of what there is, into training and generation."""
+        return self.num_train_workers, self.num_rollout_workers
+
     @classmethod
     def of(cls, metrics: StepMetrics) -> OperatingPoint:
         return cls(metrics.num_train_workers, metrics.num_rollout_workers, metrics.max_staleness)

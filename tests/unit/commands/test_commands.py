@@ -43,6 +43,12 @@ def call(*words: object) -> int | str | None:
         return end.code
 
 
+@pytest.mark.parametrize("text", ["nan", "-1", "inf", "x"])
+def test_stop_waits_for_a_number_of_seconds(text: str, tmp_path: Path, capsys: Told) -> None:
+    assert call("stop", tmp_path, f"--timeout={text}") == 2
+    assert f"expected a number of seconds, got '{text}'" in capsys.readouterr().err
+
+
 def test_stop_says_why_there_is_nothing_to_stop(tmp_path: Path, capsys: Told) -> None:
     assert call("stop", tmp_path / "none") == 2
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err

@@ -68,6 +68,7 @@ def test_other_changes_are_reported(load: Load) -> None:
         ("generation.temperature=0.5", ["rollout"]),
         ("transport.encrypt=true", ["scheduler"]),
         ("scheduler.hung_after_s=9", []),
+        ("actor.parallel.data=2", ["actor"]),  # also of the nodes of SLURM's jobs
         ("evaluation.every_steps=5", []),
         ("checkpoint.every_steps=5", []),
     ],

@@ -152,8 +152,11 @@ def test_numbers_that_cannot_be() -> None:
     async def play() -> None:
         async with run.started():
             await run.step()
-            with pytest.raises(ConfigError, match="at least 1 rollout worker, got 0"):
+            with pytest.raises(ConfigError, match="at least 1, got 0"):
                 await run.rollout.scale_async(0)
+            for number in (2.5, "3", None, True):
+                with pytest.raises(ConfigError, match=f"at least 1, got {number!r}"):
+                    await run.rollout.scale_async(number)  # type: ignore[arg-type]
             with pytest.raises(ConfigError, match=r"train_batch_groups=4 .* room for 3;"):
                 await run.rollout.scale_async(1)
             assert len(run.rollout._workers.set.staying) == 2

@@ -195,6 +195,7 @@ def test_how_fast_cores_are_together_is_tried_out() -> None:
     assert cores is not None
     assert cores.number == len(os.sched_getaffinity(0))
     assert 0.1 < cores.together <= 1
+    assert 0 < cores.free_share <= 1
 
 
 def test_what_the_simulation_leaves_out_corrects_all_forecasts() -> None:
@@ -509,6 +510,27 @@ def test_on_shared_cores_the_number_of_ranks_stays(make_steps: MakeSteps) -> Non
     two_ranks = make_steps(range(1, 41), num_train_workers=2, num_rollout_workers=4)
     with pytest.raises(ConfigError, match="2 devices are too few: 2 for training and 1 for"):
         make_plan(two_ranks, config_of(), 2, cores=SharedCores(4))
+
+
+def test_another_split_has_to_gain_something(make_steps: MakeSteps) -> None:
+    """Training takes as long whether one worker generates or two."""
+    steps = make_steps(range(1, 41), num_rollout_workers=2)
+    plan = make_plan(steps, config_of(), cores=SharedCores(8))
+    assert plan is not None
+    same = [it for it in plan.tried if it.point.num_rollout_workers == 1]
+    assert min(it.step_s for it in same) == pytest.approx(plan.present.step_s, rel=0.02)
+    assert plan.advised.point.num_rollout_workers == 2
+
+
+def test_a_number_that_the_run_finds_itself_is_not_advised(make_steps: MakeSteps) -> None:
+    steps = make_steps(
+        range(1, 41), num_train_workers=2, num_rollout_workers=6, step_time_s=3.0, train_s=2.9
+    )
+    config = config_of()
+    config.actor.parallel.data = 2
+    config.rollout.autoscale.max = 8
+    assert {it.point.split for it in plan_of(steps, config).tried} == {(2, 6)}
+    assert plan_of(steps, config, 8).advised.point.num_train_workers >= 5
 
 
 def test_ranks_that_share_cores_are_worth_a_try(make_steps: MakeSteps) -> None:
