@@ -106,9 +106,11 @@ class Display(Tracker):
             self.show_folder(run_dir)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
-        """Shows progress while it is open; phases may be nested."""
-        phase = Phase(name, total, unit, self)
+    def phase(
+        self, name: str, total: int | None = None, unit: str = "", done: int = 0
+    ) -> Iterator[Phase]:
+        """Shows progress while it is open; phases may be nested. `done` is so already."""
+        phase = Phase(name, total, unit, self, done)
         began = self._console.get_time()
         self.open_phases.append(phase)
         self.on_phases(self.open_phases)
@@ -250,7 +252,9 @@ class LiveDisplay(Display):
         self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
     def begin_phase(self, phase: Phase) -> None:
-        phase.bar = self._bars.add_task(phase.name, total=phase.total, status="")
+        phase.bar = self._bars.add_task(
+            phase.name, total=phase.total, completed=phase.done, status=""
+        )
         self._bars.start()
 
     def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:

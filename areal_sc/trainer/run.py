@@ -333,11 +333,10 @@ class Run:
         settings = self.config.checkpoint
         limit_s = settings.stop_within_s if self.checkpoints and settings.every_steps else 0.0
         with (
-            self.display.phase("training", total, "steps") as phase,
+            self.display.phase("training", total, "steps", actor.version) as phase,
             stop_wishes(limit_s, partial(self._tell_stop, actor)) as stop,
         ):
             actor.fleet.on_wish = stop.on_wish
-            phase.advance(actor.version)
             while True:
                 if stop.takes_snapshot() and self.checkpoints is not None:
                     self.checkpoints.finish()

@@ -116,6 +116,15 @@ def test_output_that_is_no_terminal_gets_plain_lines(
     assert len([line for line in lines if line.startswith("INFO step=")]) == 30
 
 
+def test_what_a_resumed_run_has_done_already_is_said() -> None:
+    console = plain_console()
+    display = make_display(console, run_dir=None, total_steps=80)
+    with display.phase("training", 80, "steps", done=43) as phase:
+        phase.advance()
+    assert 'begins="43/80 steps"' in shown(console)
+    assert 'ended="44/80 steps"' in shown(console)
+
+
 def test_plain_phase_reports_quarters_only(make_step: MakeStep) -> None:
     console = plain_console()
     display = make_display(console)
