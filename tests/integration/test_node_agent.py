@@ -306,14 +306,20 @@ async def test_an_agent_tells_a_script_elsewhere_why_its_node_is_of_no_use(tmp_p
         assert "has no address in that network" in str(joining.facts)
 
 
-async def test_a_node_that_has_a_large_tree_serves_it_to_workers_of_the_run(tmp_path: Path) -> None:
-    """Another one, whose pass is void, gets nothing there; nor does who has none."""
-    keys, model = RunKeys.create(), tmp_path / "model"
-    keys.write(RunFolder(tmp_path).keys_path)
-    passes = Passes(keys)
+def named_model(run_dir: Path) -> tuple[RunKeys, Path]:
+    """A folder that nodes which do not see it get, of a run with these keys."""
+    keys, model, folder = RunKeys.create(), run_dir / "model", RunFolder(run_dir)
+    keys.write(folder.keys_path)
     model.mkdir()
     (model / "weights").write_text("w")
-    name_path(RunFolder(tmp_path).sources, model, Contents.all)
+    name_path(folder.sources, model, Contents.all)
+    return keys, model
+
+
+async def test_a_node_that_has_a_large_tree_serves_it_to_workers_of_the_run(tmp_path: Path) -> None:
+    """Another one, whose pass is void, gets nothing there; nor does who has none."""
+    keys, model = named_model(tmp_path)
+    passes = Passes(keys)
     of_script = ZmqTransport(client=CurveClient.of_controller(keys))
     puller = passes.issue("rollout/9", Caller.rollout)
     of_worker = ZmqTransport(client=CurveClient.of_worker(puller))
@@ -361,12 +367,8 @@ async def test_what_an_earlier_script_asked_for_is_not_started_behind_the_back_o
     tmp_path: Path,
 ) -> None:
     """The files for its workers have not come yet when the next script asks who lives there."""
-    keys, model = RunKeys.create(), tmp_path / "model"
-    keys.write(RunFolder(tmp_path).keys_path)
+    keys, model = named_model(tmp_path)
     passes = Passes(keys)
-    model.mkdir()
-    (model / "weights").write_text("w")
-    name_path(RunFolder(tmp_path).sources, model, Contents.all)
     before, after = (
         ZmqTransport(client=CurveClient.of_controller(keys), term=term) for term in (1, 2)
     )
