@@ -19,7 +19,6 @@ from areal_sc.config.model_context import known_context
 from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
-from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
@@ -211,11 +210,6 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         "scheduler.heartbeat_interval_s)",
     )
     autoscale, num_workers = config.rollout.autoscale, config.rollout.num_workers
-    yield (
-        "rollout.autoscale.max",
-        autoscale.max > 0 or autoscale.min == AutoscaleConfig().min,
-        f"at least rollout.autoscale.min={autoscale.min} (with 0 the number of workers stays)",
-    )
     if autoscale.max:
         yield (
             "rollout.num_workers",

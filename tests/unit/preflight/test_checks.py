@@ -89,10 +89,6 @@ Load = Callable[..., GRPOConfig]
             "rollout.max_staleness: expected at least 1 with rollout.autoscale.max",
         ),
         (
-            "rollout.autoscale.min=2",
-            "rollout.autoscale.max: expected at least rollout.autoscale.min=2",
-        ),
-        (
             "rollout.autoscale.max=4 rollout.num_workers=5",
             "rollout.num_workers: expected from rollout.autoscale.min=1 to "
             "rollout.autoscale.max=4, got 5",
