@@ -63,12 +63,17 @@ _LAYOUT = [
         (r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b", "%"),
         (rf"\s*\^\s*\{{?\s*\\(?:circ|degree){_END}\s*\}}?|\\degree{_END}", "\u00b0"),
         (r"\\[()\[\]]|\$\$", " "),
-        (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
+        (r"(?<!\\)\$((?:\\.|[^$\\])*)\$", r" \1 "),
         (r"\\\$", "$"),
         (r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`", ""),
         (rf"\\([lg]e)q(?:slant)?{_END}", r"\\\1"),
         (r"\.\.\.|\\[lc]?dots", "\u2026"),
         (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
+        (rf"\\varnothing{_END}", r"\\emptyset "),
+        (
+            r"\\begin\{cases\}(.*)\\end\{cases\}",
+            lambda match: re.sub(r",?\s*\\\\", ", ", match[1]),
+        ),
     )
 ]
 
@@ -123,6 +128,7 @@ _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z*]+\}|\\[A-Za-z]+")
 _UNREADABLE = re.compile(
     r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%@#\"?\u2026]|\d_|[-+*/^=<>]\s*$"
     r"|[\w)}\]]\s+[A-Za-z]{2,}|[A-Za-z]{2,}\s+[\w({]"
+    r"|^\s*[A-Za-z]{3,}\s*$|[A-Za-z]:\s+\d"
 )
 """Prose (a word stands beside something without an operator), or what is not complete."""
 

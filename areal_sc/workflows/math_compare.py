@@ -29,7 +29,7 @@ _PRECISION = 40
 _EQUAL_DIGITS = 30
 _FRACTION = re.compile(r"^([-+]?\s*)\\frac\{([-+]?\d+)\}\{(\d+)\}$", re.ASCII)
 _NUMBER = re.compile(r"\(?[-+]?[\d./]+\)?", re.ASCII)
-_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_SET = re.compile(r"[<>]|\\(?:[lg]e|mathbb|cup|cap|setminus)(?![A-Za-z])")
 _LONE_DECIMAL = re.compile(r"(-?)(\d+)\.(\d*)", re.ASCII)
 _DECIMAL = re.compile(r"\d+\.\d*")
 _UNPARSED = re.compile(
@@ -55,9 +55,7 @@ def are_equal(gold: Answer, given: Answer) -> bool:
     group, value = (gold, given) if isinstance(gold, Group) else (given, gold)
     if isinstance(group, Group) and group.kind == "{}":
         return len(group.items) == 1 and are_equal(group.items[0], value)
-    return _INEQUALITY.search(value.latex) is not None and _verify(
-        parsed(gold.latex), parsed(given.latex)
-    )
+    return _SET.search(value.latex) is not None and _verify(parsed(gold.latex), parsed(given.latex))
 
 
 def check_parsable(answer: Answer) -> None:

@@ -31,8 +31,8 @@ _BETWEEN = re.compile(
     re.DOTALL,
 )
 _FORMULA = re.compile(
-    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$(?=\S)[^$\n]*(?<=[^\s\\])\$(?!\d)"
-    r"|(?<!\\)\$ [^$\n]* \$|\\begin\{(\w+\*?)\}.+?\\end\{\1\}",
+    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)"
+    r"|(?<!\\)\$ (?:\\.|[^$\\\n])* \$|\\begin\{(\w+\*?)\}.+?\\end\{\1\}",
     re.DOTALL,
 )
 _PROSE_MARK = re.compile(
@@ -123,7 +123,9 @@ def _marks(text: str) -> list[tuple[int, int, str]]:
     hashes, last_line = [], text.rstrip().rfind("\n")
     for match in _HASHES.finditer(text):
         if match[1].strip():
-            if re.search(r"[\d\\$]", match[1]) or match.start() > last_line:  # else a heading
+            if (
+                not re.match(r"\**[A-Za-z]{2}", match[1]) or match.start() > last_line
+            ):  # else a heading
                 hashes.append((match.start(), match.end(), _first_sentence(match[1])))
         elif below := re.compile(r"\s*([^\n]*)").match(text, match.end()):
             hashes.append((match.start(), below.end(), _first_sentence(below[1])))

@@ -50,8 +50,8 @@ _BASE = re.compile(r"(?<=\d)\s*_\s*\{?(\d+)\}?$")
 _PER = re.compile(r"\s*/\s*(?=[A-Za-z])|(?<=[A-Za-z])\s+per\s+", re.IGNORECASE)
 _POWER = re.compile(r"\b(sq|cu)(?:uare|bic)?\s+([A-Za-z]+)", re.IGNORECASE)
 _GLUED = re.compile(r"(.*[\d})])(°?[A-Za-z][A-Za-z/]*(?:\^\{?-?\d\}?)?|°)")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_OPEN_END = re.compile(r"(?:[-+*/^=<>(,]|\\[A-Za-z]+)$")
+_COMMAND = re.compile(r"\\(?:frac|cdot|times|pi|sqrt)(?![A-Za-z])")
+_OPEN_END = re.compile(r"(?:[-+*/^=<>(,]|\\(?:cdot|times|cup|cap))$")
 _UNIT = re.compile(r"(°?[A-Za-z]+|°|[$€£¥¢])(?:\^?\{?(-?\d)\}?)?")
 
 _LEAD = re.compile(
@@ -62,7 +62,7 @@ _LEAD = re.compile(
 _REFUSED_BEHIND = re.compile(
     r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|nor|below"
     r"|above|under|before|after|within|without|almost|nearly|twice|double|mod|step|question"
-    r"|equation|exceeds|up to|instead of)"
+    r"|equation|exceeds|up to|instead of|maybe|perhaps|possibly|either)"
     r"|(?:\bnot|\bcannot|\bnever)(?:\s+[a-z]+){1,2}|n't(?:\s+[a-z]+){0,2}"
     r"|\b(?:all|any\w*|every\w*|nothing)(?:\s+[a-z]+)?\s+but"
     rf"|(?:%|[\d{FORMULA}]|\b(?:percent|out|half|thirds?|quarters?|multiples?|power|roots?|square"
@@ -81,8 +81,9 @@ _MATH_WORD = re.compile(
 _CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between"}
 _CLAUSE_END = re.compile(
     r"(?:[,;]\s*|\s+)\(?(?:because|since|as|so|which|when|where|that|if|after|but|not|for|at"
-    r"|on|is|are|was|were|has|have|every|each|altogether|total|left|i\.e\.|hence|thus|then|and so"
-    r"|instead|rather|remaining|more than|he|she|they|we|it)\b.*|;.*|\s*(?:=>|\\implies).*",
+    r"|to\s+[a-z]{2,}|on|is|are|was|were|has|have|every|each|altogether|total|left|i\.e\.|hence"
+    r"|thus|then|and so|instead|rather|remaining|more than|he|she|they|we|it)\b.*|;.*"
+    r"|\s*(?:=>|\\implies).*",
     re.IGNORECASE | re.DOTALL,
 )
 _COPULA = re.compile(r"(?:\b(?:is|are|equals?|be|to)|[:=])\**$", re.IGNORECASE)

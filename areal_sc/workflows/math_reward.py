@@ -103,6 +103,8 @@ def _read_reference(text: str) -> Answer:
     ):
         return Words(words)
     answer = read_answer(content) or _read_marked(place) or _read_said(place.prose)
+    if answer is None and re.fullmatch(r"\s*\\text\s*\{[^{}]+\}\s*", content):
+        return Words(words)
     try:
         if answer is None:
             raise ValueError("neither mathematics nor words")
