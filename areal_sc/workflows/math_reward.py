@@ -22,7 +22,7 @@ _MAX_NAMED = 5
 
 
 class Reading(StrEnum):
-    """How a completion is read: by this module's rules, or by math-verify's alone."""
+    """How a completion is read: by the rules of docs/rewards.md, or by math-verify's alone."""
 
     strict = "strict"
     math_verify = "math_verify"
@@ -43,12 +43,9 @@ class NumericMatch(Referable):
     Raises: ValueError: `reading` is none of these; in a call: the reference answer cannot be read.
     """
 
-    areal_sc_declaration = declare_reward(
-        late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up
-    )
-
     def __init__(self, reading: str = Reading.strict) -> None:
         self.reading = Reading(reading)
+        declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)(self)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
         gold = str(prompt["answer"])
