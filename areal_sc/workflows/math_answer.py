@@ -65,7 +65,7 @@ _LAYOUT = [
         (r"\\[()\[\]]|\$\$", " "),
         (r"(?<!\\)\$((?:\\.|[^$\\])*)\$", r" \1 "),
         (r"\\\$", "$"),
-        (r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\])|`", ""),
+        (r"(?<![\w)}\]])(?:\*\*|__)|(?:\*\*|__)(?![\w({\\])|`", ""),
         (rf"\\([lg]e)q(?:slant)?{_END}", r"\\\1"),
         (r"\.\.\.|\\[lc]?dots", "\u2026"),
         (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
@@ -116,6 +116,9 @@ _NOTATION = [
         (r"^\{(.*,.*)\}$", r"\\{\1\\}"),
     )
 ]
+_CHOICE = re.compile(
+    r"^\(?([A-Z])[).]\s+(?!and\b|or\b|is\b|not\b)(?!.*\b[A-Z]\))[\w$].*$", re.DOTALL
+)
 _LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _ITEM_SEPARATOR = re.compile(r"[,;]")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -128,7 +131,7 @@ _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z*]+\}|\\[A-Za-z]+")
 _UNREADABLE = re.compile(
     r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%@#\"?\u2026]|\d_|[-+*/^=<>]\s*$"
     r"|[\w)}\]]\s+[A-Za-z]{2,}|[A-Za-z]{2,}\s+[\w({]"
-    r"|^\s*[A-Za-z]{3,}\s*$|[A-Za-z]:\s+\d"
+    r"|^\s*[A-Za-z]{2,}\s*$|[A-Za-z]:\s+\d"
 )
 """Prose (a word stands beside something without an operator), or what is not complete."""
 
@@ -191,7 +194,7 @@ def plain_layout(text: str) -> str:
 
 def plain_words(text: str) -> str:
     """Letters and digits alone, in lower case and without an article: to compare words by."""
-    text = _TEXT.sub(r" \1 ", unicodedata.normalize("NFKC", text)).casefold()
+    text = _TEXT.sub(r" \1 ", unicodedata.normalize("NFKC", text)).replace("**", " ").casefold()
     words = re.sub(r"[^\w+\-*/=<>]+", " ", text).strip(" _").split()
     has_article = len(words) > 1 and words[0] in ("the", "a", "an") and len(words[1]) > 1
     return " ".join(words[1:] if has_article else words)
@@ -202,6 +205,7 @@ def read_answer(text: str) -> Answer | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = without_lead(plain_layout(text)).rstrip(".,;:* \n")
+    text = _CHOICE.sub(r"\1", text)
     for pattern, replacement in _NOTATION:
         text = pattern.sub(replacement, text)
     return _read(_without_thousands(text.strip()))

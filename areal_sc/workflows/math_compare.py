@@ -31,12 +31,14 @@ _FRACTION = re.compile(r"^([-+]?\s*)\\frac\{([-+]?\d+)\}\{(\d+)\}$", re.ASCII)
 _NUMBER = re.compile(r"\(?[-+]?[\d./]+\)?", re.ASCII)
 _SET = re.compile(r"[<>]|\\(?:[lg]e|mathbb|cup|cap|setminus)(?![A-Za-z])")
 _LONE_DECIMAL = re.compile(r"(-?)(\d+)\.(\d*)", re.ASCII)
+_BASE = re.compile(r"base \d")
 _DECIMAL = re.compile(r"\d+\.\d*")
 _UNPARSED = re.compile(
     r"[A-Za-z]\s*\\(?:cup|cap|setminus)(?![A-Za-z])|\\(?:equiv|pmod|bmod|sim|cong|perp|parallel"
     r"|subset|subseteq|mid|to|implies|land|lor|neg|lnot|overline|prime)(?![A-Za-z])|'"
+    r"|\d:[0-5]\d(?!\d)"
 )
-"""Notation that the library refuses or drops; such an expression equals only itself."""
+"""Sets of letters, relations, times of day: the library refuses them; each equals only itself."""
 
 _MAX_DEPTH = 12
 """The library's parser takes seconds for brackets much deeper than this."""
@@ -149,7 +151,7 @@ def _are_equal_equations(gold: Answer, given: Answer) -> bool:
 
 def _are_equal_quantities(gold: Quantity, given: Quantity) -> bool:
     shared = min(len(gold.unit), len(given.unit))
-    if gold.unit[:shared] != given.unit[:shared]:
+    if gold.unit[:shared] != given.unit[:shared] or _BASE.match(" ".join(given.unit[shared:])):
         return False
     if gold.is_percent == given.is_percent:
         return _are_equal_values(gold.latex, given.latex)
@@ -198,8 +200,12 @@ def _are_equal_values(gold: str, given: str) -> bool:
         return value is other_value and _verify(one, other)
     if not (value.is_finite and other_value.is_finite):
         return bool(value == other_value)
-    allowed = max(abs(value), abs(other_value)) * sympy.Rational(1, 10**_EQUAL_DIGITS)
-    if abs(value - other_value) <= allowed:
+    if value.is_Rational and other_value.is_Rational:
+        is_equal = value == other_value
+    else:
+        larger = max(abs(value), abs(other_value))
+        is_equal = abs(value - other_value) <= larger * sympy.Rational(1, 10**_EQUAL_DIGITS)
+    if is_equal:
         return True
     is_real = value.is_real and other_value.is_real
     return bool(is_real and _rounds_one(gold, given, value, other_value))
@@ -279,12 +285,13 @@ def _num_digits(expression: Any) -> float:
 
 
 def _constant(expression: sympy.Basic) -> Any:
-    """Value of an expression without variables to _PRECISION digits; None of all others."""
+    """Exact rational, or value to _PRECISION digits; None of an expression with variables."""
     import sympy
 
     if not isinstance(expression, sympy.Expr) or expression.free_symbols:
         return None
-    value = sympy.N(expression.doit(), _PRECISION)
+    value = expression.doit()
+    value = value if value.is_Rational else sympy.N(value, _PRECISION)
     return value if value.is_number and value is not sympy.nan else None
 
 

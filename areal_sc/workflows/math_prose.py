@@ -26,7 +26,7 @@ _UNITS = """
     lb pound, oz ounce, l liter litre, ml milliliter millilitre, s second sec, min minute,
     h hour hr, day d, wk week, yr year, mi/h mph, km/h kmh kph, $ dollar usd, € euro eur, £ gbp,
     ¢ cent, ° degree deg, rad radian, n newton, j joule, w watt, v volt, hz hertz, pa pascal,
-    °c celsius, °f fahrenheit
+    °c celsius, °f fahrenheit, am, pm
 """
 _SHORT = {name: row.split()[0] for row in _UNITS.split(",") for name in row.split()}
 """Every way to write a unit, in the singular -> the short one."""
