@@ -17,29 +17,20 @@ from fractions import Fraction
 from areal_sc.workflows.math_place import MAX_ANSWER_CHARS
 from areal_sc.workflows.math_prose import MULTIPLIERS, split_unit, without_lead
 
-_CHARACTERS = {
-    ord(character): latex
-    for characters, latex in (
-        ("\u2212\u2013", "-"),
-        ("\u00f7\u2044", "/"),
-        ("\u00d7", r"\times "),
-        ("\u00b7\u22c5", r"\cdot "),
-        ("\u03c0", r"\pi "),
-        ("\u221e", r"\infty "),
-        ("\u2264", r"\le "),
-        ("\u2265", r"\ge "),
-        ("\u2260", r"\ne "),
-        ("\u00b1", r"\pm "),
-        ("\u222a", r"\cup "),
-        ("\u2229", r"\cap "),
-        ("\u2208", r"\in "),
-        ("\u2205", r"\emptyset "),
-        ("\u2248", r"\approx "),
-        ("\u00b0", r"^\circ"),
-        ("\u221a", "sqrt"),
-    )
-    for character in characters
-}
+_UNICODE = (
+    "\u2212\u2013\u00f7\u2044\u221a\u00b0\u00d7\u00b7\u22c5\u03c0"
+    "\u221e\u2264\u2265\u2260\u00b1\u222a\u2229\u2208\u2205\u2248"
+)
+_LATEX = (
+    r"- - / / sqrt ^\circ \times \cdot \cdot \pi "
+    r"\infty \le \ge \ne \pm \cup \cap \in \emptyset \approx"
+)
+_CHARACTERS = str.maketrans(
+    {
+        character: f"{latex} " if latex.startswith("\\") else latex
+        for character, latex in zip(_UNICODE, _LATEX.split(), strict=True)
+    }
+)
 _SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 _FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -121,6 +112,10 @@ _CHOICE = re.compile(
 )
 _LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _ITEM_SEPARATOR = re.compile(r"[,;]")
+_BRACKETS = re.compile(
+    r"(\\\{)(.*)(\\\})|([(\[])(.*)([)\]])|(\{)(.*)(\})",
+    re.DOTALL,
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _EQUALS = re.compile(rf"(?<![<>!=\\])=(?!=)|\\approx{_END}")
 _NAME = re.compile(
@@ -250,20 +245,16 @@ def _read_equation(text: str, parts: list[str]) -> Answer | None:
 
 
 def _read_brackets(text: str) -> Answer | None:
-    for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
-        if not (text.startswith(opening) and text.endswith(closing)):
-            continue
-        inner = text[len(opening) : -len(closing)]
-        if not is_balanced(inner):
-            continue
-        parts = _split(inner, _ITEM_SEPARATOR)
-        kind = f"{opening}{closing}".replace("\\", "")
-        if len(parts) == 1 and kind == "()":
-            return _read(inner)
-        return _read_group(kind, parts, text)
-    if text.startswith("{") and text.endswith("}") and is_balanced(text[1:-1]):
-        return _read(text[1:-1].strip())
-    return None
+    match = _BRACKETS.fullmatch(text)
+    if match is None:
+        return None
+    opening, inner, closing = filter(lambda group: group is not None, match.groups())
+    if not is_balanced(inner):
+        return None
+    parts = _split(inner, _ITEM_SEPARATOR)
+    kind = f"{opening}{closing}".replace("\\", "")
+    is_grouping = opening == "{" or (len(parts) == 1 and kind == "()")
+    return _read(inner.strip()) if is_grouping else _read_group(kind, parts, text)
 
 
 def _read_group(kind: str, parts: list[str], text: str) -> Answer | None:

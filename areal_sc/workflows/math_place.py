@@ -22,7 +22,8 @@ FORMULA: Final = "\ue000-\uf8ff"
 
 _REASONING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|(?=<answer>)|\Z)", re.IGNORECASE | re.DOTALL)
-_HASHES = re.compile(r"####(?!#)[ \t]*([^\n]*)")
+_HASHES = re.compile(r"####(?!#)\s*([^\n]*)")
+_WORD_FIRST = re.compile(r"\**[A-Za-z]{2}")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(\s*)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(
@@ -59,7 +60,7 @@ class Prose:
 
         def mask(match: re.Match[str]) -> str:
             character = 0xE000 + len(formulas)
-            formulas[character] = f" {_without_delimiters(match.group())} "
+            formulas[character] = f" {match.group()} "
             return chr(character)
 
         return cls(_FORMULA.sub(mask, re.sub(f"[{FORMULA}]", "?", text)), formulas)
@@ -118,33 +119,16 @@ def _without_reasoning(text: str) -> str:
 
 
 def _marks(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, content) of each mark; a mark around others only limits where they stand."""
-    boxes = _boxes(text)
-    hashes, last_line = [], text.rstrip().rfind("\n")
+    """(start, end, content) of each mark; a mark around others only says where they stand."""
+    marks = _boxes(text) + [(tag.start(), tag.end(), tag[1]) for tag in _ANSWER.finditer(text)]
+    last_line = text.rstrip().rfind("\n")
     for match in _HASHES.finditer(text):
-        if match[1].strip():
-            if (
-                not re.match(r"\**[A-Za-z]{2}", match[1]) or match.start() > last_line
-            ):  # else a heading
-                hashes.append((match.start(), match.end(), _first_sentence(match[1])))
-        elif below := re.compile(r"\s*([^\n]*)").match(text, match.end()):
-            hashes.append((match.start(), below.end(), _first_sentence(below[1])))
-    hashes = _not_around(hashes, boxes)
-    tags = [(tag.start(), tag.end(), tag[1]) for tag in _ANSWER.finditer(text)]
-    return sorted(boxes + hashes + _not_around(tags, boxes + hashes))
-
-
-def _not_around(
-    marks: list[tuple[int, int, str]], inner: list[tuple[int, int, str]]
-) -> list[tuple[int, int, str]]:
-    starts = sorted(start for start, _, _ in inner)
-    found, at = [], 0
-    for mark in marks:
-        while at < len(starts) and starts[at] < mark[0]:
-            at += 1
-        if at == len(starts) or starts[at] >= mark[1]:
-            found.append(mark)
-    return found
+        is_heading = _WORD_FIRST.match(match[1]) and match.start() < last_line
+        if not is_heading:
+            marks.append((match.start(), match.end(), _first_sentence(match[1])))
+    marks.sort()
+    starts = [start for start, _, _ in marks[1:]] + [len(text)]
+    return [mark for mark, next_start in zip(marks, starts, strict=False) if mark[1] <= next_start]
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
@@ -175,10 +159,3 @@ def _first_sentence(text: str) -> str:
     """The first sentence of the first line that is not empty, without a closing tag."""
     line = next((line for line in text.splitlines() if _CONTENT.search(line)), "")
     return _SENTENCE_END.split(line.strip().partition("</")[0])[0]
-
-
-def _without_delimiters(formula: str) -> str:
-    if formula.startswith("\\begin"):
-        return formula
-    width = 1 if formula.startswith("$") and not formula.startswith("$$") else 2
-    return formula[width:-width]
