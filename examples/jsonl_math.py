@@ -6,7 +6,8 @@ set of the Hugging Face hub.
         task.dataset=openai/gsm8k task.subset=main task.prompt_key=question
 
 `task.reward` is `numeric` (the completion's final answer has the same value; docs/rewards.md) or
-`exact` (it is the same text). The last `task.num_held_out` rows are kept for evaluation.
+`exact` (it is the same text). `task.reading` is how `numeric` reads answers. The last
+`task.num_held_out` rows are kept for evaluation.
 """
 
 from __future__ import annotations
@@ -27,15 +28,12 @@ from areal_sc import (
 )
 from areal_sc.config.fields import setting
 from areal_sc.errors import ConfigError
-from areal_sc.workflows.math_reward import check_answers, exact_match, numeric_match
+from areal_sc.workflows.math_reward import NumericMatch, Reading, check_answers, exact_match
 
 
 class Reward(StrEnum):
     exact = "exact"
     numeric = "numeric"
-
-
-REWARDS = {Reward.exact: exact_match, Reward.numeric: numeric_match}
 
 
 @dataclass
@@ -49,6 +47,9 @@ class Task:
     answer_key: str = setting("answer", "column with the right answer")
     template: str = setting("", "the prompt, with columns in braces: 'Q: {question} A:'")
     reward: Reward = setting(MISSING, "how an answer is compared with the right one")
+    reading: Reading = setting(
+        Reading.strict, "how `numeric` reads answers: strict, or math_verify, as published results"
+    )
     num_held_out: int = setting(16, "last rows, for evaluation")
     use_chat_template: bool = setting(True, "prompts are chat messages")
 
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
             template=task.template or None,
         )
     )
-    if task.reward is Reward.numeric:
+    if task.reward is Reward.numeric and task.reading is Reading.strict:
         check_answers(rows)
     num_train = len(rows) - task.num_held_out
     if not 0 < num_train <= len(rows):
@@ -79,8 +80,9 @@ def main(argv: list[str]) -> None:
             f"task.num_held_out: expected 0 to {len(rows) - 1} with the {len(rows)} rows of "
             f"{task.dataset}, got {task.num_held_out}"
         )
+    reward = exact_match if task.reward is Reward.exact else NumericMatch(task.reading)
     PPOTrainer(config).fit(
-        SingleTurnWorkflow(REWARDS[task.reward], use_chat_template=task.use_chat_template),
+        SingleTurnWorkflow(reward, use_chat_template=task.use_chat_template),
         rows[:num_train],
         evaluation_prompts=rows[num_train:] or None,
     )

@@ -1,168 +1,224 @@
-"""Finding the final answer of a text, and reading it as quantities, lists and tuples. No sympy.
+"""Reading an answer as quantities, groups, equations or words. No sympy.
 
-    text ── final_answer ──► "3 cm and 5 cm" ── read_answer ──► a list of 3 cm and 5 cm
+    "3 cm and 5 cm" ── read_answer ──► a list of 3 cm and 5 cm
 
 Reading is strict: either all of an answer is understood, or it is no mathematics. A number is never
-picked out of something that was not understood.
+picked out of something that was not understood. Formulas are read by rules for formulas alone;
+`math_prose` knows what words around them mean.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
 
-from areal_sc.workflows.math_notation import MATH_CHARACTERS, plain_latex
-from areal_sc.workflows.math_units import MULTIPLIERS, split_unit
+from areal_sc.workflows.math_place import MAX_ANSWER_CHARS
+from areal_sc.workflows.math_prose import MULTIPLIERS, split_unit, without_lead
 
-MAX_ANSWER_CHARS = 1000
+_UNICODE = (
+    "\u2212\u2013\u00f7\u2044\u221a\u00b0\u00d7\u00b7\u22c5\u03c0"
+    "\u221e\u2264\u2265\u2260\u00b1\u222a\u2229\u2208\u2205\u2248"
+)
+_LATEX = (
+    r"- - / / sqrt ^\circ \times \cdot \cdot \pi "
+    r"\infty \le \ge \ne \pm \cup \cap \in \emptyset \approx"
+)
+_CHARACTERS = str.maketrans(
+    {
+        character: f"{latex} " if latex.startswith("\\") else latex
+        for character, latex in zip(_UNICODE, _LATEX.split(), strict=True)
+    }
+)
+_SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
+_GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_END = r"(?![A-Za-z])"
+_TEXT = re.compile(
+    r"\\(?:text(?:normal|bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf)|[mh]box|operatorname|rm|bf)"
+    r"\s*\{([^{}]*)\}"
+)
 
-_NESTED = r"(?:\\.|[^{}\\])*+"
-for _ in range(6):  # braces within braces
-    _NESTED = rf"(?:\\.|[^{{}}\\]|\{{{_NESTED}\}})*+"
-_BOX_COMMAND = r"\\(?:boxed|fbox)\b\s*"
-_BOX = rf"{_BOX_COMMAND}(?:\{{{_NESTED}\}}|(?<=\s)[^\s{{])"
-_MARKER = re.compile(
-    rf"(?P<boxes>{_BOX}(?:[\s$,.;]*(?:(?:and|or)[\s$]*)?{_BOX})*)|(?P<broken>{_BOX_COMMAND})"
-    r"|####|<answer>|\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*"
-    r"|\bfinal answer\b\**:?\**\s*\n",
-    re.IGNORECASE | re.DOTALL,
-)
-_SENTENCE_END = re.compile(r"\.(?=\s+[A-Z])|(?:(?<![\d)}!])!|\?)(?=\s|$)|\.\s*$")
-_REFUSED_BEHIND = re.compile(
-    r"(?:\b(?:not|than|least|most|between|from|no|never|except|times|plus|minus|by|over|nor|below"
-    r"|above|under|before|after|within|without|almost|nearly|twice|double|mod|step|question"
-    r"|equation|exceeds|up to|instead of)"
-    r"|(?:\bnot|\bcannot|\bnever)(?:\s+[a-z]+){1,2}|n't(?:\s+[a-z]+){0,2}"
-    r"|\b(?:all|any\w*|every\w*|nothing)(?:\s+[a-z]+)?\s+but"
-    r"|(?:%|\d|\b(?:percent|out|half|thirds?|quarters?|multiples?|power|roots?|square|cube"
-    r"|factors?|divisors?|minimum|maximum))\s+of),?$",
-    re.IGNORECASE,
-)
-_DENIED = re.compile(
-    r"[^,;:]*?\s(?:cannot|[a-z]+n't|(?:is|was|does|did|can)\s+not"
-    r"|(?:is|was|seems|looks)\s+(?:[a-z]+\s+)?(?:wrong|incorrect|impossible|invalid|false))\b",
-    re.IGNORECASE,
-)
-_MATH_WORD = re.compile(r".*(?:\\[A-Za-z]|[=+^]).*|[-*/<>|&]|[xyznk]|pi|sqrt.*")
-_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between"}
-_NOT_EMPTY = re.compile(r"[^\s*`$\\\[\]()]|\\[^\[\]()]")
-_CLAUSE_END = re.compile(
-    r"(?:[,;]\s*|\s+)\(?(?:because|since|as|so|which|when|where|that|if|after|but|not|for|at"
-    r"|on|is|are|was|were|has|have|every|each|altogether|total|left|i\.e\.|hence|thus|then|and so"
-    r"|instead|rather|remaining|more than|he|she|they|we|it)\b.*|;.*|\s*(?:=>|\\implies).*",
-    re.IGNORECASE | re.DOTALL,
+_LAYOUT = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?){_END}\.?", ""),
+        (rf"\\[dtc]frac{_END}", r"\\frac"),
+        (rf"\\(?:lbrace|\{{){_END}", r"\\{"),
+        (rf"\\(?:rbrace|\}}){_END}", r"\\}"),
+        (r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))|(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?:\\[,;: ]|\{\\,\})(?=\d{3}(?!\d))", ""),
+        (r"\\!\s*", ""),
+        (rf"(?<!\\)\\[,;: ]|\\q?quad{_END}|~", " "),
+        (r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b", "%"),
+        (rf"\s*\^\s*\{{?\s*\\(?:circ|degree){_END}\s*\}}?|\\degree{_END}", "\u00b0"),
+        (r"\\[()\[\]]|\$\$", " "),
+        (r"(?<!\\)\$((?:\\.|[^$\\])*)\$", r" \1 "),
+        (r"\\\$", "$"),
+        (r"(?<![\w)}\]])(?:\*\*|__)|(?:\*\*|__)(?![\w({\\])|`", ""),
+        (rf"\\([lg]e)q(?:slant)?{_END}", r"\\\1"),
+        (r"\.\.\.|\\[lc]?dots", "\u2026"),
+        (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
+        (rf"\\varnothing{_END}", r"\\emptyset "),
+        (
+            r"\\begin\{cases\}(.*)\\end\{cases\}",
+            lambda match: re.sub(r",?\s*\\\\", ", ", match[1]),
+        ),
+    )
+]
+
+
+def _without_repetition(decimal: re.Match[str]) -> str:
+    """`0.1\\overline{6}` as a fraction."""
+    whole, once, again = decimal.groups()
+    value = Fraction(int(whole + once + again) - int(whole + once))
+    value /= 10 ** len(once) * (10 ** len(again) - 1)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+_NOTATION = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\s+\^", "^"),
+        (rf"^[A-Za-z]\s*\\in{_END}", ""),
+        (rf"(?<![A-Za-z\\])(?:infinity|inf){_END}", r"\\infty "),
+        (r"(?<![A-Za-z\\])(?:minus|negative)\s+(?=\d)", "-"),
+        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])sqrt\s*(?=\{)", r"\\sqrt"),
+        (r"(?<![A-Za-z\\])sqrt\s*(\d+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
+        (rf"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp){_END}", r"\\\1 "),
+        (rf"\\(frac|binom)\s*(\d|[a-z])\s*(\d|[a-z]){_END}", r"\\\1{\2}{\3}"),
+        (r"\\(frac|binom)\s*(\d|[a-z])\s*(?=\{)", r"\\\1{\2}"),
+        (rf"(\\(?:frac|binom)\s*{_GROUP})\s*(\d|[a-z])", r"\1{\2}"),
+        (rf"\\sqrt\s*(\d|[a-z]){_END}", r"\\sqrt{\1}"),
+        (r"(?<![\d.^{_/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+        (r"\\log\s*_\s*(\w)", r"\\log_{\1}"),
+        (r"\*\*", "^"),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\^\s*([-+]?\d+(?:\.\d+)?)", r"^{\1}"),
+        (
+            r"(?<![\d.A-Za-z])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?)\+?(\d+)(?![\w.])",
+            r"\1\\cdot10^{\2\3}",
+        ),
+        (r"(?<![\d,.])(\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda m: m.group().replace(" ", "")),
+        (r"(?<![.,\d])\.(?=\d)", "0."),
+        (r"(\d+)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", _without_repetition),
+        (r"^\{(.*,.*)\}$", r"\\{\1\\}"),
+    )
+]
+_CHOICE = re.compile(
+    r"^\(?([A-Z])[).]\s+(?!and\b|or\b|is\b|not\b)(?!.*\b[A-Z]\))[\w$].*$", re.DOTALL
 )
 _LIST_SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _ITEM_SEPARATOR = re.compile(r"[,;]")
+_BRACKETS = re.compile(
+    r"(\\\{)(.*)(\\\})|([(\[])(.*)([)\]])|(\{)(.*)(\})",
+    re.DOTALL,
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\approx(?![A-Za-z])")
+_EQUALS = re.compile(rf"(?<![<>!=\\])=(?!=)|\\approx{_END}")
 _NAME = re.compile(
     r"\\?[A-Za-z]\w*'?(?:_\{?\w+\}?)?(?:\([A-Za-z\d,]+\))?|\([A-Za-z](?:,[A-Za-z])+\)"
 )
 _MIXED = re.compile(r"(?<![\d.^{_])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
-_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z*]+\}|\\[A-Za-z]+")
 _UNREADABLE = re.compile(
-    r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%°#@\"?…]|[A-Za-z]{2,}\s|\s[A-Za-z]{2,}|[-+*/^=<>]\s*$|\d_"
+    r"[A-Za-z]{4}|\d\s+\d|\d\.\d*\.|[$%@#\"?\u2026]|\d_|[-+*/^=<>]\s*$"
+    r"|[\w)}\]]\s+[A-Za-z]{2,}|[A-Za-z]{2,}\s+[\w({]"
+    r"|^\s*[A-Za-z]{2,}\s*$|[A-Za-z]:\s+\d"
 )
+"""Prose (a word stands beside something without an operator), or what is not complete."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One value, or a group of them.
+class Quantity:
+    """One value.
 
     Attributes:
-        latex: all of it, in LaTeX that the parser takes.
-        name: what it is the value of, as `x` in `x = 5`; empty if that is not said.
-        equation: the whole of it in LaTeX, where it is an equation.
-        unit: the words behind a value, shortened: ("km/h",); without them any unit is meant.
-        is_percent: a percent sign followed the value.
-        kind: of a group: `list` (no brackets: 3, 4 or 5), `{}`, or the brackets: `()`, `[)`, ...;
-            empty of one value.
-        items: of a group, in the order of the text.
+        latex: the value, in LaTeX that the parser takes.
+        unit: the words behind it, shortened: ("km/h",); without them any unit is meant.
+        is_percent: a percent sign followed it.
     """
 
     latex: str
-    name: str = ""
-    equation: str = ""
     unit: tuple[str, ...] = ()
     is_percent: bool = False
-    kind: str = ""
-    items: tuple[Answer, ...] = ()
 
 
-def final_answer(text: str) -> str | None:
-    """What stands behind the last of `\\boxed{}`, `####` and "answer is"; None: there is none.
+@dataclass(frozen=True)
+class Group:
+    """Several answers, in the order of the text.
 
-    Boxes with nothing but "and", "or" and commas between them are one list.
+    Attributes:
+        kind: `list` (no brackets: 3, 4 or 5), `{}`, or the brackets: `()`, `[)`, ...
     """
-    markers = list(_MARKER.finditer(text))
-    if not markers:
-        return None
-    last = markers[-1]
-    if last["boxes"]:
-        boxes = re.findall(_BOX, last["boxes"], re.DOTALL)
-        contents = (re.sub(_BOX_COMMAND, "", box, count=1) for box in boxes)
-        return ", ".join(box[1:-1] if box.startswith("{") else box for box in contents)
-    if last["broken"]:
-        return ""
-    # the rest of the line, or the next line that is not empty; its first sentence
-    lines = [line for line in text[last.end() :].splitlines() if _NOT_EMPTY.search(line)]
-    return _SENTENCE_END.split(lines[0].strip().partition("</")[0])[0] if lines else ""
+
+    latex: str
+    kind: str
+    items: tuple[Answer, ...]
 
 
-def last_sentence(text: str) -> str:
-    """Of the last line that is not empty."""
-    lines = [line for line in text.splitlines() if _NOT_EMPTY.search(line)]
-    if not lines:
-        return ""
-    sentences = [part.strip() for part in _SENTENCE_END.split(lines[-1]) if part.strip()]
-    return sentences[-1] if sentences else ""
+@dataclass(frozen=True)
+class Equation:
+    """`x = 5` has the name x and a value; of another equation both are empty."""
+
+    latex: str
+    name: str = ""
+    value: Answer | None = None
 
 
-def last_expression(sentence: str, *, is_only: bool = False) -> str:
-    """The last run of words that look like mathematics, with what follows it.
+@dataclass(frozen=True)
+class Words:
+    """An answer without mathematics, as `plain_words` writes it."""
 
-    Empty where there is none, where words around it change its meaning (less than 5, 5 is wrong),
-    and, with `is_only`, where there is another one.
-    """
-    words = sentence.split()
-    is_math = [_looks_like_math(word) for word in words]
-    if True not in is_math:
-        return ""
-    end = len(words) - is_math[::-1].index(True)
-    start = end - 1
-    while start > 0 and (is_math[start - 1] or words[start - 1].lower() in _CONNECTORS):
-        start -= 1
-    while not is_math[start]:
-        start += 1
-    expression = " ".join(words[start:])
-    if _REFUSED_BEHIND.search(" ".join(words[:start])) or _DENIED.match(expression):
-        return ""
-    return "" if is_only and any(is_math[:start]) else expression
+    latex: str
+
+
+Answer = Quantity | Group | Equation | Words
+
+
+def plain_layout(text: str) -> str:
+    """The same text without layout: one way to write each character and each space."""
+    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text.translate(_CHARACTERS))
+    text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
+    for pattern, replacement in _LAYOUT:
+        text = pattern.sub(replacement, text)
+    return _TEXT.sub(r" \1 ", text).strip()
+
+
+def plain_words(text: str) -> str:
+    """Letters and digits alone, in lower case and without an article: to compare words by."""
+    text = _TEXT.sub(r" \1 ", unicodedata.normalize("NFKC", text)).replace("**", " ").casefold()
+    words = re.sub(r"[^\w+\-*/=<>]+", " ", text).strip(" _").split()
+    has_article = len(words) > 1 and words[0] in ("the", "a", "an") and len(words[1]) > 1
+    return " ".join(words[1:] if has_article else words)
 
 
 def read_answer(text: str) -> Answer | None:
     """The whole text as mathematics; None if any part of it is something else."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    return _read(_without_thousands(plain_latex(text)))
+    text = without_lead(plain_layout(text)).rstrip(".,;:* \n")
+    text = _CHOICE.sub(r"\1", text)
+    for pattern, replacement in _NOTATION:
+        text = pattern.sub(replacement, text)
+    return _read(_without_thousands(text.strip()))
 
 
-def read_first_clause(text: str) -> Answer | None:
-    """As `read_answer`, without an explanation that follows: `5, because 2 + 3 = 5`."""
-    return read_answer(_CLAUSE_END.sub("", text, count=1)) if len(text) <= 4000 else None
-
-
-def _looks_like_math(word: str) -> bool:
-    bare = word.strip("*_`$.,;:!?()[]{}")
-    if any(character in MATH_CHARACTERS or character.isnumeric() for character in bare):
-        return True
-    return bool(_MATH_WORD.fullmatch(bare or word))
+def is_balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _read(text: str) -> Answer | None:
-    if "\\pm" in text:
-        text = f"{text.replace(chr(92) + 'pm', '+')}, {text.replace(chr(92) + 'pm', '-')}"
+    if re.search(rf"\\pm{_END}", text):
+        plus, minus = (re.sub(rf"\\pm{_END}\s*", sign, text) for sign in "+-")
+        text = f"{plus.removeprefix('+')}, {minus}"
     parts = _split(text, _LIST_SEPARATOR)
     if len(parts) > 1:
         return _read_group("list", parts, text)
@@ -173,71 +229,60 @@ def _read(text: str) -> Answer | None:
 
 
 def _read_equation(text: str, parts: list[str]) -> Answer | None:
-    """`x = 5` is 5 with the name x; `3 + 4 = 7` is 7; anything else is an expression itself."""
+    """`x = 5` is 5 with the name x; `3 + 4 = 7` and `Sum = 7` are 7."""
     if not all(parts):
         return None
+    name, *others = (re.sub(r"\s", "", part) for part in parts)
     value = _read(parts[-1])
-    first = re.sub(r"\s", "", parts[0])
-    if value is not None and _NAME.fullmatch(first):
-        return replace(value, name=first, equation=text)
-    if value is not None and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", first)):
-        return value
-    quantity = _read_quantity(text)
-    return quantity and replace(quantity, equation=text)
+    if value is not None and not any(_NAME.fullmatch(other) for other in others[:-1]):
+        if re.fullmatch(r"[A-Za-z]{3,}", name):
+            return value
+        if _NAME.fullmatch(name):
+            return Equation(text, name, value)
+        if not re.search(r"[A-Za-z]", _COMMAND.sub("", "".join([*parts[:-1], value.latex]))):
+            return value
+    return Equation(text) if _read_quantity(text) is not None else None
 
 
 def _read_brackets(text: str) -> Answer | None:
-    for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
-        if not (text.startswith(opening) and text.endswith(closing)):
-            continue
-        inner = text[len(opening) : -len(closing)]
-        if not _is_balanced(inner):
-            continue
-        parts = _split(inner, _ITEM_SEPARATOR)
-        kind = f"{opening}{closing}".replace("\\", "")
-        if len(parts) == 1 and kind == "()":
-            return _read(inner)
-        return _read_group(kind, parts, text)
-    return None
+    match = _BRACKETS.fullmatch(text)
+    if match is None:
+        return None
+    opening, inner, closing = filter(lambda group: group is not None, match.groups())
+    if not is_balanced(inner):
+        return None
+    parts = _split(inner, _ITEM_SEPARATOR)
+    kind = f"{opening}{closing}".replace("\\", "")
+    is_grouping = opening == "{" or (len(parts) == 1 and kind == "()")
+    return _read(inner.strip()) if is_grouping else _read_group(kind, parts, text)
 
 
 def _read_group(kind: str, parts: list[str], text: str) -> Answer | None:
     items = tuple(item for part in parts if (item := _read(part)) is not None)
-    return Answer(text, kind=kind, items=items) if len(items) == len(parts) else None
+    return Group(text, kind, items) if len(items) == len(parts) else None
 
 
-def _read_quantity(text: str) -> Answer | None:
+def _read_quantity(text: str) -> Quantity | None:
     text, unit = split_unit(text)
     if unit and unit[0] in MULTIPLIERS:
         text, unit = f"({text})\\cdot{MULTIPLIERS[unit[0]]}", unit[1:]
     is_percent = text.endswith("%")
     text = text.removesuffix("%").strip()
     text = _MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
-    text = text.replace("°", "\\cdot\\frac{\\pi}{180}")
-    if not text or re.fullmatch(r"[A-Za-z ]{2,}", text) or not _is_balanced(text):
+    text = text.replace("\u00b0", "\\cdot\\frac{\\pi}{180}")
+    if not text or not is_balanced(text) or _UNREADABLE.search(_COMMAND.sub(" \\\\ ", text)):
         return None
-    if _UNREADABLE.search(_COMMAND.sub(" \\\\ ", text)):
-        return None
-    return Answer(text, unit=unit, is_percent=is_percent)
+    return Quantity(text, unit, is_percent)
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
     """At separators outside of all brackets."""
     parts, start = [], 0
     for match in separator.finditer(text):
-        if _is_balanced(text[start : match.start()]) and match.start() >= start:
+        if match.start() >= start and is_balanced(text[start : match.start()]):
             parts.append(text[start : match.start()])
             start = match.end()
     return [part.strip() for part in (*parts, text[start:])]
-
-
-def _is_balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def _without_thousands(text: str) -> str:
@@ -245,7 +290,7 @@ def _without_thousands(text: str) -> str:
     return _THOUSANDS.sub(
         lambda match: (
             match.group().replace(",", "")
-            if _is_balanced(text[: match.start()].replace("{", "").replace("}", ""))
+            if is_balanced(re.sub(r"(?<!\\)[{}]", "", text[: match.start()]))
             else match.group()
         ),
         text,

@@ -11,9 +11,10 @@ import math
 import re
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from areal_sc.workflows.math_answer import Answer
+from areal_sc.workflows.math_answer import Answer, Equation, Group, Quantity
 
 if TYPE_CHECKING:
     import sympy
@@ -28,30 +29,45 @@ _PRECISION = 40
 _EQUAL_DIGITS = 30
 _FRACTION = re.compile(r"^([-+]?\s*)\\frac\{([-+]?\d+)\}\{(\d+)\}$", re.ASCII)
 _NUMBER = re.compile(r"\(?[-+]?[\d./]+\)?", re.ASCII)
-_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_SET = re.compile(r"[<>]|\\(?:[lg]e|mathbb|cup|cap|setminus)(?![A-Za-z])")
 _LONE_DECIMAL = re.compile(r"(-?)(\d+)\.(\d*)", re.ASCII)
+_BASE = re.compile(r"base \d")
 _DECIMAL = re.compile(r"\d+\.\d*")
+_UNPARSED = re.compile(
+    r"[A-Za-z]\s*\\(?:cup|cap|setminus)(?![A-Za-z])|\\(?:equiv|pmod|bmod|sim|cong|perp|parallel"
+    r"|subset|subseteq|mid|to|implies|land|lor|neg|lnot|overline|prime)(?![A-Za-z])|'"
+    r"|\d:[0-5]\d(?!\d)"
+)
+"""Sets of letters, relations, times of day: the library refuses them; each equals only itself."""
+
+_MAX_DEPTH = 12
+"""The library's parser takes seconds for brackets much deeper than this."""
 
 
 def are_equal(gold: Answer, given: Answer) -> bool:
     """Whether the answer given is the reference answer. Not symmetric: units may be left out."""
-    if gold.name and given.name and gold.name != given.name:
-        return False
-    if bool(gold.kind) == bool(given.kind):
-        return _are_equal_groups(gold, given) if gold.kind else _are_equal_quantities(gold, given)
-    group, value = (gold, given) if gold.kind else (given, gold)
-    if group.kind == "{}":
+    if gold == given:
+        return True
+    if isinstance(gold, Equation) or isinstance(given, Equation):
+        return _are_equal_equations(gold, given)
+    if isinstance(gold, Group) and isinstance(given, Group):
+        return _are_equal_groups(gold, given)
+    if isinstance(gold, Quantity) and isinstance(given, Quantity):
+        return _are_equal_quantities(gold, given)
+    group, value = (gold, given) if isinstance(gold, Group) else (given, gold)
+    if isinstance(group, Group) and group.kind == "{}":
         return len(group.items) == 1 and are_equal(group.items[0], value)
-    return _INEQUALITY.search(value.latex) is not None and _verify(
-        parsed(gold.latex), parsed(given.latex)
-    )
+    return _SET.search(value.latex) is not None and _verify(parsed(gold.latex), parsed(given.latex))
 
 
 def check_parsable(answer: Answer) -> None:
     """Raises: ValueError: a part of it is no mathematics that the library takes."""
-    for item in answer.items:
-        check_parsable(item)
-    if not answer.kind and exact_number(answer.latex) is None:
+    if isinstance(answer, Group):
+        for item in answer.items:
+            check_parsable(item)
+    elif isinstance(answer, Equation) and answer.value is not None:
+        check_parsable(answer.value)
+    elif exact_number(answer.latex) is None:
         parsed(answer.latex)
 
 
@@ -59,6 +75,20 @@ def warm_up() -> None:
     """Imports the libraries, and lets the parser build its tables: seconds at the first time."""
     for latex in (r"\frac{\sqrt{2}}{2}", r"x^{2} + 2x - 1", r"1 < x < 2", r"2\cdot10^{-3}"):
         _are_equal_values(latex, f"{latex} + 0")
+
+
+def library_verdict(gold: str, completion: str) -> float:
+    """math-verify's own verdict on two texts, without its time limits."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its time limit is off
+    try:
+        reference, given = (
+            math_verify.parse(text, parsing_timeout=None) for text in (gold, completion)
+        )
+        return float(math_verify.verify(reference, given, timeout_seconds=None))
+    except Exception:  # sympy raises whatever it likes over what a model writes
+        return 0.0
 
 
 def exact_number(latex: str) -> Fraction | None:
@@ -77,8 +107,13 @@ def parsed(latex: str) -> sympy.Basic:
     Raises: ValueError: the library does not take it.
     """
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-    from sympy import Basic, MatrixBase, nan, zoo
+    from sympy import Basic, I, MatrixBase, Symbol, nan, zoo
+    from sympy.core.symbol import Str
 
+    if _UNPARSED.search(latex):
+        return Str(re.sub(r"\s", "", latex))
+    if _depth(latex) > _MAX_DEPTH:
+        raise ValueError(f"{latex!r}: brackets within brackets, more than {_MAX_DEPTH} deep")
     exact = _DECIMAL.sub(lambda match: _as_fraction(match.group()), latex)
     try:
         expression = latex2sympy(
@@ -93,16 +128,33 @@ def parsed(latex: str) -> sympy.Basic:
         raise ValueError(f"{latex!r}: {type(error).__name__}") from error
     if isinstance(expression, MatrixBase):
         return expression.as_immutable()
+    if isinstance(expression, Basic):
+        expression = expression.subs(Symbol("i", real=True), I)
     if not isinstance(expression, Basic) or expression in (zoo, nan):
         raise ValueError(f"{latex!r}: {expression!r}")
     return expression
 
 
-def _are_equal_quantities(gold: Answer, given: Answer) -> bool:
-    if gold.unit and given.unit and gold.unit != given.unit[: len(gold.unit)]:
+def _are_equal_equations(gold: Answer, given: Answer) -> bool:
+    """Equations are equal to equations; and `x = 5` to 5, and `2 + x = x + 2` to `x + 2`."""
+    if isinstance(gold, Equation) and isinstance(given, Equation):
+        if gold.value is not None and given.value is not None and gold.name == given.name:
+            return are_equal(gold.value, given.value)
+        return _are_one_equation(gold.latex, given.latex)
+    if isinstance(gold, Equation):
+        return gold.value is not None and are_equal(gold.value, given)
+    if isinstance(given, Equation) and given.value is not None:
+        return are_equal(gold, given.value)
+    left, _, right = given.latex.rpartition("=")
+    return _are_equal_values(left, right) and are_equal(gold, Quantity(right.strip()))
+
+
+def _are_equal_quantities(gold: Quantity, given: Quantity) -> bool:
+    shared = min(len(gold.unit), len(given.unit))
+    if gold.unit[:shared] != given.unit[:shared] or _BASE.match(" ".join(given.unit[shared:])):
         return False
     if gold.is_percent == given.is_percent:
-        return _are_equal_values(gold.latex, given.latex) or _are_one_equation(gold, given)
+        return _are_equal_values(gold.latex, given.latex)
     share, bare = (gold, given) if gold.is_percent else (given, gold)
     counts = exact_number(share.latex), exact_number(bare.latex)
     if counts[0] is None or counts[1] is None:
@@ -111,7 +163,7 @@ def _are_equal_quantities(gold: Answer, given: Answer) -> bool:
     return counts[0] / 100 == counts[1] or (abs(counts[1]) > 1 and counts[0] == counts[1])
 
 
-def _are_equal_groups(gold: Answer, given: Answer) -> bool:
+def _are_equal_groups(gold: Group, given: Group) -> bool:
     kinds = {gold.kind, given.kind}
     if "{}" not in kinds and len(gold.items) != len(given.items):
         return False
@@ -124,7 +176,7 @@ def _are_equal_groups(gold: Answer, given: Answer) -> bool:
     return gold.kind == given.kind and all(map(are_equal, gold.items, given.items))
 
 
-def _count(item: Answer, group: Answer) -> int:
+def _count(item: Answer, group: Group) -> int:
     return sum(are_equal(item, candidate) for candidate in group.items)
 
 
@@ -148,8 +200,12 @@ def _are_equal_values(gold: str, given: str) -> bool:
         return value is other_value and _verify(one, other)
     if not (value.is_finite and other_value.is_finite):
         return bool(value == other_value)
-    allowed = max(abs(value), abs(other_value)) * sympy.Rational(1, 10**_EQUAL_DIGITS)
-    if abs(value - other_value) <= allowed:
+    if value.is_Rational and other_value.is_Rational:
+        is_equal = value == other_value
+    else:
+        larger = max(abs(value), abs(other_value))
+        is_equal = abs(value - other_value) <= larger * sympy.Rational(1, 10**_EQUAL_DIGITS)
+    if is_equal:
         return True
     is_real = value.is_real and other_value.is_real
     return bool(is_real and _rounds_one(gold, given, value, other_value))
@@ -175,12 +231,12 @@ def _rounds_to(value: Any, decimal: str) -> bool:
     return bool(-unit / 2 <= excess < unit)
 
 
-def _are_one_equation(gold: Answer, given: Answer) -> bool:
+def _are_one_equation(gold: str, given: str) -> bool:
     """Whether lhs - rhs of both are the same but for a factor: y = 2x + 3, and 2x - y + 3 = 0."""
     import sympy
 
-    sides = [parsed(quantity.equation) for quantity in (gold, given) if quantity.equation]
-    if len(sides) != 2 or not all(isinstance(side, sympy.Eq) for side in sides):
+    sides = [parsed(gold), parsed(given)]
+    if not all(isinstance(side, sympy.Eq) for side in sides):
         return False
     one, other = (side.lhs - side.rhs for side in sides)
     if max(_num_digits(one), _num_digits(other)) > MAX_DIGITS or not one.free_symbols:
@@ -229,13 +285,19 @@ def _num_digits(expression: Any) -> float:
 
 
 def _constant(expression: sympy.Basic) -> Any:
-    """Value of an expression without variables to _PRECISION digits; None of all others."""
+    """Exact rational, or value to _PRECISION digits; None of an expression with variables."""
     import sympy
 
     if not isinstance(expression, sympy.Expr) or expression.free_symbols:
         return None
-    value = sympy.N(expression.doit(), _PRECISION)
+    value = expression.doit()
+    value = value if value.is_Rational else sympy.N(value, _PRECISION)
     return value if value.is_number and value is not sympy.nan else None
+
+
+def _depth(latex: str) -> int:
+    steps = ({"{": 1, "(": 1, "}": -1, ")": -1}.get(character, 0) for character in latex)
+    return max(accumulate(steps), default=0)
 
 
 def _as_fraction(decimal: str) -> str:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import Any
 
 from areal_sc.errors import ConfigError
 from areal_sc.workflows.base import declare_reward
-from areal_sc.workflows.math_answer import (
-    Answer,
-    final_answer,
-    last_expression,
-    last_sentence,
-    read_answer,
-    read_first_clause,
-)
-from areal_sc.workflows.math_compare import are_equal, check_parsable, warm_up
-from areal_sc.workflows.math_notation import plain_words
+from areal_sc.workflows.math_answer import Answer, Words, plain_layout, plain_words, read_answer
+from areal_sc.workflows.math_compare import are_equal, check_parsable, library_verdict, warm_up
+from areal_sc.workflows.math_place import Place, Prose, final_answer
+from areal_sc.workflows.math_prose import candidates, has_mathematics
+from areal_sc.workflows.reference import Referable
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
@@ -25,30 +21,45 @@ TIME_LIMIT_S = 5.0
 _MAX_NAMED = 5
 
 
+class Reading(StrEnum):
+    """How a completion is read: by the rules of docs/rewards.md, or by math-verify's alone."""
+
+    strict = "strict"
+    math_verify = "math_verify"
+
+
 def exact_match(prompt: Mapping[str, Any], completion: str) -> float:
     """1.0 where the completion is `prompt["answer"]`, white space around it aside."""
     return float(completion.strip() == str(prompt["answer"]).strip())
 
 
-@declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)
-def numeric_match(prompt: Mapping[str, Any], completion: str) -> float:
-    """1.0 where the completion's one final answer equals `prompt["answer"]`.
+class NumericMatch(Referable):
+    """1.0 where the completion's one final answer equals `prompt["answer"]`; docs/rewards.md.
 
-    The final answer is what stands behind the last `\\boxed{}`, `####` or "answer is"; without
-    them, the last expression of the last sentence. See docs/rewards.md for what is equal.
-
-    Raises: ValueError: the reference answer cannot be read.
+    Args:
+        reading: `strict` finds the answer and reads it by the rules of docs/rewards.md.
+            `math_verify` is math-verify's own verdict, `verify(parse(answer), parse(completion))`,
+            to compare with published results.
+    Raises: ValueError: `reading` is none of these; in a call: the reference answer cannot be read.
     """
-    gold = _read_reference(str(prompt["answer"]))
-    if isinstance(gold, str):
-        marked = final_answer(completion)
-        text = completion if marked is None else marked
-        return float(gold in (plain_words(text), plain_words(last_sentence(text))))
-    given = _given_answer(completion)
-    try:
-        return float(given is not None and are_equal(gold, given))
-    except Exception:  # sympy raises whatever it likes over what a model writes
-        return 0.0
+
+    def __init__(self, reading: str = Reading.strict) -> None:
+        self.reading = Reading(reading)
+        declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)(self)
+
+    def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
+        gold = str(prompt["answer"])
+        if self.reading is Reading.math_verify:
+            return library_verdict(gold, completion)
+        reference = _read_reference(gold)
+        try:
+            return float(_is_right(reference, final_answer(completion)))
+        except Exception:  # sympy raises whatever it likes over what a model writes
+            return 0.0
+
+
+numeric_match = NumericMatch()
+"""The strict reading."""
 
 
 def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -76,17 +87,21 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _read_reference(text: str) -> Answer | str:
+def _read_reference(text: str) -> Answer:
     """The reference as mathematics, or, where it has letters alone, as words.
 
     Raises: ValueError: it is neither.
     """
-    marked = final_answer(text)
-    content = text if marked is None else marked
-    answer = read_answer(content) or (read_first_clause(content) if marked is not None else None)
+    place = final_answer(text)
+    content = text if place.marked is None else place.marked
     words = plain_words(content)
-    if answer is None and re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", words):
-        return words
+    if "\\" not in plain_layout(content) and re.fullmatch(
+        r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*", words
+    ):
+        return Words(words)
+    answer = read_answer(content) or _read_marked(place) or _read_said(place.prose)
+    if answer is None and re.fullmatch(r"\s*\\text\s*\{[^{}]+\}\s*", content):
+        return Words(words)
     try:
         if answer is None:
             raise ValueError("neither mathematics nor words")
@@ -96,12 +111,46 @@ def _read_reference(text: str) -> Answer | str:
     return answer
 
 
-def _given_answer(completion: str) -> Answer | None:
-    """The one answer that the completion gives, None where none is understood."""
-    marked = final_answer(completion)
-    if marked is not None:
-        expression = last_expression(marked, is_only=True)
-        return read_answer(marked) or read_first_clause(marked) or read_first_clause(expression)
-    sentence = last_sentence(completion)
-    expression = last_expression(sentence)
-    return read_answer(sentence) or read_answer(expression) or read_first_clause(expression)
+def _is_right(gold: Answer, place: Place) -> bool:
+    """Whether what is marked is the reference, and the prose behind it gives no other answer."""
+    if isinstance(gold, Words):
+        return gold.latex in map(plain_words, _places_of_words(place))
+    said = _read_said(place.prose)
+    if place.marked is None:
+        given = said if said is not None else _read_last(place.prose)
+        return given is not None and are_equal(gold, given)
+    given = _read_marked(place)
+    if given is None or not are_equal(gold, given):
+        return False
+    return said is None or are_equal(gold, said)
+
+
+def _places_of_words(place: Place) -> list[str]:
+    if place.marked is not None:
+        return [place.marked, Prose.of(place.marked).last_sentence().with_formulas()]
+    if said := place.prose.marked():
+        return [said[0].with_formulas()]
+    return [place.prose.with_formulas(), place.prose.last_sentence().with_formulas()]
+
+
+def _read_marked(place: Place) -> Answer | None:
+    if place.marked is None:
+        return None
+    inner = Prose.of(place.marked)
+    return read_answer(place.marked) or _read_said(inner) or _read_first(inner, is_only=True)
+
+
+def _read_said(prose: Prose) -> Answer | None:
+    """What the last "the answer is" gives, of those with mathematics behind them if there are."""
+    said = prose.marked()
+    last = next(filter(has_mathematics, said), said[0] if said else None)
+    return None if last is None else _read_first(last, is_only=True)
+
+
+def _read_last(prose: Prose) -> Answer | None:
+    return None if prose.marked() else _read_first(prose.last_sentence(), is_only=False)
+
+
+def _read_first(sentence: Prose, *, is_only: bool) -> Answer | None:
+    parts = candidates(sentence, is_only=is_only)
+    return next((answer for part in parts if (answer := read_answer(part)) is not None), None)
