@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -23,11 +24,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None, config: Any
 ) -> tuple[int, ...]:
-    """Of the tokenizer and of the model's generation config, each once."""
+    """The tokenizer's, and those of the model, each once.
+
+    Every engine takes them from here: a model ends the same way wherever it is served.
+
+    Args:
+        generation: of the model's folder; None: it has none, or names no end. The model's config
+            tells its ends then.
+        config: as transformers reads it; None: it does not know the model.
+    """
+    of_model = getattr(generation, "eos_token_id", None)
+    if of_model is None and config is not None:
+        of_model = getattr(config.get_text_config(), "eos_token_id", None)
+        of_model = getattr(config, "eos_token_id", None) if of_model is None else of_model
     ends: list[int] = []
-    for source in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
+    for source in (tokenizer.eos_token_id, of_model):
         if source is not None:
             ends += [source] if isinstance(source, int) else source
     return tuple(dict.fromkeys(ends))

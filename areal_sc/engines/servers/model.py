@@ -35,7 +35,7 @@ class ServedModel:
 
     Attributes:
         vocab_size: rows of the embedding.
-        end_token_ids: that end a sequence: the tokenizer's, and those of the generation config.
+        end_token_ids: that end a sequence; see `engines.tokenizer.end_token_ids`.
         parameters: name and shape of each, tied ones once, as the trainers publish them; {} when
             the architecture cannot be built here.
         stored: the same of the tensors in the folder's safetensors files; {} when there are none.
@@ -62,11 +62,12 @@ class ServedModel:
         generation = None
         if (Path(path) / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(path)
-        model, stored = _build_unfilled(path), read_stored_shapes(Path(path))
+        known = _read_config(path)
+        model, stored = _build_unfilled(path, known), read_stored_shapes(Path(path))
         return cls(
             tokenizer,
             config["vocab_size"],
-            end_token_ids(tokenizer, generation),
+            end_token_ids(tokenizer, generation, known),
             {} if model is None else {n: tuple(p.shape) for n, p in model.named_parameters()},
             stored,
             None if model is None else StoredNames.find(model, stored),
@@ -104,10 +105,20 @@ class ServedModel:
         return self.stored if self.is_stored_by_other_names else self.parameters
 
 
-def _build_unfilled(path: str) -> Any:
-    """The model without its values; None if it cannot be built."""
+def _read_config(path: str) -> Any:
+    """None: transformers does not know the model."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("path=%s its config is not known: %s", path, error)
+        return None
+
+
+def _build_unfilled(path: str, config: Any) -> Any:
+    """The model without its values; None if it cannot be built."""
+    if config is None:
+        return None
+    try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         model.tie_weights()
