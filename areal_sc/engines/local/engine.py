@@ -52,7 +52,7 @@ class LocalEngine(GenerationThread):
     """`GenerationEngine` over an unmodified causal language model.
 
     What a request samples depends on the seed, on its place among all `generate` calls and on the
-    weights, not on what runs beside it (up to rounding).
+    weights, not on what runs beside it (up to rounding). Each life of a worker has another seed.
     """
 
     def __init__(
