@@ -52,7 +52,7 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
-"""By the names under which a step reports them."""
+"""By the names under which a step reports them; each micro-batch and rank may have its own."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from traceback import format_exception_only
 
 from areal_sc.algorithms.losses import Metric, Metrics
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -43,7 +44,8 @@ class UpdateMetrics:
                     f"metric {name}: expected a Metric, got {type(metric).__name__}; "
                     "Metric.mean, Metric.sum or Metric.max of a tensor makes one"
                 )
-            metric = replace(metric, value=metric.value.detach().reshape(()))
+            value = metric.value.detach().reshape(()).float()
+            metric = replace(metric, value=value, weight=float(metric.weight))
             self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
 
     def summary(
@@ -102,14 +104,17 @@ class UpdateMetrics:
     def _own(self) -> dict[str, _Numbers]:
         """This rank's."""
         return {
-            name: (metric.combine, float(metric.value), float(metric.weight))
+            name: (metric.combine, float(metric.value), metric.weight)
             for name, metric in self.metrics.items()
         }
 
     def _failed(self) -> str:
-        if self.failure is None or isinstance(self.failure, ArealError):
-            return str(self.failure or "")
-        return f"the loss raised {type(self.failure).__name__}: {self.failure}"
+        if self.failure is None:
+            return ""
+        if isinstance(self.failure, ArealError):
+            return str(self.failure) or type(self.failure).__name__
+        # also of an exception whose text cannot be made
+        return f"the loss raised {''.join(format_exception_only(self.failure)).strip()}"
 
 
 _Numbers = tuple[str, float, float]

@@ -370,6 +370,22 @@ def test_what_a_loss_may_not_return(engine: FSDPEngine, returned: Any, message: 
     assert all(torch.equal(before[name], value) for name, value in weights(engine).items())
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [Wordless(), WorkflowError("")])
+def test_a_loss_whose_error_has_no_words_is_told_all_the_same(
+    engine: FSDPEngine, error: Exception
+) -> None:
+    def loss(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+        raise error
+
+    with pytest.raises(WorkflowError, match=f"train rank 0: .*{type(error).__name__}"):
+        engine.update([make_rows()], loss, step=0)
+
+
 def test_values_that_are_not_finite_skip_the_update(
     engine: FSDPEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
