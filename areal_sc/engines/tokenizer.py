@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from areal_sc.errors import ModelError
 
@@ -44,3 +45,13 @@ def end_token_ids(
         if source is not None:
             ends += [source] if isinstance(source, int) else source
     return tuple(dict.fromkeys(ends))
+
+
+def read_end_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The same, where no model of the folder is loaded."""
+    generation = config = None
+    if (Path(folder) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    with suppress(OSError, ValueError, KeyError):  # transformers does not know the model
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return end_token_ids(tokenizer, generation, config)

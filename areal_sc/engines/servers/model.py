@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
 from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
 from areal_sc.engines.servers.stored_names import StoredNames
-from areal_sc.engines.tokenizer import end_token_ids, load_tokenizer
+from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 from areal_sc.errors import ModelError
 
 if TYPE_CHECKING:
@@ -59,15 +54,11 @@ class ServedModel:
         if not config or not isinstance(config.get("vocab_size"), int):
             raise ModelError(f"model folder {path}: config.json does not tell vocab_size")
         tokenizer = load_tokenizer(path)
-        generation = None
-        if (Path(path) / "generation_config.json").is_file():
-            generation = GenerationConfig.from_pretrained(path)
-        known = _read_config(path)
-        model, stored = _build_unfilled(path, known), read_stored_shapes(Path(path))
+        model, stored = _build_unfilled(path), read_stored_shapes(Path(path))
         return cls(
             tokenizer,
             config["vocab_size"],
-            end_token_ids(tokenizer, generation, known),
+            read_end_token_ids(path, tokenizer),
             {} if model is None else {n: tuple(p.shape) for n, p in model.named_parameters()},
             stored,
             None if model is None else StoredNames.find(model, stored),
@@ -105,20 +96,10 @@ class ServedModel:
         return self.stored if self.is_stored_by_other_names else self.parameters
 
 
-def _read_config(path: str) -> Any:
-    """None: transformers does not know the model."""
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        logger.warning("path=%s its config is not known: %s", path, error)
-        return None
-
-
-def _build_unfilled(path: str, config: Any) -> Any:
+def _build_unfilled(path: str) -> Any:
     """The model without its values; None if it cannot be built."""
-    if config is None:
-        return None
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         model.tie_weights()
