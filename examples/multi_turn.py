@@ -59,7 +59,7 @@ class RetryWorkflow(Workflow):
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory | None:
         transcript = Transcript()
         transcript.add_context(encode_text(engine.tokenizer, prompt["prompt"]))
-        feedback_ids = encode_text(engine.tokenizer, self.feedback)
+        feedback_ids = encode_text(engine.tokenizer, self.feedback, begins=False)
         num_turns, score = 0, 0.0
         while num_turns < self.max_turns and score < 1.0:
             if num_turns > 0:

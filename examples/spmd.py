@@ -21,13 +21,14 @@ from areal_sc import GRPOConfig, load_config, make_actor, run_script
 from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.workflows.text import encode_text
 
 
 def make_rows(tasks: Sequence[dict[str, str]], model: str) -> PackedRows:
     """Prompt and answer of each task, one after the other; trained are the answers' tokens."""
     tokenizer = load_tokenizer(model)
-    prompts = [tokenizer.encode(task["prompt"]) for task in tasks]
-    answers = [tokenizer.encode(task["answer"]) for task in tasks]
+    prompts = [encode_text(tokenizer, task["prompt"]) for task in tasks]
+    answers = [encode_text(tokenizer, task["answer"], begins=False) for task in tasks]
     pairs = list(zip(prompts, answers, strict=True))
     fields = {
         "input_ids": torch.tensor([token for pair in pairs for token in (*pair[0], *pair[1])]),

@@ -106,12 +106,16 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(logprobs)
-        return -torch.einsum("nv,nv->n", logprobs.exp(), logprobs)
+        probabilities = logprobs.exp()  # of -inf: 0, whose summand is 0
+        summands: torch.Tensor = torch.special.entr(probabilities, out=probabilities)
+        return summands.sum(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         logprobs: torch.Tensor = ctx.saved_tensors[0]
-        return (logprobs + 1).mul_(logprobs.exp()).mul_(-grad[:, None])
+        probabilities = logprobs.exp()
+        weighed: torch.Tensor = torch.special.xlogy(probabilities, probabilities)
+        return weighed.add_(probabilities).mul_(-grad[:, None])
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

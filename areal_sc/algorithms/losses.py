@@ -52,7 +52,7 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
-"""By the names under which a step reports them."""
+"""By the names under which a step reports them; each micro-batch and rank may have its own."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,25 @@ def decoupled_ppo(
     advantage = tokens.fields["advantages"].detach().to(dtype)
 
     log_ratio = tokens.logprobs - proximal
-    ratio = log_ratio.exp()
+    ratio = log_ratio.detach().exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    is_clipped = bounded * advantage < ratio * advantage
     log_weight = proximal - behavior
     weight = log_weight.exp()
-    unclipped = ratio * advantage
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     is_capped = ~(weight <= behavior_weight_cap)  # so that NaN, too, is over the cap
-    # before it meets a gradient: 0 * inf would be NaN
     weight = weight.masked_fill(is_capped, 0.0)
     log_weight = log_weight.masked_fill(is_capped, 0.0)
-    loss = -(weight * torch.minimum(unclipped, clipped)).sum() / tokens.num_loss_tokens
+    # An exponential that may be infinite is left out before it is taken: 0 * inf would be NaN, in
+    # the loss or in its gradient.
+    is_without_gain = is_capped | (advantage == 0)
+    is_constant = is_without_gain | is_clipped
+    moving = (log_weight + log_ratio).masked_fill(is_constant, 0.0).exp()
+    constant = (weight * bounded).masked_fill(is_without_gain, 0.0)
+    gains = torch.where(is_constant, constant, moving) * advantage
+    loss = -gains.sum() / tokens.num_loss_tokens
     with torch.no_grad():
         return loss, {
-            "clip_fraction": Metric.mean(clipped < unclipped),
+            "clip_fraction": Metric.mean(is_clipped),
             "capped_fraction": Metric.mean(is_capped),
             "ratio": Metric.mean(ratio),
             "ratio_max": Metric.max(ratio),

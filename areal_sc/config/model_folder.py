@@ -62,11 +62,19 @@ def check_model_folder(path: str | Path) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
-        lack a file; names what is missing. Or a model of more than text, or with an encoder.
+        lack a file; names what is missing. Or a model of more than text, with an encoder, or
+        with an adapter beside it.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model folder {path}: there is no such folder")
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"model folder {path}: it holds an adapter (adapter_config.json), and whole models are "
+            "trained and served: save the merged model in a folder of its own (peft: "
+            "merge_and_unload, save_pretrained), or remove the adapter's files to use the model "
+            "without it"
+        )
     config = _read_whole_config(folder)
     if config is None:
         raise ModelError(f"model folder {path}: it has no config.json")

@@ -159,7 +159,8 @@ class NodeWorkers:
         for member in members:
             address, new_id = member.worker.address, self._runtime.new_id()
             port = port_of(address) if address and host_of(address) == here else 0
-            member.order = replace(member.order, incarnation=new_id, port=port)
+            life = member.order.life + 1
+            member.order = replace(member.order, incarnation=new_id, life=life, port=port)
         workers = await self.agent.launch([member.order for member in members])
         for member, worker in zip(members, workers, strict=True):
             await self._disconnect(member)

@@ -6,6 +6,7 @@ else, imports the class that runs in the workers: a script which only steers nev
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,6 +234,16 @@ class GeneratorHandle:
     def of_worker(self, index: int) -> RolloutConfig:
         """The settings of one worker of `rollout.num_workers`."""
         return replace(self.config, seed=self.config.seed + index * self.num_servers)
+
+    def in_life(self, *life: int) -> Self:
+        """The same with random streams that no other life of the worker, or of a server, has.
+
+        Args:
+            life: its number, within those of what it is a part of.
+        """
+        words = " ".join(map(str, (self.config.seed, *life))).encode()
+        seed = int.from_bytes(hashlib.blake2b(words, digest_size=4).digest()) >> 1  # numpy's range
+        return replace(self, config=replace(self.config, seed=seed))
 
     def check_scaling(self) -> None:
         """Whether there can be more workers, or fewer, while a run goes on.

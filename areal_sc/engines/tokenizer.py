@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from areal_sc.errors import ModelError
 
@@ -23,11 +25,33 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None, config: Any
 ) -> tuple[int, ...]:
-    """Of the tokenizer and of the model's generation config, each once."""
+    """The tokenizer's, and those of the model, each once.
+
+    Every engine takes them from here: a model ends the same way wherever it is served.
+
+    Args:
+        generation: of the model's folder; None: it has none, or names no end. The model's config
+            tells its ends then.
+        config: as transformers reads it; None: it does not know the model.
+    """
+    of_model = getattr(generation, "eos_token_id", None)
+    if of_model is None and config is not None:
+        of_model = getattr(config.get_text_config(), "eos_token_id", None)
+        of_model = getattr(config, "eos_token_id", None) if of_model is None else of_model
     ends: list[int] = []
-    for source in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
+    for source in (tokenizer.eos_token_id, of_model):
         if source is not None:
             ends += [source] if isinstance(source, int) else source
     return tuple(dict.fromkeys(ends))
+
+
+def read_end_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The same, where no model of the folder is loaded."""
+    generation = config = None
+    if (Path(folder) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    with suppress(OSError, ValueError, KeyError):  # transformers does not know the model
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return end_token_ids(tokenizer, generation, config)

@@ -134,9 +134,9 @@ class RolloutWorker(Worker):
     async def _start(self) -> None:
         self._reward_watch = asyncio.create_task(self._end_with_rewards(), name="reward watch")
         torch.set_num_threads(self.handle.config.num_threads)
-        logs = self.spec.log_path
+        logs, handle = self.spec.log_path, self.handle.in_life(self.spec.term, self.order.life)
         engine: GenerationEngine = await self.compute(
-            lambda: self.handle.build(log_folder=logs.parent, name=logs.stem)
+            lambda: handle.build(log_folder=logs.parent, name=logs.stem)
         )
         await engine.start()
         self._engine = engine

@@ -95,6 +95,7 @@ class WorkerOrder:
         store_bytes: limit of the tensor store.
         num_devices: how many it takes; on a CPU none, whatever is said here.
         incarnation: names this life of the worker; calls meant for an earlier one are refused.
+        life: how often this start of the script has started the worker again.
         devices: numbers of the node's CUDA devices that it gets.
         port: of its control socket; 0: any free one. A new life of a worker takes the one of the
             life before, whose shards it has adopted: so these keep their address.
@@ -110,6 +111,7 @@ class WorkerOrder:
     store_bytes: int
     num_devices: int = 1
     incarnation: str = ""
+    life: int = 0
     devices: list[int] = field(default_factory=list)
     port: int = 0
     search_path: str = ""
@@ -130,7 +132,7 @@ class WorkerOrder:
 
     def _wanted(self) -> bytes:
         """What decides; in the form in which it travels, which does not know tuples, say."""
-        order = replace(self, incarnation="", devices=[], port=0)
+        order = replace(self, incarnation="", life=0, devices=[], port=0)
         return msgpack.encode(order, order="deterministic")
 
 

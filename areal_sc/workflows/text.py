@@ -12,9 +12,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokens of plain text, without special tokens added around it."""
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = True) -> list[int]:
+    """Tokens of plain text, behind what the tokenizer itself puts before a text, such as BOS.
+
+    What it puts behind one, such as EOS, is left out: the text goes on. A text that begins with it
+    gets no second one.
+
+    Args:
+        begins: False: other tokens come before it, so that nothing is put there.
+    """
+    tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    if not begins:
+        return tokens
+    whole = [int(token) for token in tokenizer.encode(text, add_special_tokens=True)]
+    offsets = range(len(whole) - len(tokens) + 1)
+    num_before = next((n for n in offsets if whole[n : n + len(tokens)] == tokens), 0)
+    before = whole[:num_before]
+    return tokens if tokens[:num_before] == before else before + tokens
 
 
 def encode_chat(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -67,3 +68,24 @@ def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of a folder of transformers."""
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def check_user_losses(of_ranks: list[dict[str, Any]]) -> None:
+    """Every rank has done the same, and no loss has kept the next one from its update."""
+    first = of_ranks[0]
+    for other in of_ranks[1:]:
+        assert repr(other) == repr(first)  # NaN does not equal itself
+    num_minibatches = first["plain"]["num_updates"]
+    assert num_minibatches > 0
+    for kind in ("sparse", "names", "constant"):
+        assert first[kind]["num_updates"] == num_minibatches, kind
+    assert first["sparse"]["seen"] == first["plain"]["num_effective_tokens"]
+    assert {"of_share_0", "of_share_1"} <= first["names"].keys()
+    assert first["nan"]["num_skipped_updates"] > 0
+    for kind, message in (
+        ("floats", "WorkflowError: train rank .: the loss raised TypeError: metric seen: expected"),
+        ("raises", "WorkflowError: train rank .: the loss raised KeyError: 'no such thing'"),
+        ("empty", "WorkflowError: train rank .: the loss raised .*max"),
+    ):
+        assert re.match(message, first[kind]), first[kind]
+        assert first[f"{kind} moves"] == {"most": 0.0}, kind

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import re
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from areal_sc.algorithms.losses import LossTokens, Metric
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
@@ -76,6 +78,54 @@ class WeighedEngine(FSDPEngine):
     def _micro_batch(self, *args: Any) -> MicroBatch:
         self.tensor_bytes.append(count_tensor_bytes())
         return super()._micro_batch(*args)
+
+
+class UserLoss:
+    """A loss that treats a share of the rows, or a micro-batch without tokens, as a user's may."""
+
+    kinds = ("sparse", "names", "constant", "nan", "floats", "raises", "empty", "plain")
+
+    def __init__(self, kind: str, share: int) -> None:
+        self.kind = kind
+        self.share = share
+
+    def __call__(self, tokens: LossTokens) -> tuple[torch.Tensor, Any]:
+        logprobs = tokens.logprobs
+        value = -logprobs.sum() / tokens.num_loss_tokens
+        match self.kind:
+            case "sparse":
+                return value, {"seen": Metric.sum(logprobs > -99)} if len(logprobs) else {}
+            case "names":
+                return value, {f"of_share_{self.share}": Metric.max(logprobs.exp())}
+            case "constant" if not len(logprobs):
+                return torch.zeros(()), {}
+            case "nan" if self.share == 1:
+                return value * math.nan, {"odd": Metric(torch.tensor(math.nan), "mean", 1.0)}
+            case "floats" if self.share == 1:
+                return value, {"seen": 0.5}
+            case "raises" if self.share == 1:
+                raise KeyError("no such thing")
+            case "empty":
+                return value + 0 * logprobs.max(), {}  # which there is none of
+        return value, {}
+
+
+def try_user_losses(
+    engine: RankEngine, minibatches: list[PackedRows], share: int
+) -> dict[str, dict[str, float] | str]:
+    """What each kind of loss ends in, and whether it has changed weights."""
+    outcomes: dict[str, dict[str, float] | str] = {}
+    for kind in UserLoss.kinds:
+        before = whole_weights(engine)
+        try:
+            outcomes[kind] = engine.update(minibatches, UserLoss(kind, share), step=3)
+        except ArealError as error:
+            outcomes[kind] = f"{type(error).__name__}: {error}"
+        after = whole_weights(engine).items()
+        outcomes[f"{kind} moves"] = {
+            "most": max(float((values - before[name]).abs().max()) for name, values in after)
+        }
+    return outcomes
 
 
 def whole_weights(engine: RankEngine) -> dict[str, torch.Tensor]:
@@ -231,14 +281,16 @@ def run_rank(
         if "save_first" in scenario:
             engine.begin_save_hf(Path(scenario["save_first"]), is_staged=False).result(60)
 
-        def train_step(step: int) -> dict[str, float]:
-            minibatches = [
+        def minibatches_of(step: int) -> list[PackedRows]:
+            return [
                 make_minibatch(step, index, minibatch).take(minibatch["rows"][share])
                 for index, minibatch in enumerate(scenario["minibatches"])
                 if minibatch.get("step", step) == step
             ]
+
+        def train_step(step: int) -> dict[str, float]:
             return engine.update(
-                minibatches,
+                minibatches_of(step),
                 loss_of(engine.config.ppo),
                 step=step,
                 min_token_version=scenario.get("min_token_version"),
@@ -262,6 +314,8 @@ def run_rank(
         if "save_hf" in scenario:
             engine.begin_save_hf(Path(scenario["save_hf"])).result(60)
         result["weights"] = whole_weights(engine)
+        if scenario.get("user_losses"):
+            result["user_losses"] = try_user_losses(engine, minibatches_of(0), share)
         if isinstance(engine, FSDPEngine):
             result["devices"] = devices_of(engine)
             result["parts"] = {

@@ -14,6 +14,7 @@ from integration.ranks import (
     TWO_SHARES,
     Ranks,
     Results,
+    check_user_losses,
     difference,
     loaded_weights,
     run_ranks,
@@ -146,6 +147,7 @@ def results(folder: Path) -> Results:
             save_hf=str(folder / f"{model}_by_{mesh}"),
             snapshot_after=0,
             snapshot=str(folder / f"{model}_at_{mesh}"),
+            user_losses=name == "qwen2_dp2_pp2",
             **resumes(name),
         )
     for name in ("qwen2_resumed_by_fsdp", "moe_resumed_by_fsdp"):
@@ -189,6 +191,11 @@ def test_training_is_that_of_one_fsdp_process(
     for rank in heads_of(mesh, ranks):
         assert (rank["logprobs"] - alone["logprobs"]).abs().max() <= TOLERANCE
     assert difference(alone["weights"], loaded_weights(folder / model)) > 1e-3
+
+
+def test_no_loss_of_a_user_breaks_what_ranks_do_together(results: Results) -> None:
+    """The last stage alone sees losses; the others hear of their faults."""
+    check_user_losses([rank["user_losses"] for rank in results["qwen2_dp2_pp2"]])
 
 
 @pytest.mark.parametrize(("model", "mesh"), TRAINED)

@@ -65,6 +65,7 @@ class FSDPEngine(RankEngine):
         if self.config.cpu_offload and device.type == "cpu":
             logger.warning("actor.cpu_offload=true has no effect on a CPU: all is in host memory")
         self.counts_rows = groups.sequence.rank == 0
+        self.counts_metrics = groups.tensor.rank == 0
         self._model, self._parts = load_sharded_model(self.config, groups)
         parameters = dict(self._model.causal_lm.named_parameters())
         self._optimizer = ShardedAdamW(
@@ -110,8 +111,8 @@ class FSDPEngine(RankEngine):
             # FSDP averages over its ranks, but the denominator is already the global one.
             torch.autograd.backward(value * self.rows.size)
 
-    def _take_step(self, step: int) -> float:
-        return self._optimizer.update(step)
+    def _take_step(self, step: int, *, is_void: bool) -> float:
+        return self._optimizer.update(step, is_void=is_void)
 
     @property
     def _pads_rows(self) -> bool:

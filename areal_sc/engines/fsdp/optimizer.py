@@ -87,19 +87,22 @@ class ShardedAdamW:
         # The caching allocator keeps what is freed, for the gradients.
         _ = [torch.empty_like(shard) for shard in self._shards.values() if shard.is_cuda]
 
-    def update(self, step: int) -> float:
+    def update(self, step: int, *, is_void: bool = False) -> float:
         """Clips the accumulated gradients and takes one step; the gradients are gone afterwards.
 
+        Args:
+            is_void: this rank's gradients do not count: the norm is NaN on all ranks.
         Returns: the global gradient norm before clipping. Where it is not finite, no step is
-            taken, so that the weights survive.
+            taken, so that the weights survive; nor where it is 0, so that neither momentum nor
+            decay moves them.
         """
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
             self._shards[name].grad = None if gradient is None else local_part(gradient)
             parameter.grad = None
         self._add_up_partial_gradients()
-        norm = self._clip()
-        if math.isfinite(norm):
+        norm = self._clip(is_void=is_void)
+        if norm != 0 and math.isfinite(norm):
             for settings in self._adamw.param_groups:
                 settings["lr"] = learning_rate(self.config, step)
             self._adamw.step()
@@ -133,7 +136,7 @@ class ShardedAdamW:
                 own = flat.view(-1, shard.numel())[_number_of(boxes, self._tensor.rank)]
                 shard.grad.copy_(own.view_as(shard))
 
-    def _clip(self) -> float:
+    def _clip(self, *, is_void: bool) -> float:
         """Scales all gradients so that their global norm is at most `max_grad_norm` (0: never)."""
         held = {
             name: shard.grad
@@ -146,6 +149,8 @@ class ShardedAdamW:
         if counted:
             norms = torch.stack(torch._foreach_norm(counted))
             squares = norms.double().square().sum()
+        if is_void:
+            squares.fill_(math.nan)
         norm = math.sqrt(float(self._world.sum(squares)))
         limit = self.config.max_grad_norm
         if gradients and limit > 0 and norm > limit and math.isfinite(norm):

@@ -20,6 +20,7 @@ from areal_sc.algorithms.logprobs import (
     float32_linear,
     logprobs_of_logits,
 )
+from areal_sc.engines.finite import require_finite
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_logprobs
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.small_limits import with_small_limits
@@ -283,7 +284,7 @@ def probe_abilities(
         longest_input: most tokens of a micro-batch; limits that it never reaches stay.
         fill: gives a copy of the model that is tried in its place the values that it lacks.
     Raises: ModelError: not even a padded batch gives what single rows give, or what they give
-        depends on later tokens.
+        depends on later tokens, or is not finite.
     """
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:
@@ -298,6 +299,7 @@ def probe_abilities(
             shorter = _single_row(causal_lm, rows[0][:-1])
     except _FORWARD_ERRORS as error:
         raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
+    require_finite(causal_lm, torch.cat([*expected, shorter]))
     if not bool((expected[0][:-1] - shorter).abs().max() <= _PROBE_TOLERANCE):
         raise ModelError(f"{name} is not causal here: a token changes what comes before it")
 

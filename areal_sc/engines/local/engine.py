@@ -52,7 +52,7 @@ class LocalEngine(GenerationThread):
     """`GenerationEngine` over an unmodified causal language model.
 
     What a request samples depends on the seed, on its place among all `generate` calls and on the
-    weights, not on what runs beside it (up to rounding).
+    weights, not on what runs beside it (up to rounding). Each life of a worker has another seed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalEngine(GenerationThread):
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._vocab_size = local_model.vocab_size
-        self._end_ids = end_token_ids(self.tokenizer, model.generation_config)
+        self._end_ids = end_token_ids(self.tokenizer, model.generation_config, model.config)
         self._request_ids = itertools.count()
         self._receiver: WeightReceiver | None = None
         self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)

@@ -191,7 +191,7 @@ def check_context(model: PreTrainedModel, max_context_tokens: int) -> None:
     Raises: ConfigError: the model has fewer positions. ModelError: its rotary embeddings are others
         for longer sequences, so that the keys in the cache would be wrong.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_context_tokens > limit:
         raise ConfigError(
             f"rollout.max_context_tokens is {max_context_tokens}, but the model has "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from areal_sc.engines.finite import require_finite
 from areal_sc.engines.local.generator import SlotGenerator
 from areal_sc.engines.local.model import LocalModel
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
@@ -33,7 +34,7 @@ def check_generation(model: PreTrainedModel, longest_input: int) -> None:
 
     Args:
         longest_input: most tokens of a sequence or a pass; longer windows stay as they are.
-    Raises: ModelError: they differ from those of the model's own forward pass.
+    Raises: ModelError: they differ from those of the model's own forward pass, or are not finite.
     """
     if model.dtype == torch.float32:
         _compare(model, longest_input, _TOLERANCE)
@@ -60,6 +61,7 @@ def _compare(model: PreTrainedModel, longest_input: int, limit: float) -> None:
     )
     for index, length in enumerate(_PROMPT_LENGTHS):
         prompt = (np.arange(length) * 7 + 3 * index) % local.vocab_size
+        require_finite(model, torch.tensor(_own_logprobs(model, prompt.tolist())))
         generator.table.add(SlotRequest(index, prompt, length + _NEW_TOKENS, "length"))
     differences = []
     while generator.table.has_work:

@@ -13,6 +13,7 @@ every engine, and a snapshot goes on with any mesh, also of `engine: fsdp`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -112,6 +113,8 @@ class MegatronEngine(RankEngine):
         )
         assert found == place, f"rank {rank} is at {found}, expected at {place}"
         self.counts_rows = True
+        is_head = self._is_last_stage and place.tensor == 0
+        self.counts_metrics = is_head  # the last stage alone sees the losses
         model_parallel_cuda_manual_seed(self.config.seed)
         self._causal_lm = self._load()
         self._writer = BackgroundWriter(self.world, shares_files=self.shares_files, node=self.node)
@@ -135,7 +138,7 @@ class MegatronEngine(RankEngine):
         )
         return RankPosition(
             data_rank=self.rows.rank,
-            is_head=self._is_last_stage and place.tensor == 0,
+            is_head=is_head,
         )
 
     def _group(self, group: dist.ProcessGroup) -> ProcessGroup:
@@ -239,7 +242,9 @@ class MegatronEngine(RankEngine):
         self._optimizer.clear_gradients()
         self._run(batch, loss.of, forward_only=False)
 
-    def _take_step(self, step: int) -> float:
+    def _take_step(self, step: int, *, is_void: bool) -> float:
+        if bool(self.world.max(torch.tensor(is_void, dtype=torch.uint8))):
+            return math.nan
         return self._optimizer.update(step)
 
     def _run(self, batch: PlannedBatch, loss_of: LossOf, *, forward_only: bool) -> None:
@@ -304,11 +309,6 @@ class MegatronEngine(RankEngine):
     @property
     def _pads_rows(self) -> bool:
         return False
-
-    def _known_to_all(self, summary: dict[str, float]) -> dict[str, float]:
-        """The last stage alone has seen the losses."""
-        known = self._pipeline.gather(summary)[-1]
-        return dict(known)
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         return begin_export(

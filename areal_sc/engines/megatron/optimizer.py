@@ -100,11 +100,12 @@ class DistributedAdamW:
         """One step at the learning rate of training step `step`, of gradients that are added up.
 
         Returns: the global gradient norm before clipping. Where it is not finite, no step is
-            taken, so that the weights survive.
+            taken, so that the weights survive; nor where it is 0, so that neither momentum nor
+            decay moves them.
         """
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(norm):
+        if norm == 0 or not math.isfinite(norm):
             return norm
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
 from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
 from areal_sc.engines.servers.stored_names import StoredNames
-from areal_sc.engines.tokenizer import end_token_ids, load_tokenizer
+from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 from areal_sc.errors import ModelError
 
 if TYPE_CHECKING:
@@ -35,7 +30,7 @@ class ServedModel:
 
     Attributes:
         vocab_size: rows of the embedding.
-        end_token_ids: that end a sequence: the tokenizer's, and those of the generation config.
+        end_token_ids: that end a sequence; see `engines.tokenizer.end_token_ids`.
         parameters: name and shape of each, tied ones once, as the trainers publish them; {} when
             the architecture cannot be built here.
         stored: the same of the tensors in the folder's safetensors files; {} when there are none.
@@ -59,14 +54,11 @@ class ServedModel:
         if not config or not isinstance(config.get("vocab_size"), int):
             raise ModelError(f"model folder {path}: config.json does not tell vocab_size")
         tokenizer = load_tokenizer(path)
-        generation = None
-        if (Path(path) / "generation_config.json").is_file():
-            generation = GenerationConfig.from_pretrained(path)
         model, stored = _build_unfilled(path), read_stored_shapes(Path(path))
         return cls(
             tokenizer,
             config["vocab_size"],
-            end_token_ids(tokenizer, generation),
+            read_end_token_ids(path, tokenizer),
             {} if model is None else {n: tuple(p.shape) for n, p in model.named_parameters()},
             stored,
             None if model is None else StoredNames.find(model, stored),

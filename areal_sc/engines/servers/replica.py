@@ -304,7 +304,7 @@ class Replica(ServerLoad):
         port = servers.ports[self.index] if servers.ports else free_port(servers.host)
         instance = ServerInstance(self.index, port, settings.api_key, is_cuda=settings.is_cuda)
         log = settings.log_folder / f"{settings.owner}-{settings.handle.section}-{self.index}.log"
-        return await ServerProcess.start(settings.handle, instance, log)
+        return await ServerProcess.start(settings.handle.in_life(self.num_starts), instance, log)
 
     async def _find_version(self, client: ServerClient) -> int:
         """Of a server that somebody else has started: 0 when it has the model folder's weights."""

@@ -28,6 +28,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
+from areal_sc.config.model_folder import is_model_folder
 from areal_sc.engines.training.background import (
     FAILURES,
     BackgroundWriter,
@@ -41,7 +42,10 @@ from areal_sc.engines.training.whole_tensors import SENT_BYTES, Values, runs_of_
 MAX_FILE_BYTES = 5 << 30
 """A larger model is split over several files, as its readers expect. One tensor is never split."""
 
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx"}
+_WEIGHT_SUFFIXES = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx", ".onnx_data"),
+    *(".ot", ".npz", ".ckpt", ".tflite"),
+}
 _AS_IN_MEMORY = ".as_in_memory"
 
 
@@ -373,9 +377,20 @@ def _config_text(causal_lm: Any, dtype: torch.dtype) -> str:
 
 
 def _copy_companions(source: Path, part: Path) -> None:
-    """Copies what a model folder holds beside weights and model config."""
+    """Copies what a model folder holds beside weights and model config, folders included.
+
+    A folder in it that is a model's own, or hidden, is none of it.
+    """
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-        is_weight = Path(entry.name).suffix in _WEIGHT_SUFFIXES
-        is_weight = is_weight or entry.name.endswith(".index.json")
-        if entry.is_file() and not is_weight and entry.name != "config.json":
-            shutil.copyfile(entry.path, part / entry.name)
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            if not entry.name.startswith(".") and not is_model_folder(path):
+                _copy_companions(path, part / entry.name)
+        elif (
+            entry.is_file()
+            and path.suffix not in _WEIGHT_SUFFIXES
+            and not entry.name.endswith(".index.json")
+            and entry.name != "config.json"
+        ):
+            part.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, part / entry.name)

@@ -21,7 +21,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Learning rate of training step `step`, counted from 0.
 
     It rises in equal steps to `lr` over the first `warmup_steps`, and then stays, or falls along
-    a line or half a cosine to `lr * min_lr_ratio`, reached after `total_steps`.
+    a line or half a cosine to `lr * min_lr_ratio`, reached after `total_steps`. Steps count also
+    where there was nothing to learn and no weight was changed.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from areal_sc.engines.finite import require_finite
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError
 
@@ -36,12 +37,14 @@ def plain_logprobs(causal_lm: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor
     Args:
         causal_lm: Hugging Face model, in float32; what it computes of a token does not depend on
             tokens behind it.
+    Raises: ModelError: some are not finite.
     """
     padded = pad_sequence(list(rows), batch_first=True)
     found = []
     for row, logits in zip(rows, causal_lm(input_ids=padded, use_cache=False).logits, strict=True):
         logprobs = logits[: len(row) - 1].log_softmax(-1)
         found += [logprobs.new_zeros(1), logprobs.gather(1, row[1:, None])[:, 0]]
+    require_finite(causal_lm, torch.cat(found))
     return torch.cat(found)
 
 
@@ -74,5 +77,6 @@ def require_agreement(
     messages = [message for message, _ in outcomes if message is not None]
     worst = max(differences)
     if messages or worst > limit:
-        what = messages[0] if messages else f"{quantity}: {worst:.1e}"
+        what = f"{quantity}: {worst:.1e}" if worst < math.inf else "values that are not finite"
+        what = messages[0] if messages else what
         raise ModelError(f"{subject} ({what}); {advice}")

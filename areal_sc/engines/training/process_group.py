@@ -16,6 +16,7 @@ data        0 0   0 0   1 1   1 1
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -185,7 +186,7 @@ def join_world(
 ) -> bool:
     """Initialises `torch.distributed`; whether that was done here. As `ProcessGroups.join`.
 
-    Raises: WorkerStartError: the ranks did not meet in time.
+    Raises: WorkerStartError: the ranks did not meet in time, or cannot.
     """
     if dist.is_initialized():
         found = (dist.get_rank(), dist.get_world_size())
@@ -197,6 +198,7 @@ def join_world(
     if dist.is_initialized() or (world_size == 1 and not is_needed):
         return False
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    started = time.monotonic()
     try:
         if world_size == 1:
             arguments["store"] = HashStore()
@@ -211,9 +213,12 @@ def join_world(
             "nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, **arguments
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
+        waited_s, limit_s = time.monotonic() - started, RENDEZVOUS_TIMEOUT.total_seconds()
+        what = f"did not meet the others within {limit_s:.0f} s"
+        if waited_s < limit_s:  # it is no matter of time
+            what = f"cannot join the others: {type(error).__name__}"
         raise WorkerStartError(
-            f"rank {rank} of {world_size} did not meet the others at {init_method!r} within "
-            f"{RENDEZVOUS_TIMEOUT.total_seconds():.0f} s: {error}"
+            f"rank {rank} of {world_size}, at {init_method!r}, {what}: {error}"
         ) from error
     return True
 

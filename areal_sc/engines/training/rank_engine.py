@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from areal_sc.algorithms.losses import Loss, LossTokens, Metric
+from areal_sc.algorithms.losses import Loss, LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import RankPosition
@@ -80,6 +81,9 @@ class MinibatchLoss:
         num_loss_tokens: trained tokens of the minibatch, on all ranks; the denominator.
         is_first: no weight has changed since the step began.
         metrics: of the step; those of each micro-batch are added.
+
+    The loss may be a user's. It sees copies of the outputs and gives their gradients, so whatever
+    it returns or raises, the model's backward, in which ranks meet, is the same on all ranks.
     """
 
     compute_loss: Loss
@@ -89,13 +93,33 @@ class MinibatchLoss:
     metrics: UpdateMetrics
 
     def of(self, batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
-        """This rank's summand of the minibatch's loss; a scalar with gradient."""
+        """A scalar with the gradient of this rank's summand of the minibatch's loss.
+
+        Where the loss has failed that is 0, and `metrics.failure` says why.
+        """
+        copies = [values.detach().requires_grad_() for values in outputs]
+        gradients: Sequence[torch.Tensor | None] = (None, None)
+        if self.metrics.failure is None:
+            try:
+                gradients = self._gradients(batch, *copies)
+            except Exception as failure:  # the loss may raise anything
+                self.metrics.failure = failure
+        of_logprobs, of_entropy = gradients
         logprobs, entropy = outputs
+        value = (
+            logprobs * (torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs)
+        ).sum()
+        return value if of_entropy is None else value + (entropy * of_entropy).sum()
+
+    def _gradients(
+        self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Of the loss, by [N] log-probabilities and entropy; None: it does not depend on them."""
         fields = TokenFields(batch, self.rows)
         if self.is_first and "proximal_logprobs" not in self.rows.fields:
             fields["proximal_logprobs"] = logprobs.detach()
-        value, of_loss = self.compute_loss(
-            LossTokens(logprobs, entropy, fields, self.num_loss_tokens)
+        value, of_loss = _checked(
+            self.compute_loss(LossTokens(logprobs, entropy, fields, self.num_loss_tokens))
         )
         self.metrics.add(
             loss=Metric.sum(value),
@@ -103,7 +127,9 @@ class MinibatchLoss:
             num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
             **of_loss,
         )
-        return value
+        if not value.requires_grad:
+            return None, None
+        return torch.autograd.grad(value, (logprobs, entropy), allow_unused=True)
 
 
 class RankEngine(ABC):
@@ -117,12 +143,14 @@ class RankEngine(ABC):
         rows: ranks that compute different tokens, and together all of them.
         counts_rows: whether this rank is the one of its model group that counts for its rows in
             sums over `rows`.
+        counts_metrics: whether it counts for what the losses of its tokens report.
         shares_files, node: as in `TrainEngine`.
     """
 
     world: ProcessGroup
     rows: ProcessGroup
     counts_rows: bool
+    counts_metrics: bool
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
@@ -180,10 +208,12 @@ class RankEngine(ABC):
         """
 
     @abstractmethod
-    def _take_step(self, step: int) -> float:
+    def _take_step(self, step: int, *, is_void: bool) -> float:
         """One optimizer update at the learning rate of the training step.
 
-        Returns: the norm of the gradients before clipping; not finite: nothing has changed.
+        Args:
+            is_void: this rank's gradients are not those of the loss: no rank takes the step.
+        Returns: the norm of the gradients before clipping; not finite, or 0: nothing has changed.
         """
 
     @property
@@ -194,10 +224,6 @@ class RankEngine(ABC):
     def _combined_outputs(self, values: torch.Tensor) -> torch.Tensor:
         """[T] of what the ranks of a model group know of the tokens."""
         return values
-
-    def _known_to_all(self, summary: dict[str, float]) -> dict[str, float]:
-        """The same numbers on every rank, where only some have them."""
-        return summary
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
         """What the current weights say of trained tokens, on the CPU.
@@ -210,8 +236,8 @@ class RankEngine(ABC):
         if output not in OUTPUTS:
             raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
         column = OUTPUTS.index(output)
-        asked = with_advantage(with_token_advantages(rows), trained_tokens(rows, None))
-        (batch,) = self._plan([rows], [asked])
+        known = with_token_advantages(rows)
+        (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
         values = torch.zeros(rows.num_tokens)
         with torch.no_grad():
             for micro_batch, outputs in self._outputs(batch):
@@ -226,7 +252,7 @@ class RankEngine(ABC):
         step: int,
         min_token_version: int | None = None,
     ) -> dict[str, float]:
-        """One optimizer update a minibatch.
+        """One optimizer update a minibatch; none where nothing is learned, as its gradient is 0.
 
         Args:
             minibatches: fields `input_ids`, `loss_mask`, with `min_token_version` `versions`, those
@@ -237,16 +263,21 @@ class RankEngine(ABC):
                 without an advantage, tokens of advantage 0 go through no forward; they count in
                 the denominator all the same.
         Returns: see `UpdateMetrics.summary`.
-        Raises: ValueError: a field or the advantages are missing, a row is over the micro-batch
+        Raises: ValueError: a field that every loss needs is missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
+            WorkflowError: on all ranks: on one of them the loss raised, asked for a field that the
+            rows lack, or returned something else than a loss does.
         """
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
         minibatches = [with_token_advantages(rows) for rows in minibatches]
-        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        learning = trained
-        if isinstance(loss, NamedLoss) and loss.is_zero_without_advantage:
-            learning = [with_advantage(*pair) for pair in zip(minibatches, trained, strict=True)]
+        is_zero_elsewhere = isinstance(loss, NamedLoss) and loss.is_zero_without_advantage
+
+        def learning(rows: PackedRows) -> torch.Tensor:
+            tokens = trained_tokens(rows, min_token_version)
+            return with_advantage(rows, tokens) if is_zero_elsewhere else tokens
+
         batches = self._plan(minibatches, learning)
+        trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
         num_loss_tokens = self._of_all_rows([int(mask.sum()) for mask in trained])
         metrics = UpdateMetrics()
         for index, batch in enumerate(batches):
@@ -257,18 +288,18 @@ class RankEngine(ABC):
                 compute_loss, batch.rows, num_loss_tokens[index], index == 0, metrics
             )
             self._add_gradients(batch, of_minibatch)
-            norm = self._take_step(step)
+            norm = self._take_step(step, is_void=metrics.failure is not None)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
             metrics.num_micro_batches += len(batch.packed)
-        summary = metrics.summary(
-            self.rows,
+        return metrics.summary(
+            self.world,
+            is_counted=self.counts_metrics,
             num_tokens=sum(self._of_all_rows([rows.num_tokens for rows in minibatches])),
             num_loss_tokens=sum(num_loss_tokens),
             lr=learning_rate(self.config.optimizer, step),
         )
-        return self._known_to_all(summary)
 
     @property
     def is_cuda(self) -> bool:
@@ -319,16 +350,18 @@ class RankEngine(ABC):
         return [int(count) for count in self.rows.sum(own)]
 
     def _plan(
-        self, batches: Sequence[PackedRows], asked: Sequence[torch.Tensor]
+        self, batches: Sequence[PackedRows], asked_of: Callable[[PackedRows], torch.Tensor]
     ) -> list[PlannedBatch]:
         """Micro-batches of each batch, as many as on every other rank.
 
-        Raises: ValueError: ranks have different numbers of batches, or a row is too long.
+        Raises: ValueError: ranks have different numbers of batches, a row is too long, or
+            `asked_of` raises.
         """
-        chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
-        wanted: list[int] = []
+        asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
         error = None
         try:
+            asked = [asked_of(rows) for rows in batches]
+            chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
             wanted = [len(self._pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]
         except ValueError as failure:
             error = failure
@@ -353,3 +386,11 @@ class RankEngine(ABC):
     def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
         limit = self.config.max_tokens_per_micro_batch
         return pack_rows(rows, chosen, limit, count, are_padded=self._pads_rows)
+
+
+def _checked(returned: Any) -> tuple[torch.Tensor, Metrics]:
+    """What a loss has returned. Raises: TypeError: it is no loss with its metrics."""
+    match returned:
+        case (torch.Tensor() as value, dict() as metrics) if value.numel() == 1:
+            return value, metrics
+    raise TypeError(f"expected a scalar tensor and a dict of metrics, got {str(returned)[:200]}")

@@ -1,14 +1,19 @@
-"""What an update reports: the metrics of all micro-batches and ranks, combined."""
+"""What an update reports: the metrics of all micro-batches and ranks, combined.
+
+A user's loss chooses them. So ranks exchange them as objects, in one collective that is the same
+whatever is in them, and which tells of a loss that has failed on some rank.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from traceback import format_exception_only
 
 from areal_sc.algorithms.losses import Metric, Metrics
 from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.errors import ArealError, WorkflowError
 
 
 @dataclass
@@ -18,26 +23,45 @@ class UpdateMetrics:
     Attributes:
         metrics: this rank's, by name, on the device.
         gradient_norms: global norm of each update, before clipping; one with a norm that is not
-            finite was skipped.
+            finite was skipped, and there was none where the norm is 0.
         num_micro_batches: of each rank.
+        failure: what the loss has raised on this rank; nothing is added then.
     """
 
     metrics: Metrics = field(default_factory=dict)
     gradient_norms: list[float] = field(default_factory=list)
     num_micro_batches: int = 0
+    failure: Exception | None = None
 
     def add(self, **metrics: Metric) -> None:
-        """Adds those of one micro-batch, of the same names on every rank."""
+        """Adds those of one micro-batch.
+
+        Raises: TypeError: one of them is none. RuntimeError: its value is no scalar.
+        """
         for name, metric in metrics.items():
+            if not isinstance(metric, Metric):
+                raise TypeError(
+                    f"metric {name}: expected a Metric, got {type(metric).__name__}; "
+                    "Metric.mean, Metric.sum or Metric.max of a tensor makes one"
+                )
+            value = metric.value.detach().reshape(()).float()
+            metric = replace(metric, value=value, weight=float(metric.weight))
             self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
 
     def summary(
-        self, group: ProcessGroup, *, num_tokens: int, num_loss_tokens: int, lr: float
+        self,
+        world: ProcessGroup,
+        *,
+        is_counted: bool,
+        num_tokens: int,
+        num_loss_tokens: int,
+        lr: float,
     ) -> dict[str, float]:
         """The same numbers on every rank.
 
         Args:
-            group: ranks that compute different tokens.
+            world: all ranks.
+            is_counted: this rank's metrics count, and not another's of the same tokens.
             num_tokens: tokens of the rows of all ranks, trained or not.
             num_loss_tokens: trained tokens of all ranks.
             lr: learning rate of the step.
@@ -46,9 +70,11 @@ class UpdateMetrics:
             `num_updates`, `num_skipped_updates`, `num_micro_batches` (of each rank). Effective
             tokens are trained ones that go through the model: not those of rows of advantage 0.
             Without any, means over them are NaN.
+        Raises: WorkflowError: on all ranks: the loss has failed on one.
         """
-        combined = self._combined(group)
-        made = [norm for norm in self.gradient_norms if math.isfinite(norm)]
+        combined = self._combined(world, is_counted=is_counted)
+        finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
+        made = [norm for norm in finite if norm != 0]
         loss = combined.pop("loss", 0.0) / max(1, len(self.gradient_norms))
         return {
             "loss": loss,
@@ -58,20 +84,49 @@ class UpdateMetrics:
             "num_loss_tokens": float(num_loss_tokens),
             "num_effective_tokens": 0.0,  # unless there are any
             "num_updates": float(len(made)),
-            "num_skipped_updates": float(len(self.gradient_norms) - len(made)),
+            "num_skipped_updates": float(len(self.gradient_norms) - len(finite)),
             "num_micro_batches": float(self.num_micro_batches),
             **combined,
         }
 
-    def _combined(self, group: ProcessGroup) -> dict[str, float]:
-        """Each metric of all ranks."""
-        if not self.metrics:
-            return {}
-        metrics = self.metrics.values()
-        values = torch.stack([metric.value for metric in metrics]).double().cpu()
-        weights = torch.tensor([metric.weight for metric in metrics], dtype=torch.float64)
-        largest = group.max(values.clone()).tolist()
-        totals, weights = group.sum(torch.stack([values, weights]))
-        means = (totals / weights).tolist()  # 0 / 0 is NaN
-        found = {"max": largest, "sum": totals.tolist(), "mean": means}
-        return {name: found[m.combine][i] for i, (name, m) in enumerate(self.metrics.items())}
+    def _combined(self, world: ProcessGroup, *, is_counted: bool) -> dict[str, float]:
+        """Each metric of all ranks, of the ranks that have it."""
+        everyone = world.gather((self._failed(), self._own() if is_counted else {}))
+        for rank, (message, _) in enumerate(everyone):
+            if message:
+                raise WorkflowError(f"train rank {rank}: {message}") from self.failure
+        given = dict[str, list[_Numbers]]()
+        for _, metrics in everyone:
+            for name, numbers in metrics.items():
+                given.setdefault(name, []).append(numbers)
+        return {name: _combine(of_ranks) for name, of_ranks in given.items()}
+
+    def _own(self) -> dict[str, _Numbers]:
+        """This rank's."""
+        return {
+            name: (metric.combine, float(metric.value), metric.weight)
+            for name, metric in self.metrics.items()
+        }
+
+    def _failed(self) -> str:
+        if self.failure is None:
+            return ""
+        if isinstance(self.failure, ArealError):
+            return str(self.failure) or type(self.failure).__name__
+        # also of an exception whose text cannot be made
+        return f"the loss raised {''.join(format_exception_only(self.failure)).strip()}"
+
+
+_Numbers = tuple[str, float, float]
+"""How a metric is combined; its value; its weight."""
+
+
+def _combine(of_ranks: Sequence[_Numbers]) -> float:
+    kind = of_ranks[0][0]
+    if kind == "max":
+        return max((value for _, value, _ in of_ranks), key=lambda it: (math.isnan(it), it))
+    total = sum(value for _, value, _ in of_ranks)
+    if kind == "sum":
+        return total
+    weight = sum(weight for _, _, weight in of_ranks)
+    return total / weight if weight else math.nan

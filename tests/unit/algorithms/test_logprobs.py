@@ -204,3 +204,22 @@ def test_errors() -> None:
         chunked_logprobs(hidden, weight, targets, temperatures=torch.ones(36))
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         chunked_logprobs(hidden, weight, targets, chunk_tokens=0)
+
+
+def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy() -> None:
+    """Logits of -inf, as models give to the padding of their vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 9, generator=generator)
+    logits[:, 6:] = -torch.inf
+    targets = torch.tensor([0, 5, 2, 1])
+    inside = logits[:, :6].double().requires_grad_()
+    logprobs = inside.log_softmax(-1)
+    expected = -(logprobs.exp() * logprobs).sum(-1)
+    expected.square().sum().backward()
+    logits.requires_grad_()
+    _, entropy = logprobs_of_logits(logits, targets)
+    entropy.square().sum().backward()
+    torch.testing.assert_close(entropy.double(), expected)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, :6].double(), inside.grad, atol=1e-6, rtol=1e-5)
+    assert (logits.grad[:, 6:] == 0).all()

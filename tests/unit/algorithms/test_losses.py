@@ -144,6 +144,44 @@ def test_a_weight_that_overflows_is_capped_without_nan() -> None:
     assert all(metric.value.isfinite() for metric in metrics.values())
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "log_weight", "advantage", "cap"),
+    [
+        (89.0, 0.0, 1.0, math.inf),  # the gain is cut
+        (700.0, 0.0, 2.0, math.inf),
+        (89.0, 0.0, 0.0, math.inf),
+        (89.0, 3.0, -1.0, 5.0),  # capped
+        (89.0, -120.0, -1.0, math.inf),  # the product is moderate
+        (-200.0, 0.0, 1.0, math.inf),
+        (-200.0, 0.0, -1.0, math.inf),
+        (-95.0, 89.5, 1.0, math.inf),
+        (0.1, 100.0, 1.0, 5.0),
+        (0.1, 100.0, 0.0, math.inf),
+    ],
+)
+def test_what_overflows_in_float32_has_the_gradient_that_it_has_in_float64(
+    log_ratio: float, log_weight: float, advantage: float, cap: float
+) -> None:
+    """Beside it are tokens of every other kind, whose gradient must not be lost."""
+    tokens = random_tokens()
+    tokens["proximal_logprobs"][0] = tokens["logprobs"][0] - log_ratio
+    tokens["behavior_logprobs"][0] = tokens["proximal_logprobs"][0] - log_weight
+    tokens["advantages"][0] = advantage
+    expected, expected_gradient, _ = by_hand(tokens, cap)
+    given = {name: values.float() for name, values in tokens.items()}
+    given["logprobs"].requires_grad_()
+    loss, _ = decoupled_ppo(loss_tokens(given), **SETTINGS, behavior_weight_cap=cap)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert given["logprobs"].grad.numpy() == pytest.approx(expected_gradient, rel=1e-4, abs=1e-6)
+
+
+def test_a_logprob_that_is_nan_is_not_hidden() -> None:
+    tokens = random_tokens()
+    tokens["logprobs"][0] = math.nan
+    assert decoupled_ppo(loss_tokens(tokens), **SETTINGS)[0].isnan()
+
+
 def test_no_gradient_through_the_behavior_weight() -> None:
     tokens = random_tokens()
     for name in ("proximal_logprobs", "behavior_logprobs", "logprobs"):

@@ -92,6 +92,9 @@ def test_check_names_what_is_missing(tmp_path: Path) -> None:
         check_model_folder(folder)
     (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
     check_model_folder(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds an adapter .* save the merged model in a folder"):
+        check_model_folder(folder)
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,14 @@ def test_a_generator_takes_the_longest_sequence_of_its_model(tmp_path: Path) -> 
     settled = generator.with_context()
     assert settled.config.max_context_tokens == 70
     assert settled.with_context() is settled
+
+
+def test_every_life_of_a_worker_or_server_has_random_streams_of_its_own() -> None:
+    """Life: the script's term, and how often that has started the worker again."""
+    handles = [make_generator(RolloutConfig(path="x", seed=seed)) for seed in (0, 1)]
+    lives = [(term, number) for term in (1, 2) for number in (0, 1, 2)]
+    seeds = [handle.in_life(*life).config.seed for handle in handles for life in lives]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    again = [handle.in_life(*life).config.seed for handle in handles for life in lives]
+    assert again == seeds  # a run repeats what it did

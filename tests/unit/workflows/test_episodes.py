@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_sc.config.schema import GenerationConfig
@@ -19,7 +19,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import RewardFunction
 from areal_sc.workflows.math_reward import exact_match
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
-from areal_sc.workflows.text import describe_unknown
+from areal_sc.workflows.text import describe_unknown, encode_text
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -182,3 +182,45 @@ async def test_retries_end_with_their_number_or_the_context(tokenizer: Any) -> N
         row, engine
     )
     assert trajectory.metrics["turns"] == 2.0
+
+
+def tokenizer_with(template: str) -> Any:
+    """One of letters that puts around a text what the template says; `^` is BOS, `!` EOS."""
+    vocabulary = {token: number for number, token in enumerate("^!abc")}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("^", 0), ("!", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="^", eos_token="!")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        ("$A", "abc", [2, 3, 4]),
+        ("^ $A", "abc", [0, 2, 3, 4]),
+        ("^ $A", "^abc", [0, 2, 3, 4]),  # it has one already
+        ("^ $A !", "abc", [0, 2, 3, 4]),  # the text goes on: no end
+        ("$A !", "a", [2]),
+    ],
+)
+def test_a_text_begins_as_its_tokenizer_wants_it(
+    template: str, text: str, expected: list[int]
+) -> None:
+    tokenizer = tokenizer_with(template)
+    assert encode_text(tokenizer, text) == expected
+    assert encode_text(tokenizer, text, begins=False) == tokenizer.encode(
+        text, add_special_tokens=False
+    )
+
+
+def test_prompt_and_answer_of_the_spmd_example_are_one_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spmd = load_example("spmd")
+    tokenizer_with("^ $A").save_pretrained(tmp_path)
+    rows = spmd.make_rows([{"prompt": "ab", "answer": "c"}], str(tmp_path))
+    assert rows.fields["input_ids"].tolist() == [0, 2, 3, 4]
+    assert rows.fields["loss_mask"].tolist() == [False, False, False, True]

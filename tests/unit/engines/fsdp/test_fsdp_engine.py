@@ -18,7 +18,13 @@ from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.schema import ActorConfig, ClipCenter, Dtype, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
-from areal_sc.errors import CheckpointError, ConfigError, ModelError, WorkerStartError
+from areal_sc.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    WorkerStartError,
+    WorkflowError,
+)
 from areal_sc.transport.packed_rows import PackedRows
 
 VOCABULARY = 30
@@ -164,7 +170,7 @@ def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
     assert (stats["num_loss_tokens"], stats["num_effective_tokens"]) == (num_trained, 5 + 3)
 
     stats = ppo_update(engine, [replace(rows, advantages=(0.0,) * 6)], step=0)
-    assert (stats["num_updates"], stats["num_effective_tokens"], stats["loss"]) == (1, 0, 0)
+    assert (stats["num_updates"], stats["num_effective_tokens"], stats["loss"]) == (0, 0, 0)
     assert math.isnan(stats["entropy"])
 
 
@@ -313,6 +319,73 @@ def test_nothing_to_train_on_changes_nothing(engine: FSDPEngine) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def reinforce(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+    """A loss of which nobody knows that it is zero without an advantage."""
+    gains = tokens.fields["advantages"] * tokens.logprobs
+    return -gains.sum() / tokens.num_loss_tokens, {}
+
+
+def no_gradient(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+    return torch.zeros(()), {"seen": Metric.sum(tokens.logprobs)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage"),
+    [
+        (NamedLoss("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2}), 0.0),
+        (reinforce, 0.0),
+        (no_gradient, 1.0),
+        # every token's ratio is far above the bound, and the gain is cut
+        (NamedLoss("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2}), 1.0),
+    ],
+)
+def test_nothing_to_learn_moves_no_weight(engine: FSDPEngine, loss: Any, advantage: float) -> None:
+    """Neither AdamW's momentum of the steps before nor weight decay."""
+    ppo_update(engine, [make_rows()], step=0)
+    before, num_updates = weights(engine), engine._optimizer.num_updates
+    rows = replace(make_rows(), advantages=(advantage,) * len(LENGTHS))
+    rows.fields["proximal_logprobs"] -= 9.0
+    stats = engine.update([rows], loss, step=1)
+    assert (stats["num_updates"], stats["num_skipped_updates"], stats["grad_norm"]) == (0, 0, 0)
+    assert all(torch.equal(before[name], value) for name, value in weights(engine).items())
+    assert engine._optimizer.num_updates == num_updates
+    assert stats["lr"] == 1e-2  # the schedule counts training steps, whether they teach or not
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (0.5, "expected a scalar tensor and a dict of metrics, got 0.5"),
+        ((0.5, {}), r"expected a scalar tensor and a dict of metrics, got \(0.5, {}\)"),
+        ((torch.ones(2), {}), "expected a scalar tensor"),
+        ((torch.zeros(()), {"a": 0.5}), "metric a: expected a Metric, got float"),
+        ((torch.zeros(()), {"loss": Metric.sum(torch.zeros(1))}), "'loss'"),
+        ((torch.zeros(()), {"a": Metric(torch.zeros(2), "sum")}), "size 2"),
+    ],
+)
+def test_what_a_loss_may_not_return(engine: FSDPEngine, returned: Any, message: str) -> None:
+    before = weights(engine)
+    with pytest.raises(WorkflowError, match=f"train rank 0: the loss raised .*{message}"):
+        engine.update([make_rows()], lambda _: returned, step=0)
+    assert all(torch.equal(before[name], value) for name, value in weights(engine).items())
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [Wordless(), WorkflowError("")])
+def test_a_loss_whose_error_has_no_words_is_told_all_the_same(
+    engine: FSDPEngine, error: Exception
+) -> None:
+    def loss(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+        raise error
+
+    with pytest.raises(WorkflowError, match=f"train rank 0: .*{type(error).__name__}"):
+        engine.update([make_rows()], loss, step=0)
+
+
 def test_values_that_are_not_finite_skip_the_update(
     engine: FSDPEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,10 +399,10 @@ def test_values_that_are_not_finite_skip_the_update(
 
 def test_what_rows_must_have(engine: FSDPEngine) -> None:
     rows = make_rows()
-    with pytest.raises(ValueError, match="not 'advantages'"):
+    with pytest.raises(WorkflowError, match=r"rank 0: the loss raised ValueError: .*'advantages'"):
         ppo_update(engine, [replace(rows, advantages=None)], step=0)
     fields = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
-    with pytest.raises(ValueError, match="not 'proximal_logprobs'"):
+    with pytest.raises(WorkflowError, match="not 'proximal_logprobs'"):
         ppo_update(engine, [rows, replace(rows, fields=fields)], step=0)
     unmasked = replace(rows, advantages=None)
     greedy = {**rows.fields, "temperatures": torch.zeros(sum(LENGTHS))}
@@ -410,7 +483,9 @@ def test_torchrun_must_start_as_many_ranks_as_the_settings_have(
 def test_an_engine_that_cannot_start(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         FSDPEngine(actor_config(tmp_path)).initialize(0, 1, "")
-    with pytest.raises(WorkerStartError, match=r"expected tcp://host:port or env://, got 'here'"):
+    with pytest.raises(
+        WorkerStartError, match=r"cannot join .* expected tcp://host:port or .*'here'"
+    ):
         FSDPEngine(actor_config(model_folder)).initialize(0, 2, "here")
     if not torch.cuda.is_available():
         config = replace(actor_config(model_folder), device="cuda")

@@ -16,7 +16,8 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.packed_model import ModelAbilities, PackedModel, probe_abilities
 from areal_sc.engines.training.causal_lm import load_causal_lm
-from areal_sc.engines.training.process_group import ProcessGroups
+from areal_sc.engines.training.probe import plain_logprobs, probe_rows, require_agreement
+from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups
 from areal_sc.errors import ModelError
 
 FAST = ModelAbilities(packs=True, has_linear_head=True)
@@ -49,6 +50,30 @@ def test_a_model_that_sees_what_comes_is_refused(tmp_path: Path) -> None:
         load(tmp_path, config)
     config.is_decoder = True
     assert load(tmp_path, config).abilities == OWN_HEAD
+
+
+def test_weights_that_are_not_finite_are_named_before_anything_is_compared(tmp_path: Path) -> None:
+    model = load(tmp_path, hf.LlamaConfig(**SIZES))
+    rows = probe_rows(64, torch.device("cpu"))
+    with torch.no_grad():
+        model.causal_lm.get_parameter("model.norm.weight")[0] = torch.nan
+    message = (
+        r"LlamaForCausalLM gives .* not finite: there is NaN or infinity in model\.norm\.weight"
+    )
+    with pytest.raises(ModelError, match=message):
+        probe_abilities(model, LONGEST)
+    model.causal_lm.set_attn_implementation(model.own_attention)
+    with pytest.raises(ModelError, match=message):
+        plain_logprobs(model.causal_lm, rows)
+
+
+def test_ranks_that_overflow_are_not_said_to_compute_something_else() -> None:
+    alone = ProcessGroup(0, 1, torch.device("cpu"))
+    words = {"quantity": "difference", "subject": "the ranks differ", "advice": "use one"}
+    with pytest.raises(ModelError, match=r"\(values that are not finite\)"):
+        require_agreement(lambda: float("nan"), 0.1, alone, **words)
+    with pytest.raises(ModelError, match=r"\(difference: 2.0e-01\)"):
+        require_agreement(lambda: 0.2, 0.1, alone, **words)
 
 
 def test_layers_that_are_not_compiled_are_refused(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoTokenizer,
     BlenderbotSmallConfig,
     BlenderbotSmallForCausalLM,
     BloomConfig,
@@ -22,6 +25,7 @@ from transformers import (
 from areal_sc.config.schema import Device, Dtype, RolloutConfig
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.engines.local.model import LocalModel, check_context, load_folder
+from areal_sc.engines.servers.model import ServedModel
 from areal_sc.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -51,6 +55,38 @@ def test_a_folder_becomes_an_engine(folder: Path) -> None:
     assert engine.tokenizer.eos_token == "$"
     assert engine.max_context_tokens == 64
     assert engine.version == 0
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "expected"),
+    [
+        (5, None, {0, 5}),
+        ([5, 7], None, {0, 5, 7}),
+        (5, {"temperature": 0.6}, {0, 5}),  # it names no end
+        (5, {"eos_token_id": [6]}, {0, 6}),
+        (None, None, {0}),
+    ],
+)
+def test_every_engine_ends_at_the_same_tokens(
+    folder: Path, of_config: Any, of_generation: Any, expected: set[int]
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": of_config}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if of_generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(of_generation))
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
+    expected = expected - {0} | {end}
+    assert set(ServedModel.read(str(folder)).end_token_ids) == expected
+    assert set(LocalEngine(config_for(folder))._end_ids) == expected
+
+
+def test_weights_that_are_not_finite_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.inf
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"not finite: there is NaN .* in model\.layers\.0\.mlp"):
+        LocalEngine(config_for(folder))
 
 
 def remove_weights(folder: Path) -> None:

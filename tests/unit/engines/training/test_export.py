@@ -249,3 +249,28 @@ def test_a_file_of_many_dtypes_and_shapes_is_read_by_safetensors(tmp_path: Path)
         assert torch.equal(found[name], values)
     with pytest.raises(ValueError, match=r"safetensors holds no torch\.complex64"):
         TensorFile.lay_out({"complex": torch.zeros(1, dtype=torch.complex64)})
+
+
+def test_what_belongs_to_the_model_comes_along_and_no_other_model(
+    export: Export, random_model: Any, tmp_path: Path
+) -> None:
+    source, folder = tmp_path / "source", tmp_path / "exported"
+    for path, content in {
+        "additional_chat_templates/rag.jinja": "B",
+        "tokenizer/deep/table.json": "{}",
+        "vocabulary.txt": "a",
+        "original/consolidated.00.pth": "weights",
+        ".cache/huggingface/lock": "",
+        "checkpoint-5/config.json": "{}",
+        "checkpoint-5/trainer_state.json": "{}",
+        "flax_model.msgpack": "weights",
+    }.items():
+        (source / path).parent.mkdir(exist_ok=True, parents=True)
+        (source / path).write_text(content)
+    export(random_model("qwen2"))
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {
+        *("additional_chat_templates/rag.jinja", "tokenizer/deep/table.json", "vocabulary.txt"),
+        *("config.json", "model.safetensors", "tokenizer.json"),
+    }
+    assert not (folder / "original").exists()

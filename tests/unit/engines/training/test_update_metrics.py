@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,18 +13,19 @@ from areal_sc.engines.training.update_metrics import UpdateMetrics
 
 
 class TwoRanks:
-    """The other rank has the same numbers, once more; its largest one is 9."""
+    """The other rank has the same numbers, once more, but for those that are given."""
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return 2 * values
+    def __init__(self, **others: tuple[str, float, float]) -> None:
+        self.others = others
 
-    def max(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(values, 9.0)
+    def gather(self, value: Any) -> list[Any]:
+        message, metrics = value
+        return [value, (message, metrics | self.others)]
 
 
-def summary(metrics: UpdateMetrics) -> dict[str, float]:
-    group: Any = TwoRanks()
-    return metrics.summary(group, num_tokens=20, num_loss_tokens=4, lr=0.5)
+def summary(metrics: UpdateMetrics, **others: tuple[str, float, float]) -> dict[str, float]:
+    world: Any = TwoRanks(**others)
+    return metrics.summary(world, is_counted=True, num_tokens=20, num_loss_tokens=4, lr=0.5)
 
 
 def test_every_metric_of_a_loss_is_reported() -> None:
@@ -36,7 +38,8 @@ def test_every_metric_of_a_loss_is_reported() -> None:
             loss=Metric.sum(tokens.sum()),
         )
     metrics.gradient_norms.append(2.0)
-    found = summary(metrics)
+    found = summary(metrics, largest=("max", 9.0, 0.0), other=("mean", 3.0, 2.0))
+    assert found["other"] == 1.5  # of one rank alone
     assert (found["surprise"], found["count"], found["largest"]) == (4.0, 6.0, 9.0)
     assert (found["loss"], found["grad_norm"], found["num_tokens"]) == (32.0, 2.0, 20.0)
 
@@ -54,3 +57,32 @@ def test_without_tokens_a_mean_is_nan_and_the_rest_is_zero() -> None:
     assert found["entropy"] != found["entropy"]
     assert (found["loss"], found["num_effective_tokens"]) == (0.0, 0.0)
     assert summary(UpdateMetrics())["loss"] == pytest.approx(0.0)
+
+
+def test_what_is_not_finite_is_reported_and_passes_over_nothing() -> None:
+    metrics = UpdateMetrics()
+    metrics.add(largest=Metric.max(torch.tensor([2.0])), total=Metric.sum(torch.tensor([math.inf])))
+    found = summary(metrics, largest=("max", math.nan, 0.0), total=("sum", -math.inf, 0.0))
+    assert math.isnan(found["largest"])
+    assert math.isnan(found["total"])
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "message"),
+    [
+        (0.5, TypeError, "metric wrong: expected a Metric, got float; Metric.mean"),
+        (None, TypeError, "expected a Metric, got NoneType"),
+        (Metric(torch.ones(2), "sum"), RuntimeError, "invalid for input of size 2"),
+    ],
+)
+def test_what_is_no_metric_is_refused_where_it_is_made(
+    metric: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        UpdateMetrics().add(wrong=metric)
+
+
+def test_an_update_without_a_gradient_is_none() -> None:
+    metrics = UpdateMetrics(gradient_norms=[2.0, 0.0, math.nan])
+    found = summary(metrics)
+    assert (found["num_updates"], found["num_skipped_updates"], found["grad_norm"]) == (1, 1, 2.0)
