@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
+from areal_sc.controller import dry_run
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.member import Member
 from areal_sc.controller.recovery import OnOutage, Recovery
@@ -234,7 +235,20 @@ class Controller(ABC):
         self._tell_more(status)
         return status
 
+    def look(self) -> None:  # noqa: B027  # not every role has something to say
+        """`--dry-run`: shows what can be said without the task.
+
+        Raises: ArealError: it cannot be used.
+        """
+
+    @property
+    def is_dry_run(self) -> bool:
+        return self.scheduler.config.dry_run
+
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self.is_dry_run:
+            coroutine.close()
+            raise dry_run.end()
         control_loop = self._started(coroutine)
         method = getattr(coroutine, "__name__", "call").removesuffix("_async")
         self._call = Wait(SCRIPT, f"{self.role}.{method}", time.time())
@@ -244,6 +258,9 @@ class Controller(ABC):
             self._call = None
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self.is_dry_run:
+            coroutine.close()
+            return Future()  # whoever waits for it asks for a batch before
         return self._started(coroutine).submit(coroutine)
 
     def _started(self, coroutine: Coroutine[Any, Any, Any]) -> ControlLoop:

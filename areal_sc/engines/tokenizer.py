@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from areal_sc.config.schema import GenerationConfig as Sampling
 from areal_sc.errors import ModelError
 
 
@@ -31,3 +32,24 @@ def end_token_ids(
         if source is not None:
             ends += [source] if isinstance(source, int) else source
     return tuple(dict.fromkeys(ends))
+
+
+def check_ends(
+    folder: str | Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> tuple[int, ...]:
+    """Tokens that end an answer of this model, those of the settings too.
+
+    Raises: ModelError: there is none, and answers are longer than a token.
+    """
+    try:
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:  # transformers takes them from config.json then
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        generation = GenerationConfig.from_model_config(config)
+    ends = dict.fromkeys((*end_token_ids(tokenizer, generation), *sampling.stop_token_ids))
+    if not ends and sampling.max_new_tokens > 1:
+        raise ModelError(
+            f"model folder {folder}: no token ends an answer: its tokenizer has no eos_token, and "
+            "generation_config.json no eos_token_id; set one of them, or generation.stop_token_ids"
+        )
+    return tuple(ends)

@@ -111,14 +111,14 @@ class Run:
                 overwrite=self.config.overwrite,
             )
             stack.callback(self.folder.close)
-            stack.enter_context(_log_of_run(self.folder, self.config.scheduler.max_log_bytes))
+            if not self.config.dry_run:
+                stack.enter_context(_log_of_run(self.folder, self.config.scheduler.max_log_bytes))
             for warning in warnings:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
             stack.callback(self.scheduler.close)
-            self.display = make_display(
-                run_dir=self.folder.path, total_steps=self.config.total_steps
-            )
+            shown = None if self.config.dry_run else self.folder.path
+            self.display = make_display(run_dir=shown, total_steps=self.config.total_steps)
             stack.callback(self.display.close)
             self.display.on_phases = self._note_phases
             self.log = MetricsLog(self.folder.metrics_path)
@@ -169,6 +169,10 @@ class Run:
         if self._has_snapshot:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
+        if self.config.dry_run:
+            with start(actor, rollout):
+                yield iter([Step(actor, rollout, {}, lambda _: None)])
+            return
         rollout.rejections.on_warning = self.display.warning
         outages = Outages(
             self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
@@ -228,6 +232,8 @@ class Run:
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json())
         self.tell(lambda tracker: tracker.on_finish(summary))
+        if left_out := len(rollout.rejections.left_out):
+            self.display.note(f"{left_out} prompts left no room for an answer, and were left out")
         if advice := self._adviser.at_end(history.steps):
             self.display.note(advice)
         return summary

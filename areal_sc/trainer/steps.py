@@ -17,9 +17,11 @@ from areal_sc.controller.train import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.workflows.rejection import RejectionKind
 
 logger = logging.getLogger(__name__)
 
+_NOT_REJECTED = (WENT_BACK, RejectionKind.prompt_too_long)
 _REJECTED = "rejected_episodes/"
 """Before a cause in the counters."""
 
@@ -33,7 +35,7 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
         "wasted_tokens": rollout.rejections.wasted_tokens,
         **{f"{_REJECTED}{c}": n for c, n in rollout.rejections.by_cause().items()},
         "rejected_groups": sum(
-            n for r, n in rollout.account()["rejected"].items() if r != WENT_BACK
+            n for r, n in rollout.account()["rejected"].items() if r not in _NOT_REJECTED
         ),
         "controller_bytes": actor.num_bytes + rollout.num_bytes,
         "worker_restarts": actor.num_restarts + rollout.num_restarts,

@@ -478,7 +478,8 @@ def test_dry_run_of_the_shipped_file(tmp_path: Path, model: Path, answer: str) -
         assert "cuda" in done.stderr
         assert "this machine has no CUDA device" in " ".join(done.stderr.split())
         return
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 7, done.stderr  # the plan is shown, then the task is looked at
+    assert "examples/data/arithmetic.jsonl does not exist" in done.stderr
     assert "server/0    cuda:0" in done.stdout
     assert "cuda:0: needs about 8.6 GiB of 24.0 GiB" in done.stdout
 
