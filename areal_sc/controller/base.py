@@ -7,6 +7,7 @@ Controllers are asyncio inside; their blocking methods run the awaitable ones on
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,6 +36,8 @@ from areal_sc.workflows.sources import SourceRegistry
 
 if TYPE_CHECKING:
     from areal_sc.controller.control_loop import ControlLoop
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound="Controller")
 P = ParamSpec("P")
@@ -70,7 +73,6 @@ class Controller(ABC):
             has failed.
         on_outage: told when workers are lost, and when they do their work again; called on the
             thread of the event loop.
-        on_warning: told what is worse than it should be, beside the log; on the same thread.
     """
 
     worker_lost: WorkerError | RunFolderError | None = None
@@ -93,7 +95,6 @@ class Controller(ABC):
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self.on_outage: OnOutage = lambda unit, cause: None
         self._tell_more: Callable[[RoleStatus], None] = lambda status: None
-        self.on_warning: Callable[[str], None] = lambda text: None
         self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
 
@@ -183,9 +184,15 @@ class Controller(ABC):
     async def _count(self, members: Sequence[Member]) -> set[str]:
         """Asks workers for their counters; returns the names of those that have answered."""
         stats = await self.fleet.call_living(STATS, None, members)
+        told: dict[str, list[str]] = {}
         for member, its in stats.items():
             counters = self._counters.setdefault(member.name, WorkerCounters())
             counters.add(member.worker.incarnation, its.as_metrics())
+            for text in its.warnings:
+                told.setdefault(text, []).append(member.name)
+        for text, names in told.items():
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            logger.warning("%s%s: %s", names[0], others, text)
         return {member.name for member in stats}
 
     def begin_worker_stats(self) -> Future[list[dict[str, float]]]:

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
-from areal_sc.workflows.base import Prompts, Workflow
-from areal_sc.workflows.prompts import prompt_at
+from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.prompts import JsonlPrompts, prompt_at
 from areal_sc.workflows.row_file import PromptSource
 
 UNUSABLE: Final = 8
@@ -89,11 +89,11 @@ class RolloutSource:
 
 
 def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:
-    """Looks at some rows, unless they are read where they are: that is for one thread.
+    """Looks at some rows, if no code of the user's reads them.
 
     Raises: WorkflowError: the workflow can begin with none of them.
     """
-    if not isinstance(prompts, list | tuple | Prompts):
+    if not isinstance(prompts, list | tuple | JsonlPrompts):
         return
     refusals = []
     for index in range(min(len(prompts), UNUSABLE)):

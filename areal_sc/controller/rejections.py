@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from msgspec import Struct
@@ -44,7 +45,8 @@ class Rejections:
         max_rate: share of rejected episodes above which the run ends; stale ones do not count.
 
     Attributes:
-        on_warning: told at once of the first rejection of each cause, and when nothing finishes.
+        on_warning: told at once of the first rejection of each cause, and when nothing finishes;
+            in the log, unless somebody else listens.
         episodes: those rejected by their workflow or reward, by cause.
         firsts: the first rejection of each cause, since the start of this process.
         num_stale_episodes: those of groups that were rejected as stale.
@@ -53,7 +55,7 @@ class Rejections:
     """
 
     def __init__(self, window: int, max_rate: float) -> None:
-        self.on_warning: Callable[[str], None] = lambda text: None
+        self.on_warning: Callable[[str], None] = partial(logger.warning, "%s")
         self.episodes: Counter[str] = Counter()
         self.firsts: dict[str, Rejection] = {}
         self.num_stale_episodes = 0
@@ -75,8 +77,7 @@ class Rejections:
         return {**self.episodes, **stale}
 
     def warn(self, text: str) -> None:
-        """Tells what the user should know at once, in the log too."""
-        logger.warning("%s", text)
+        """Tells what the user should know at once."""
         self.on_warning(text)
 
     def note(self, rejection: Rejection) -> None:

@@ -111,7 +111,6 @@ class TrainController(Controller):
             self._tell_steps_lost,
         )
         self._tell_more = self._ranks.tell
-        self._ranks.memory.on_warning = lambda text: self.on_warning(text)
         self._step = TrainStep(self._ranks)
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None

@@ -15,6 +15,7 @@ from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.log import shown_before
 from areal_sc.preflight.checks import check_config, fetch_models
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ def load_config(
             warnings = check_config(config, count_devices)  # by what is known of the model now
         for warning in warnings:
             _logger.warning("%s", warning)
+        shown_before.update(warnings)
         if config.dry_run:
             # reads run folders, which needs more modules than a script waits for
             from areal_sc.preflight.dry_run import dry_run, without_traces

@@ -357,7 +357,7 @@ class RolloutWorker(Worker):
         """The rejection with the prompt that it is of; it is counted, and in the log."""
         rejection = rejection.of_prompt(prompt_index, prompt, str(self.spec.log_path))
         self._all_episodes.note_rejected(rejection)
-        logger.warning("rejected %s", rejection.describe())
+        logger.info("rejected %s", rejection.describe())  # the controller warns of it
         return rejection
 
     def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
