@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -219,6 +220,12 @@ def test_too_little_memory(load: Load, model: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit into memory") as caught:
         plan(config, lambda: Machine(host_memory_bytes=needed - 1))
     assert "TOO LITTLE" in str(caught.value)
+    sizes = {"train": plan(config, Machine).workers[0], "rollout": plan(config, Machine).workers[1]}
+    named = re.search(r"; most of host is '(.+)' of (\w+), ([\d.]+ \w+)", str(caught.value))
+    assert named is not None
+    largest = max(n for worker in sizes.values() for n in worker.parts.values())
+    assert sizes[named[2]].parts["host", named[1]] == largest
+    assert named[3] == format_bytes(largest)
     assert "rollout/0" in str(caught.value)
     assert "rollout.store_bytes need less\n" in str(caught.value), "nothing of a GPU"
 
