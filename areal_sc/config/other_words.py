@@ -106,7 +106,7 @@ the script gives prompts: load_prompts(...); `task` is for settings of its own, 
 
 
 def _by_word(table: str, says: str) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for line in re.sub(r"\n +", " ", table).strip().splitlines():
         meaning, _, words = line.rpartition(" = ")
         found |= dict.fromkeys(words.split(), says + meaning)
