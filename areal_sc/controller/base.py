@@ -73,8 +73,10 @@ class Controller(ABC):
             has failed.
         on_outage: told when workers are lost, and when they do their work again; called on the
             thread of the event loop.
+        is_dry_run: nothing is started, and calls that would wait for workers end the process.
     """
 
+    is_dry_run = False
     worker_lost: WorkerError | RunFolderError | None = None
     _control_loop: ControlLoop | None = None
     _recovery: Recovery | None = None  # from when the workers do their work
@@ -89,6 +91,7 @@ class Controller(ABC):
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
+        self.is_dry_run = scheduler.config.dry_run
         self.role = role
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys, scheduler.term)
@@ -247,10 +250,6 @@ class Controller(ABC):
 
         Raises: ArealError: it cannot be used.
         """
-
-    @property
-    def is_dry_run(self) -> bool:
-        return self.scheduler.config.dry_run
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self.is_dry_run:

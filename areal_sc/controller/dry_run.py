@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
-from areal_sc.controller.group import MakeReadable, RolloutSource
+from areal_sc.controller.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
@@ -26,7 +28,7 @@ from areal_sc.fork_server import ForkServer
 from areal_sc.hub import cached_model
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.rejection import Rejection
 from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.sources import SourceReader
@@ -94,6 +96,38 @@ class _Model:
         return Completion(answer, zeros, [0] * len(answer), reason, sampling.temperature)
 
 
+@dataclass
+class _Found:
+    """What the rows came to: lengths of prompts, and why others are of no use."""
+
+    lengths: list[int] = field(default_factory=list)
+    too_long: list[Rejection] = field(default_factory=list)
+    unusable: list[Rejection] = field(default_factory=list)
+
+    def tell(self, num_rows: int | None, max_unusable: float) -> None:
+        """Args: num_rows: of the dataset. max_unusable: share of those that were looked at.
+
+        Raises: WorkflowError: more of them are of no use, or none is left.
+        """
+        num = len(self.lengths) + len(self.too_long) + len(self.unusable)
+        if len(self.unusable) > max_unusable * num:
+            raise WorkflowError(
+                f"{len(self.unusable)} of {num} prompts cannot be given to the model; for example: "
+                f"{self.unusable[0].describe()}"
+            )
+        if not self.lengths:
+            raise WorkflowError(
+                f"all {num} prompts that were looked at are too long; for example: "
+                f"{self.too_long[0].describe()}"
+            )
+        of = "a stream" if num_rows is None else f"{num_rows} rows"
+        sizes = f"{min(self.lengths)} to {max(self.lengths)} tokens"
+        tell(f"prompts: {of}; {num} looked at, of {sizes}")
+        for what, same in (("left out", self.too_long), ("rejected", self.unusable)):
+            if same:
+                tell(f"  {what}: {len(same)} of them; for example: {same[0].describe()}")
+
+
 class TaskLook:
     """Looks at prompts and workflows.
 
@@ -122,7 +156,9 @@ class TaskLook:
             return
         # before the tokenizer is read: that loads torch, which begins threads
         rewards = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
-        asyncio.run(self._look(source, make_readable, rewards, folder))
+        look = self._look(source, make_readable, rewards, folder)
+        with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
+            thread.submit(asyncio.run, look).result()
 
     def _read_tokenizer(self, folder: Path) -> None:
         from areal_sc.engines.tokenizer import check_ends, load_tokenizer
@@ -135,51 +171,49 @@ class TaskLook:
     async def _look(
         self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
     ) -> None:
-        reader, num_rows = SourceReader(self._run_dir), source.num_prompts
-        indices = range(MAX_STREAMED if num_rows is None else num_rows)
-        indices = indices[:: -(-len(indices) // MAX_ROWS)]
-        limit_s, log_path = self._config.reward_timeout_s, self._run_dir / "reward.log"
+        reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
+        log_path = self._run_dir / "reward.log"
         pool = RewardPool(rewards, num_processes=1, timeout_s=limit_s, log_path=log_path)
-        lengths, too_long, unusable = list[int](), list[Rejection](), list[Rejection]()
         try:
             if self._tokenizer is None:
                 self._read_tokenizer(model)
             workflow, prompts = reader.workflow(source.workflow), reader.prompts(source.dataset)
-            for index in indices:
-                await make_readable(source.dataset, index)
-                row: dict[str, Any] | None = None
+            found = _Found()
+            indices = range(source.num_prompts or MAX_STREAMED)
+            for index in indices[:: -(-len(indices) // MAX_ROWS)]:
                 try:
-                    row = dict(prompts[index])
-                    tokens = await self._first_prompt(workflow, row, pool)
-                except Exception as error:  # the user's code may raise anything
-                    why = Rejection.of(error).of_prompt(index, row, "")
-                    (too_long if isinstance(error, PromptTooLong) else unusable).append(why)
-                    continue
-                if not lengths:
-                    self._show(index, tokens)
-                    await self._play(workflow, row, pool, index)
-                lengths.append(len(tokens))
+                    await make_readable(source.dataset, index)
+                except WorkflowError:
+                    if source.num_prompts is None and found.lengths:
+                        break  # a short stream: the run says so when it needs more of it
+                    raise
+                await self._look_at_row(workflow, prompts, index, pool, found)
         finally:
             await pool.close()
             await rewards.close()
-        if len(unusable) > self._config.max_rejection_rate * len(indices):
+        found.tell(source.num_prompts, self._config.max_rejection_rate)
+
+    async def _look_at_row(
+        self, workflow: Workflow, prompts: Prompts, index: int, pool: RewardPool, found: _Found
+    ) -> None:
+        row: dict[str, Any] | None = None
+        try:
+            row = dict(prompts[index])
+            tokens = await self._first_prompt(workflow, row, pool)
+        except TimeoutError:
             raise WorkflowError(
-                f"{len(unusable)} of {len(indices)} prompts cannot be given to the model; for "
-                f"example: {unusable[0].describe()}"
-            )
-        if not lengths:
-            raise WorkflowError(
-                f"all {len(indices)} prompts that were looked at are too long; for example: "
-                f"{too_long[0].describe()}"
-            )
-        of = "a stream" if num_rows is None else f"{num_rows} rows"
-        least, most = min(lengths), max(lengths)
-        tell(f"prompts: {of}; {len(indices)} looked at, of {least} to {most} tokens")
-        for what, rejections in (("left out", too_long), ("rejected", unusable)):
-            if rejections:
-                tell(
-                    f"  {what}: {len(rejections)} of them; for example: {rejections[0].describe()}"
-                )
+                f"row {index}: the episode asked the model nothing in {EPISODE_LIMIT_S:g} s"
+            ) from None
+        except Exception as error:  # the user's code may raise anything
+            why = Rejection.of(error).of_prompt(index, row, "")
+            (found.too_long if isinstance(error, PromptTooLong) else found.unusable).append(why)
+            if len(found.unusable) == UNUSABLE and not found.lengths:
+                found.tell(UNUSABLE, 0.0)
+            return
+        if not found.lengths:
+            self._show(index, tokens)
+            await self._play(workflow, row, pool, index)
+        found.lengths.append(len(tokens))
 
     async def _first_prompt(
         self, workflow: Workflow, row: dict[str, Any], pool: RewardPool

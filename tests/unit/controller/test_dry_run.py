@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -25,6 +26,7 @@ from areal_sc import (
     make_scheduler,
     start,
 )
+from areal_sc.controller import dry_run
 from areal_sc.errors import ArealError, ConfigError, ModelError, WorkflowError
 from areal_sc.workflows.base import EpisodeEngine
 from areal_sc.workflows.row_file import PromptSource
@@ -65,6 +67,11 @@ class Breaks(Workflow):
         raise LookupError("of its own")
 
 
+class Stuck(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
 Dry = Callable[..., GRPOConfig]
 
 
@@ -96,13 +103,13 @@ def test_a_trainer_shows_a_prompt_a_reward_and_what_is_left_out(
     dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workflow = SingleTurnWorkflow(reversed_letters)
-    fit(dry(), workflow, [*ROWS, TOO_LONG], evaluation_prompts=iter(ROWS * 20))
+    fit(dry(), workflow, [*ROWS, TOO_LONG], evaluation_prompts=iter(ROWS * 4))
     shown = capsys.readouterr().out
     assert "would start a new run" in shown
     assert "row 0 as the model gets it, 3 tokens:\n  | ab=\n" in shown
     assert "reward of the answer 'ba' to it: 1.25\n" in shown
     assert "prompts: 4 rows; 4 looked at, of 3 to 4 tokens\n  left out: 1 of them" in shown
-    assert "prompts: a stream; 32 looked at" in shown
+    assert "prompts: a stream; 12 looked at" in shown
     assert "loss decoupled_ppo: tried on one row" in shown
     assert "nothing was started" in shown
     assert list(tmp_path.iterdir()) == []
@@ -138,14 +145,32 @@ def test_a_loop_of_ones_own_ends_at_its_first_batch(
             [*ROWS, *[{"prompt": 7}] * 4],
             "4 of 7 prompts cannot be given",
         ),
-        (Breaks(), ROWS, "LookupError: of its own"),
+        (Breaks(), ROWS, "3 of 3 prompts cannot .* LookupError: of its own"),
+        (Breaks(), ROWS * 99, "8 of 8 prompts cannot .* LookupError: of its own"),
+        (Stuck(), ROWS * 99, "row 0: the episode asked the model nothing in 0.2 s"),
         (Two(), ROWS, "the workflow returned None"),
     ],
-    ids=["raises", "hangs", "no template", "no key", "too long", "types", "workflow", "returns"],
+    ids=[
+        "raises",
+        "hangs",
+        "no template",
+        "no key",
+        "too long",
+        "types",
+        "workflow",
+        "many",
+        "stuck",
+        "returns",
+    ],
 )
 def test_a_task_that_cannot_be_run(
-    dry: Dry, workflow: Workflow, prompts: PromptSource, said: str
+    dry: Dry,
+    workflow: Workflow,
+    prompts: PromptSource,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(dry_run, "EPISODE_LIMIT_S", 0.2 if isinstance(workflow, Stuck) else 60.0)
     with pytest.raises(WorkflowError, match=said) as refusal:
         PPOTrainer(dry("rollout.reward_timeout_s=0.5")).fit(workflow, prompts)
     assert refusal.value.exit_code == 7
