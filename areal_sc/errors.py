@@ -30,6 +30,7 @@ ArealError                    exit code 1
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
 |  |- RewardError                            a reward raised, gave no finite number, or timed out
+|  |- PromptTooLong                         it leaves no room for an answer
 |  `- TooManyRejections                     the share of rejected groups passed its limit
 |- CheckpointError            exit code 8   a snapshot could not be written or read
 |- WaitTimeout                exit code 9   nothing changed for longer than anything may take
@@ -299,6 +300,10 @@ class RewardError(WorkflowError):
         self.error_type = error_type
         self.place = place
         self.frames = frames
+
+
+class PromptTooLong(WorkflowError):
+    """A prompt leaves no room for an answer in `rollout.max_context_tokens`."""
 
 
 class TooManyRejections(WorkflowError):

@@ -2,6 +2,9 @@
 
 A process that fails is explained by the last lines of its log.
 
+Warnings reach the screen, too. Workers and agents keep theirs until the script asks for them
+(`take_warnings`); the script shows what is in its own log, and what it was told (`Screen`).
+
 A log that has grown too large becomes `<name>.log.1`, and begins anew. The script does that with
 its own, and agents with those of their workers, as whatever these start writes to the same file.
 """
@@ -14,13 +17,18 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
 LOG_TAIL_LINES: Final = 15
+SHOWN_OF_A_PLACE: Final = 20
+"""Different warnings of one line of code that reach the screen; the log has all."""
+_KEPT_WARNINGS: Final = 50
+_OWN: Final = "areal_sc"
 LOOK_AT_LOGS_S: Final = 2.0
 _LOG_TAIL_BYTES: Final = 64 << 10
 
@@ -45,6 +53,79 @@ class _LogFile(RotatingFileHandler):
             super().close()
 
 
+class _Untold(logging.Handler):
+    """Keeps each warning once, until the script asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: dict[str, bool] = {}  # text -> whether it was told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.texts) < _KEPT_WARNINGS:
+            self.texts.setdefault(_text_of(record), False)
+
+
+def take_warnings() -> tuple[str, ...]:
+    """What this worker or agent has warned of, and not told yet."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Untold):
+            new = tuple(text for text, is_told in handler.texts.items() if not is_told)
+            handler.texts.update(dict.fromkeys(new, True))
+            return new
+    return ()
+
+
+class Screen(logging.Handler):
+    """Shows warnings while a run has the log: each text once, and not too many of one place.
+
+    Args:
+        warn, note: show a text; the second one is for what is no warning.
+
+    Attributes:
+        level_of_others: of what shows that is not of this package.
+    """
+
+    def __init__(self, warn: Callable[[str], None], note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._warn = warn
+        self._note = note
+        self.level_of_others = logging.WARNING
+        self._shown = set(shown_before)
+        self._num_shown: Counter[tuple[str, int]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_own = record.name.partition(".")[0] == _OWN
+        if record.levelno < (logging.WARNING if is_own else self.level_of_others):
+            return
+        with suppress(OSError):  # nobody reads the screen: the log has it
+            if record.levelno < logging.WARNING:
+                self._note(_text_of(record))
+                return
+            place, text = (record.pathname, record.lineno), _text_of(record)
+            if text in self._shown or self._num_shown[place] >= SHOWN_OF_A_PLACE:
+                return
+            self._shown.add(text)
+            self._num_shown[place] += 1
+            is_last = self._num_shown[place] == SHOWN_OF_A_PLACE
+            self._warn(f"{text} (further ones like this are in the log alone)" if is_last else text)
+
+
+shown_before: Final[set[str]] = set()
+"""Warnings that this process has shown before a run had the log."""
+
+
+def _text_of(record: logging.LogRecord) -> str:
+    """Its message, with what was raised; a wrong call of the user's is shown as it was made."""
+    try:
+        text = record.getMessage().rstrip()
+    except Exception:  # as `Handler.handleError` has it
+        text = f"{record.msg} {record.args}"
+    if record.name == "py.warnings":  # its second line is the code
+        text = text.partition("\n")[0]
+    raised = record.exc_info[1] if record.exc_info else None
+    return text if raised is None else f"{text}: {type(raised).__name__}: {raised}"
+
+
 def setup_logging(role: str, path: Path | None = None, max_bytes: int = 0) -> None:
     """Sends the process's log records to `path`, or to standard error when it is None.
 
@@ -61,18 +142,31 @@ def setup_logging(role: str, path: Path | None = None, max_bytes: int = 0) -> No
     )
     handler.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, _Untold()] if path is None else [handler]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
 
 
 @contextmanager
-def logging_to(role: str, path: Path, max_bytes: int = 0) -> Iterator[None]:
-    """`setup_logging` for the block; afterwards records go where they went before."""
+def logging_to(
+    role: str, path: Path, max_bytes: int = 0, screen: Screen | None = None
+) -> Iterator[None]:
+    """`setup_logging` for the block; afterwards records go where they went before.
+
+    Meanwhile `screen` stands for what the user had set up for a terminal, at the level set there;
+    files of the user's go on.
+    """
     root, shown_by = logging.getLogger(), warnings.showwarning
     handlers, level = root.handlers[:], root.level
     setup_logging(role, path, max_bytes)
     (own,) = root.handlers
+    root.handlers += [handler for handler in handlers if isinstance(handler, logging.FileHandler)]
+    root.setLevel(min(level, logging.INFO) if handlers and level else logging.INFO)
+    if screen is not None:
+        terminals = (sys.stderr, sys.stdout)
+        if any(getattr(handler, "stream", None) in terminals for handler in handlers):
+            screen.level_of_others = level
+        root.addHandler(screen)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """`new FOLDER`: a script, its settings and its test, to be run at once and then changed.
 
-The files of `project/` are links to the example that the README explains. They are copied under
-the names of a project of one's own.
+The files of `project/` are links to an example. They are copied under the names of a project of
+one's own.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ SCRIPT: Final = f"{_NAME}.py"
 SETTINGS: Final = f"{_NAME}.yaml"
 TEST: Final = f"test_{_NAME}.py"
 
-_NAME_OF_THE_EXAMPLE: Final = "minimal"
+_NAME_OF_THE_EXAMPLE: Final = "first_project"
 _FOLDERS_OF_THE_EXAMPLE: Final = ("examples/", "configs/")
 
 _NEXT_STEPS: Final = """\
 {folder} holds a task that a small new model learns in a minute:
-  {script:<15}prompts, reward, model and the training loop
+  {script:<15}prompts, reward and model; PPOTrainer has the loop
   {settings:<15}the settings; `python {script} --help` explains all of them
   {test:<15}tests of the reward, and of a short run
 
 Run it:
   cd {folder}
+  python {script} --config {settings} --dry-run
   python {script} --config {settings}
   python -m areal_sc samples {run_dir}
   python -m unittest {test}
+Curve and model lie in {run_dir}; after Ctrl-C the same command goes on.
 
 Make it yours, in three places:
   prompts  {prompts:<15}a list of dicts: "prompt", and what the reward needs

@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
     Args:
         schema: the dataclass of the settings, which `--help` shows.
     Returns: `config`: path of the YAML, or None; `overrides`: `key=value` in hydra's grammar, those
-        that flags stand for included, last; `print_config` and `dry_run`: show that, and end.
+        that flags stand for included, last; `print_config`: show that, and end.
     Raises:
         ConfigError: an unknown flag, or a value that is not `key=value`.
         SystemExit: `--help`, after it has been shown.
@@ -73,14 +73,14 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
     parser.add_argument("--config", metavar="FILE.yaml", type=Path, help="the settings of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one setting")
     parser.add_argument("--print-config", action="store_true", help="show every setting and end")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check placement and memory, show what would be started, and end",
-    )
     for flag, override, help_text in (
         ("--overwrite", "overwrite=true", "empty the run folder first"),
         ("--resume", "resume=must", "go on with the run in run_dir, or fail if there is none"),
+        (
+            "--dry-run",
+            "dry_run=true",
+            "show what would be started, try prompts, reward and loss on one row, and end",
+        ),
     ):
         parser.add_argument(
             flag,

@@ -27,6 +27,7 @@ FREE = (
     "run_dir",
     "resume",
     "overwrite",
+    "dry_run",
     "total_steps",
     "rollout.total_steps",
     "evaluation",
@@ -51,7 +52,7 @@ FREE = (
 """Settings and sections that may change without a word: they do not touch what is learned."""
 
 OF_SCRIPT = frozenset(
-    ["resume", "overwrite", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
+    ["resume", "overwrite", "dry_run", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
 )
 """Settings of `scheduler` that no agent, and no worker, goes by; on one machine, nor by `slurm`."""
 

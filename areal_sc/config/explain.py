@@ -22,9 +22,10 @@ from omegaconf.errors import (
 )
 
 from areal_sc.config.fields import is_choice, is_free_form, is_section
+from areal_sc.config.other_words import meant_by
 from areal_sc.errors import ConfigError
 
-MIN_SIMILARITY = 0.6
+MIN_SIMILARITY = 0.75
 """Least `difflib` ratio of a key that is suggested; below it suggestions read as random."""
 PART_SIMILARITY = 0.9
 """Of a setting beside the wrong key of which one has the words of the other."""
@@ -45,15 +46,22 @@ _RENAMED = {
 
 
 def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
-    """An error that names the key and the one that may have been meant."""
+    """An error that names the key and the one that may have been meant.
+
+    A name of ours in another section comes first, then what the word means elsewhere, then what is
+    spelled like it.
+    """
     if is_free_form(key, keys):
         return ConfigError(
             f"{where}: {key} is not in the YAML's own {key.partition('.')[0]!r} section; "
             f"check its spelling, or add it by +{key}=..."
         )
-    nearest = nearest_keys(key, keys)
+    nearest, name = nearest_keys(key, keys), key.rpartition(".")[2]
+    is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
     if key in _RENAMED:
         advice = f"it is called {_RENAMED[key]} now"
+    elif not is_ours and (meaning := meant_by(key)):
+        advice = meaning
     elif nearest:
         advice = f"did you mean {' or '.join(nearest)}?"
     else:

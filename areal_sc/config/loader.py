@@ -144,13 +144,21 @@ class _Composition:
                 self.set(where, f"{key}.{name}".lstrip("."), inner)
             return
         if annotation is None and not is_free_form(key, self.keys):
-            raise explain.unknown_key(where, key, self.keys)
+            raise explain.unknown_key(where, _first_setting(key, value), self.keys)
         try:
             if is_section(annotation) and "${" not in str(value):
                 raise ValidationError
             OmegaConf.update(self.config, key, value, force_add=True)
         except OmegaConfBaseException as error:
             raise explain.refused_value(error, where, key, annotation, value) from None
+
+
+def _first_setting(key: str, value: Any) -> str:
+    """The first one in an unknown section: its name says more."""
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
 
 
 def _check_is_yaml(path: Path) -> None:

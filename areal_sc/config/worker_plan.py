@@ -49,11 +49,22 @@ class WorkerPlan:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes needed by place: `host`, or the name of a CUDA device."""
-        kept_bytes = self.store_bytes + self.copy_bytes + self.snapshot_bytes
-        needed = Counter({HOST: kept_bytes + PROCESS_BYTES})
-        needed[self.held_place] += self.held_bytes
-        needed[self.place] += self.gathered_bytes
+        needed = Counter({HOST: PROCESS_BYTES})
+        for (place, _), num_bytes in self.parts.items():
+            needed[place] += num_bytes
         return dict(needed)
+
+    @property
+    def parts(self) -> dict[tuple[str, str], int]:
+        """Bytes by place and by what they are for, as the plan calls it; without the process."""
+        return {
+            (self.held_place, "parameters"): self.parameter_bytes,
+            (self.held_place, "optimizer"): self.optimizer_bytes,
+            (self.place, "gathered"): self.gathered_bytes,
+            (self.held_place, "KV cache"): self.kv_bytes,
+            (HOST, "store up to"): self.store_bytes,
+            (HOST, "snapshots"): self.copy_bytes + self.snapshot_bytes,
+        }
 
     @property
     def place(self) -> str:
@@ -104,6 +115,15 @@ class Plan:
         needed = self.needed_bytes
         return [place for place in needed if needed[place] > known.get(place, needed[place])]
 
+    def largest_part(self, place: str) -> tuple[str, str, int]:
+        """What needs most of a place: the role, what it is for, and bytes of all its workers."""
+        parts: Counter[tuple[str, str]] = Counter()
+        for worker in self.workers:
+            for (at, what), num_bytes in worker.parts.items():
+                parts[worker.role, what] += num_bytes if at == place else 0
+        (((role, what), num_bytes),) = parts.most_common(1)
+        return role, what, num_bytes
+
     def lines(self) -> list[str]:
         """The plan as text, one line a worker and one a place."""
         lines = [
@@ -111,11 +131,7 @@ class Plan:
             f"{'KV cache':>12}{'store up to':>12}{'snapshots':>12}"
         ]
         for worker in self.workers:
-            sizes = (
-                *(worker.parameter_bytes, worker.optimizer_bytes, worker.gathered_bytes),
-                *(worker.kv_bytes, worker.store_bytes, worker.copy_bytes + worker.snapshot_bytes),
-            )
-            cells = (f"{format_bytes(size):>12}" for size in sizes)
+            cells = (f"{format_bytes(size):>12}" for size in worker.parts.values())
             lines.append(f"{f'{worker.role}/{worker.index}':<12}{worker.device:<8}{''.join(cells)}")
         for place, needed in sorted(self.needed_bytes.items()):
             available = self.available_bytes.get(place)

@@ -7,6 +7,7 @@ Controllers are asyncio inside; their blocking methods run the awaitable ones on
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
+from areal_sc.controller import dry_run
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.member import Member
 from areal_sc.controller.recovery import OnOutage, Recovery
@@ -34,6 +36,8 @@ from areal_sc.workflows.sources import SourceRegistry
 
 if TYPE_CHECKING:
     from areal_sc.controller.control_loop import ControlLoop
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound="Controller")
 P = ParamSpec("P")
@@ -69,9 +73,10 @@ class Controller(ABC):
             has failed.
         on_outage: told when workers are lost, and when they do their work again; called on the
             thread of the event loop.
-        on_warning: told what is worse than it should be, beside the log; on the same thread.
+        is_dry_run: nothing is started, and calls that would wait for workers end the process.
     """
 
+    is_dry_run = False
     worker_lost: WorkerError | RunFolderError | None = None
     _control_loop: ControlLoop | None = None
     _recovery: Recovery | None = None  # from when the workers do their work
@@ -86,13 +91,13 @@ class Controller(ABC):
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
+        self.is_dry_run = scheduler.config.dry_run
         self.role = role
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys, scheduler.term)
         self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
         self.on_outage: OnOutage = lambda unit, cause: None
         self._tell_more: Callable[[RoleStatus], None] = lambda status: None
-        self.on_warning: Callable[[str], None] = lambda text: None
         self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
 
@@ -182,9 +187,15 @@ class Controller(ABC):
     async def _count(self, members: Sequence[Member]) -> set[str]:
         """Asks workers for their counters; returns the names of those that have answered."""
         stats = await self.fleet.call_living(STATS, None, members)
+        told: dict[str, list[str]] = {}
         for member, its in stats.items():
             counters = self._counters.setdefault(member.name, WorkerCounters())
             counters.add(member.worker.incarnation, its.as_metrics())
+            for text in its.warnings:
+                told.setdefault(text, []).append(member.name)
+        for text, names in told.items():
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            logger.warning("%s%s: %s", names[0], others, text)
         return {member.name for member in stats}
 
     def begin_worker_stats(self) -> Future[list[dict[str, float]]]:
@@ -234,7 +245,16 @@ class Controller(ABC):
         self._tell_more(status)
         return status
 
+    def look(self) -> None:  # noqa: B027  # not every role has something to say
+        """`--dry-run`: shows what can be said without the task.
+
+        Raises: ArealError: it cannot be used.
+        """
+
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self.is_dry_run:
+            coroutine.close()
+            raise dry_run.end()
         control_loop = self._started(coroutine)
         method = getattr(coroutine, "__name__", "call").removesuffix("_async")
         self._call = Wait(SCRIPT, f"{self.role}.{method}", time.time())
@@ -244,6 +264,9 @@ class Controller(ABC):
             self._call = None
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self.is_dry_run:
+            coroutine.close()
+            return Future()  # whoever waits for it asks for a batch before
         return self._started(coroutine).submit(coroutine)
 
     def _started(self, coroutine: Coroutine[Any, Any, Any]) -> ControlLoop:

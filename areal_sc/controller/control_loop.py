@@ -143,6 +143,8 @@ def start(*controllers: Controller) -> Iterator[TakenOver | None]:
     they do: the block gets what was found, or None. See `takeover`. With more than one
     `TrainController` they end, and new ones start.
 
+    With `--dry-run` nothing is started: the first call that waits for workers ends the process.
+
     However the block ends (return, exception, any number of Ctrl-C), every worker is gone
     afterwards.
 
@@ -157,6 +159,11 @@ def start(*controllers: Controller) -> Iterator[TakenOver | None]:
                 f"two controllers have the role {one.role!r}, which names their workers, logs and "
                 "snapshots; give one another: TrainController(..., role='ref')"
             )
+    if any(controller.is_dry_run for controller in controllers):
+        for controller in controllers:
+            controller.look()
+        yield None
+        return
     control_loop = ControlLoop(controllers)
     try:
         for controller in controllers:

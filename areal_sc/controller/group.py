@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from msgspec import Struct
 
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
-from areal_sc.workflows.prompts import prompt_at
+from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.prompts import JsonlPrompts, prompt_at
+from areal_sc.workflows.row_file import PromptSource
+
+UNUSABLE: Final = 8
+"""First rows: where no model can be asked anything of so many, it is not these rows alone."""
 
 MakeReadable = Callable[[int, int], Awaitable[None]]
 """Called with a dataset and the number of a row; returns when workers can read it."""
@@ -80,3 +86,20 @@ class RolloutSource:
         if wanted is None:
             raise WorkflowError(f"a stream of prompts has no length: give {argument}, how many")
         return wanted
+
+
+def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:
+    """Looks at some rows, if no code of the user's reads them.
+
+    Raises: WorkflowError: the workflow can begin with none of them.
+    """
+    if not isinstance(prompts, list | tuple | JsonlPrompts):
+        return
+    refusals = []
+    for index in range(min(len(prompts), UNUSABLE)):
+        try:
+            workflow.check_row(prompts[index])
+            return
+        except WorkflowError as error:
+            refusals.append(error)
+    raise refusals[0]

@@ -32,9 +32,6 @@ class MemorySnapshots:
         every_steps: versions from one to the next; 0: none are written.
         on_change: is called when one is begun, and when it has ended.
         on_failure: gets what the ranks could not do, some of which may hang.
-
-    Attributes:
-        on_warning: is told once, until one is written again, that none can be.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class MemorySnapshots:
         self._every_steps = every_steps
         self._on_change = on_change
         self._on_failure = on_failure
-        self.on_warning: Callable[[str], None] = lambda text: None
         self._has_failed = False
         self._writing: asyncio.Task[None] | None = None
         self._is_taken = asyncio.Event()
@@ -101,9 +97,10 @@ class MemorySnapshots:
             if self._has_failed:
                 logger.info("version=%d has no snapshot in memory: %s", version, error)
             else:
-                self._warn(
-                    f"version {version} has no snapshot in memory: {error}. The run goes on; train "
-                    "workers that die begin from an older one until one can be written again"
+                logger.warning(
+                    "version %d has no snapshot in memory: %s. The run goes on; train workers that "
+                    "die begin from an older one until one can be written again",
+                    *(version, error),
                 )
             self._has_failed = True
             await self._on_failure(error)
@@ -115,10 +112,6 @@ class MemorySnapshots:
         finally:
             self._is_taken.set()
         asyncio.get_running_loop().call_soon(self._on_change)
-
-    def _warn(self, text: str) -> None:
-        logger.warning("%s", text)
-        self.on_warning(text)
 
     def _begin_late(self, written: int) -> None:
         """That of a version which was made meanwhile, as long as the ranks are still at it."""

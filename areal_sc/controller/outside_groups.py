@@ -146,6 +146,7 @@ class OutsideGroups:
         batches = [batch for batch in results.values() if batch is not None]
         if not batches:
             causes = describe_counts(self._rejections.episodes)
+            causes += f"; left out as too long: {len(self._rejections.left_out)}"
             raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
         return concat(batches, batch_id=self._new_id(), global_step=version)
 

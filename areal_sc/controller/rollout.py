@@ -20,10 +20,11 @@ from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.base import blocking
 from areal_sc.controller.batch_samples import BatchSamples
+from areal_sc.controller.dry_run import TaskLook
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.group import RolloutSource
+from areal_sc.controller.group import RolloutSource, check_first_rows
 from areal_sc.controller.journal import Journal
 from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.member import Member
@@ -122,6 +123,8 @@ class RolloutController(WeightsReader):
             self._background,
             new_id,
         )
+        self._checked: set[RolloutSource] = set()
+        self._task_look = TaskLook(self.config, self._folder.path)
         self._workers.on_progress = self._note_progress
         self._workers.on_rows_lost = self._lose_rows
         self._watch = ProgressWatch(
@@ -267,7 +270,7 @@ class RolloutController(WeightsReader):
         temperature: float | None = None,
     ) -> Future[EvaluationOutcome]:
         """`evaluate` beside training: returns at once; the result is in the future."""
-        self._sources.register_prompts(prompts)
+        self.register(prompts, workflow)
         return self._submit(
             self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
         )
@@ -383,20 +386,26 @@ class RolloutController(WeightsReader):
         Raises: WorkflowError: the dataset is empty, or a worker could not build one of them.
         """
         dataset = self._sources.register_prompts(prompts)
-        return RolloutSource(
-            dataset,
-            self._sources.register_workflow(workflow),
-            self._sources.num_rows(dataset),
-        )
+        number = self._sources.register_workflow(workflow)
+        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
+        if source not in self._checked:
+            check_first_rows(prompts, workflow)
+            self._checked.add(source)
+        if self.is_dry_run:
+            self._task_look.look(source, self._sources.make_readable)
+        return source
+
+    def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
+        self.register(prompts, workflow)
 
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         self._check_loop()
         await self._sources.register_prompts_async(prompts)
         return self.register(prompts, workflow)
 
-    prepare_batch = blocking(prepare_batch_async, before=Controller._copy_prompts)
-    rollout_batch = blocking(rollout_batch_async, before=Controller._copy_prompts)
-    evaluate = blocking(evaluate_async, before=Controller._copy_prompts)
+    prepare_batch = blocking(prepare_batch_async, before=_register)
+    rollout_batch = blocking(rollout_batch_async, before=_register)
+    evaluate = blocking(evaluate_async, before=_register)
     scale = blocking(scale_async)
     pause = blocking(pause_async)
     resume = blocking(resume_async)

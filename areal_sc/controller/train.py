@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.schema import ActorConfig, ClipCenter
+from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.journal import ledger_on_disk
 from areal_sc.controller.member import Member
@@ -110,7 +111,6 @@ class TrainController(Controller):
             self._tell_steps_lost,
         )
         self._tell_more = self._ranks.tell
-        self._ranks.memory.on_warning = lambda text: self.on_warning(text)
         self._step = TrainStep(self._ranks)
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None
@@ -122,6 +122,9 @@ class TrainController(Controller):
     def version(self) -> int:
         """Number of published training steps."""
         return self._ranks.history.version
+
+    def look(self) -> None:
+        dry_run.look_at_loss(self._loss)
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.

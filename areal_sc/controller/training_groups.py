@@ -374,7 +374,7 @@ class TrainingGroups:
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
             self._workers.sweep_one(worker)
-        self._rejections.check_rate()
+        self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()
 
     def _consume(self, groups: Sequence[Group]) -> None:

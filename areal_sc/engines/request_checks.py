@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.errors import ConfigError, PromptTooLong, WorkflowError
 
 
 def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_tokens: int) -> None:
@@ -14,7 +14,7 @@ def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_token
     if len(input_ids) == 0:
         raise WorkflowError("the prompt is empty: generation needs at least one token")
     if len(input_ids) >= max_context_tokens:
-        raise WorkflowError(
+        raise PromptTooLong(
             f"the prompt has {len(input_ids)} tokens and leaves no room for a completion in the "
             f"context of {max_context_tokens} tokens (rollout.max_context_tokens)"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from areal_sc.config.schema import GenerationConfig as Sampling
 from areal_sc.errors import ModelError
 
 
@@ -55,3 +56,19 @@ def read_end_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -
     with suppress(OSError, ValueError, KeyError):  # transformers does not know the model
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return end_token_ids(tokenizer, generation, config)
+
+
+def check_ends(
+    folder: str | Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> tuple[int, ...]:
+    """Tokens that end an answer of this model, those of the settings too.
+
+    Raises: ModelError: there is none, and answers are longer than a token.
+    """
+    ends = dict.fromkeys((*read_end_token_ids(folder, tokenizer), *sampling.stop_token_ids))
+    if not ends and sampling.max_new_tokens > 1:
+        raise ModelError(
+            f"model folder {folder}: no token ends an answer: its tokenizer has no eos_token, and "
+            "generation_config.json no eos_token_id; set one of them, or generation.stop_token_ids"
+        )
+    return tuple(ends)

@@ -1,11 +1,18 @@
-"""`--dry-run`: what a run would start, where, and what it would go on from. Nothing is written."""
+"""`--dry-run`: what a run would start, where, and what it would go on from. Nothing is written.
+
+Its other half, the task, is looked at when the script shows it: `controller.dry_run`.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from areal_sc.config.loader import config_text
 from areal_sc.config.machine import Machine
@@ -24,6 +31,17 @@ from areal_sc.schedulers.slurm import commands
 from areal_sc.shipping.node_cache import own_folder
 from areal_sc.trainer.resume_checks import describe_resume
 from areal_sc.transport.shards.memory_folder import memory_root
+
+C = TypeVar("C", bound=GRPOConfig)
+
+
+def without_traces(config: C) -> C:
+    """The settings with a run folder that is deleted when the process ends."""
+    folder = tempfile.mkdtemp(prefix="areal_sc_dry_run_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    changes: dict[str, Any] = {"run_dir": folder, "resume": Resume.auto, "overwrite": False}
+    scheduler = replace(config.scheduler, **changes)
+    return replace(config, **changes, scheduler=scheduler, trackers=[])
 
 
 def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:

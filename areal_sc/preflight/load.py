@@ -15,6 +15,7 @@ from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.log import shown_before
 from areal_sc.preflight.checks import check_config, fetch_models
 
 T = TypeVar("T")
@@ -71,12 +72,14 @@ def load_config(
         overrides: `key=value`, or a flag such as `--overwrite`; they win over `source`.
         makes_model: the script itself makes the model at `actor.path`, if it is not there yet.
         count_devices: number of CUDA devices of this machine; asked only when it matters.
-    Returns: an instance of `schema` in which every `${...}` is replaced by its value.
+    Returns: an instance of `schema` in which every `${...}` is replaced by its value. With
+        `--dry-run` the plan was shown, and the run folder is one that goes with this process: the
+        script goes on to its task, and ends where it would wait for workers (`controller.dry_run`).
     Raises:
         ConfigError: anything that is wrong with the command line, the files or the settings.
         RunFolderError: `--dry-run`, and the run folder is in no state for a run.
         ModelError: the hub does not give the model; or `--dry-run`, and there is none.
-        SystemExit: `--help`, `--print-config` or `--dry-run`, after it has been shown.
+        SystemExit: `--help` or `--print-config`, after it has been shown.
     """
     if isinstance(schema, str):
         schema, overrides = GRPOConfig, (schema, *overrides)
@@ -111,12 +114,14 @@ def load_config(
             warnings = check_config(config, count_devices)  # by what is known of the model now
         for warning in warnings:
             _logger.warning("%s", warning)
-        if arguments.dry_run:
+        shown_before.update(warnings)
+        if config.dry_run:
             # reads run folders, which needs more modules than a script waits for
-            from areal_sc.preflight.dry_run import dry_run
+            from areal_sc.preflight.dry_run import dry_run, without_traces
 
             sys.stdout.write("\n".join(dry_run(config, makes_model=makes_model)) + "\n")
-            raise SystemExit(0)
+            sys.stdout.flush()
+            return without_traces(config)
     return config
 
 

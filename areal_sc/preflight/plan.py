@@ -6,18 +6,26 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.worker_plan import HOST, Plan, WorkerPlan
+from areal_sc.config.worker_plan import HOST, Plan, WorkerPlan, format_bytes
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
 from areal_sc.schedulers.base import Node, placed
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE, NodeFacts, WorkerOrder
+
+_LESS: Final = {
+    "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",
+    "store up to": ": rows of two steps more than rollout.max_staleness, or versions of weights",
+    "snapshots": ": checkpoint.memory_every_steps=0 needs a third of it",
+}
+"""What the larger parts follow from."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,10 @@ def _check_fits(result: Plan, node: str, actor: TrainHandle, generator: Generato
     if any(w.role == TRAIN_ROLE and w.device != "cpu" for w in result.workers):
         way_out += f"; training needs less on a GPU with {' or '.join(actor.ways_out)}"
     where = f" of {node}" if node else ""
+    for place in result.short_places:
+        role, what, num_bytes = result.largest_part(place)
+        less = _LESS.get(what, "")
+        where += f"; most of {place} is '{what}' of {role}, {format_bytes(num_bytes)}{less}"
     raise ConfigError(
         f"the run does not fit into memory{where}; {way_out}\n" + "\n".join(result.lines())
     )

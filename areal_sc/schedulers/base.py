@@ -6,6 +6,7 @@ controller ── RPC ──► the node's agent, which starts, watches and ends
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from areal_sc.status_board import StatusBoard
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 from areal_sc.workers.spec import LivingWorker, NodeFacts, WorkerOrder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -52,6 +55,8 @@ class Node:
 
     def __post_init__(self) -> None:
         self.placement = DevicePlacement(self.facts.num_devices, self.name)
+        for text in self.facts.warnings:
+            logger.warning("node %s: %s", self.name, text)
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.schedulers.no_nodes import NoNodes
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 
 logger = logging.getLogger(__name__)
@@ -42,4 +43,6 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
             "`with Run(config) as run:` (examples/own_loop.py)",
             ", ".join(config.run_only),
         )
+    if config.dry_run:
+        make = NoNodes
     return make(config, folder)

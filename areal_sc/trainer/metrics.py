@@ -102,6 +102,8 @@ class StepMetrics(_Record):
             their rows were sealed; None where none ended.
         longest_tokens_mean, longest_tokens_std, longest_tokens_max: generated tokens of a group's
             longest row, over groups of the batch.
+        signal_share: groups whose answers differ in their rewards, of those in the batch: the
+            others teach nothing where advantages are those within a group.
         controller_bytes: bytes on the controllers' sockets since the step before.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
         counters: all that workers and controllers count, summed; since the start of the workers.
@@ -134,6 +136,7 @@ class StepMetrics(_Record):
     longest_tokens_mean: float = 0.0
     longest_tokens_std: float = 0.0
     longest_tokens_max: int = 0
+    signal_share: float | None = None
     controller_bytes: int = 0
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -147,6 +150,11 @@ class StepMetrics(_Record):
     def num_rejected_episodes(self) -> int:
         """Episodes rejected since the step before, of all causes."""
         return sum(self.rejected_episodes.values())
+
+    @property
+    def answer_tokens(self) -> float:
+        """Mean number of sampled tokens a row."""
+        return _ratio(self.num_trained_tokens + self.num_masked_tokens, self.num_rows)
 
     @property
     def masked_share(self) -> float:

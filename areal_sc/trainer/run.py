@@ -34,7 +34,7 @@ from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
-from areal_sc.log import logging_to
+from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_models
 from areal_sc.process import process_age_s
 from areal_sc.run_folder import Opening, RunFolder
@@ -111,15 +111,16 @@ class Run:
                 overwrite=self.config.overwrite,
             )
             stack.callback(self.folder.close)
-            stack.enter_context(_log_of_run(self.folder, self.config.scheduler.max_log_bytes))
+            shown = None if self.config.dry_run else self.folder.path
+            self.display = make_display(run_dir=shown, total_steps=self.config.total_steps)
+            stack.callback(self.display.close)
+            if not self.config.dry_run:
+                max_bytes = self.config.scheduler.max_log_bytes
+                stack.enter_context(_log_of_run(self.folder, max_bytes, self.display))
             for warning in warnings:
                 logger.warning("%s", warning)
             self.scheduler = make_scheduler(self.config.scheduler, self.folder)
             stack.callback(self.scheduler.close)
-            self.display = make_display(
-                run_dir=self.folder.path, total_steps=self.config.total_steps
-            )
-            stack.callback(self.display.close)
             self.display.on_phases = self._note_phases
             self.log = MetricsLog(self.folder.metrics_path)
             stack.callback(self.log.close)
@@ -169,7 +170,10 @@ class Run:
         if self._has_snapshot:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
-        rollout.rejections.on_warning = self.display.warning
+        if self.config.dry_run:
+            with start(actor, rollout):
+                yield iter([Step(actor, rollout, {}, lambda _: None)])
+            return
         outages = Outages(
             self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
         )
@@ -177,7 +181,6 @@ class Run:
         rollout.on_scaled = self._tell_scaled
         self._retreats = Retreats(self.config.scheduler.max_deaths)
         self._adviser = Adviser(self.config, self.folder.path)
-        actor.on_warning = self.display.warning
         with ExitStack() as stack:
             with self.display.phase("start-up"):
                 taken = stack.enter_context(start(actor, rollout))
@@ -228,6 +231,8 @@ class Run:
         plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
         self.folder.write_atomic(self.folder.summary_path, summary.to_json())
         self.tell(lambda tracker: tracker.on_finish(summary))
+        if left_out := len(rollout.rejections.left_out):
+            self.display.note(f"{left_out} prompts left no room for an answer, and were left out")
         if advice := self._adviser.at_end(history.steps):
             self.display.note(advice)
         return summary
@@ -245,7 +250,7 @@ class Run:
         self.tell(lambda tracker: tracker.on_start(description))
 
     def _tell_outage(self, outage: Outage) -> None:
-        logger.warning("%s", outage)
+        logger.info("%s", outage)
         self.display.warning(str(outage))
         self.log.event("workers_restarted", **asdict(outage))
 
@@ -384,12 +389,16 @@ class Run:
 
 
 @contextmanager
-def _log_of_run(folder: RunFolder, max_bytes: int) -> Iterator[None]:
-    """The script's log is the run's; an error that ends the run tells `run_script` its folder."""
+def _log_of_run(folder: RunFolder, max_bytes: int, display: Display) -> Iterator[None]:
+    """The script's log is the run's, and its warnings are shown, too.
+
+    An error that ends the run tells `run_script` its folder.
+    """
     path = folder.log_path("controller")
     with ExitStack() as stack:
         try:
-            stack.enter_context(logging_to("controller", path, max_bytes))
+            screen = Screen(display.warning, display.note)
+            stack.enter_context(logging_to("controller", path, max_bytes, screen))
         except OSError as error:
             raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
         try:

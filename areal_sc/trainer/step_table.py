@@ -62,28 +62,35 @@ def _in_steps(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else percent(value)
+
+
 COLUMNS = (
     Column(("step",), "step", 4, 0, str),
     Column(("reward",), "reward", 6, 1),
     Column(("accuracy",), "acc", 5, 2, style="bold"),
-    Column(("loss",), "loss", 6, 3),
-    Column(("grad_norm",), "grad", 6, 8),
-    Column(("proximal_kl",), "prox", 6, 7, heading="kl"),
-    Column(("behavior_kl",), "behav", 6, 12, heading="kl"),
+    Column(("signal_share",), "signal", 6, 5, _share),
+    Column(("answer_tokens",), "len", 5, 4),
+    Column(("entropy",), "entropy", 7, 3),
+    Column(("loss",), "loss", 6, 7),
+    Column(("grad_norm",), "grad", 6, 11),
+    Column(("proximal_kl",), "prox", 6, 10, heading="kl"),
+    Column(("behavior_kl",), "behav", 6, 15, heading="kl"),
     Column(
         ("token_staleness_mean", "token_staleness_max"),
-        *("tokens", 7, 6, _mean_and_max, "staleness"),
+        *("tokens", 7, 9, _mean_and_max, "staleness"),
     ),
     Column(
         ("group_staleness_mean", "group_staleness_max"),
-        *("groups", 7, 9, _mean_and_max, "staleness"),
+        *("groups", 7, 12, _mean_and_max, "staleness"),
     ),
-    Column(("lead",), "lead", 4, 13, _in_steps),
-    Column(("slack",), "slack", 5, 14, _in_steps),
-    Column(("generated_tokens_per_s",), "gen", 5, 10, heading="tokens/s"),
-    Column(("trained_tokens_per_s",), "train", 5, 11, heading="tokens/s"),
-    Column(("step_time_s",), "time", 6, 4, short_duration),
-    Column(("bound",), "bound", 5, 5, lambda bound: _BOUNDS[bound].ljust(5)),
+    Column(("lead",), "lead", 4, 16, _in_steps),
+    Column(("slack",), "slack", 5, 17, _in_steps),
+    Column(("generated_tokens_per_s",), "gen", 5, 13, heading="tokens/s"),
+    Column(("trained_tokens_per_s",), "train", 5, 14, heading="tokens/s"),
+    Column(("step_time_s",), "time", 6, 6, short_duration),
+    Column(("bound",), "bound", 5, 8, lambda bound: _BOUNDS[bound].ljust(5)),
 )
 
 _CAUSES = Column(("rejected_episodes",), "", 0, 0, describe_counts)
@@ -104,7 +111,7 @@ def _with_reward_parts(names: Iterable[str]) -> tuple[Column, ...]:
     """The columns with one more for each part of the reward, behind the reward's."""
     titles = {name: name.removeprefix(PART_PREFIX)[:_MAX_PART_WIDTH] for name in names}
     parts = (
-        Column((name,), title, max(len(title), 6), 9, heading=PART_PREFIX)
+        Column((name,), title, max(len(title), 6), 10, heading=PART_PREFIX)
         for name, title in titles.items()
     )
     return (*COLUMNS[:2], *parts, *COLUMNS[2:])

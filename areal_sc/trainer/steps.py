@@ -17,9 +17,11 @@ from areal_sc.controller.train import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.workflows.rejection import RejectionKind
 
 logger = logging.getLogger(__name__)
 
+_NOT_REJECTED = (WENT_BACK, RejectionKind.prompt_too_long)
 _REJECTED = "rejected_episodes/"
 """Before a cause in the counters."""
 
@@ -33,7 +35,7 @@ def count(actor: TrainController, rollout: RolloutController) -> dict[str, float
         "wasted_tokens": rollout.rejections.wasted_tokens,
         **{f"{_REJECTED}{c}": n for c, n in rollout.rejections.by_cause().items()},
         "rejected_groups": sum(
-            n for r, n in rollout.account()["rejected"].items() if r != WENT_BACK
+            n for r, n in rollout.account()["rejected"].items() if r not in _NOT_REJECTED
         ),
         "controller_bytes": actor.num_bytes + rollout.num_bytes,
         "worker_restarts": actor.num_restarts + rollout.num_restarts,
@@ -161,11 +163,14 @@ def of_groups(
         before, now: counters at the end of the step before, and of this one.
     """
     longest: dict[int, int] = {}
+    rewards: dict[int, set[float]] = {}
     for row in batch.rows:
+        rewards.setdefault(row.group_id, set()).add(row.reward)
         longest[row.group_id] = max(row.num_loss_tokens, longest.get(row.group_id, 0))
     num, group_s = (now.get(k, 0.0) - before.get(k, 0.0) for k in ("finished_groups", "group_s"))
     return {
         "group_time_s": group_s / num if num > 0 and group_s >= 0 else None,
+        "signal_share": sum(len(its) > 1 for its in rewards.values()) / len(rewards),
         "longest_tokens_mean": statistics.fmean(longest.values()),
         "longest_tokens_std": statistics.pstdev(longest.values()),
         "longest_tokens_max": max(longest.values()),

@@ -20,6 +20,7 @@ from msgspec import msgpack
 from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.engines.weight_group import tell_nccl
+from areal_sc.log import take_warnings
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
@@ -150,7 +151,7 @@ class Worker:
         refused = self._security.num_refused
         if self._server is not None:
             refused += self._server.num_malformed
-        return calls.WorkerStats(self.plane.stats(), refused, self.engine_stats())
+        return calls.WorkerStats(self.plane.stats(), refused, self.engine_stats(), take_warnings())
 
     def engine_stats(self) -> dict[str, float]:
         """Counters of the engine, if it has any."""

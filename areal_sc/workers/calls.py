@@ -61,11 +61,13 @@ class WorkerStats(Struct, frozen=True):
         control_refused: connections and calls of strangers, calls of those who may not make them,
             and messages that no correct peer sends, on the control socket.
         engine: of its engine, which has its own names for them.
+        warnings: in its log since it was asked before, each once.
     """
 
     plane: PlaneStats
     control_refused: int = 0
     engine: Numbers = {}
+    warnings: tuple[str, ...] = ()
 
     def as_metrics(self) -> dict[str, float]:
         """All of them by name."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.errors import WorkerError, WorkflowError
+from areal_sc.errors import PromptTooLong, WorkerError, WorkflowError
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workflows.base import Reward, RewardFunction, Score
 from areal_sc.workflows.rejection import Rejection
@@ -46,6 +46,7 @@ class WorkerEpisodeEngine:
         self._temperature = temperature
         self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
         self._own_code_since_s = time.monotonic()
+        self._has_answered = False
 
     @property
     def waits(self) -> list[tuple[str, float]]:
@@ -60,7 +61,13 @@ class WorkerEpisodeEngine:
             sampling = replace(sampling, temperature=self._temperature)
         try:
             with self._waiting("generation"):
-                return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+                answer = await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+            self._has_answered = True
+            return answer
+        except PromptTooLong as error:
+            if self._has_answered:  # not the prompt is too long: its episode has grown
+                raise WorkflowError(str(error)) from error
+            raise
         except WorkflowError:
             raise
         except Exception as error:  # the user's code may catch it; it is no result of the episode

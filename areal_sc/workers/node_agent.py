@@ -44,7 +44,7 @@ from areal_sc.errors import ArealError, WorkerError, WorkerStartError
 from areal_sc.file_lock import HeldLock
 from areal_sc.fork_server import ForkServer
 from areal_sc.ids import random_id
-from areal_sc.log import keep_logs_bounded
+from areal_sc.log import keep_logs_bounded, take_warnings
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.transport.rpc.server import RpcServer
@@ -306,6 +306,7 @@ class Agent:
             incarnation=self._incarnation,
             key=self._keys.public.decode(),
             shares_folder=self._node.is_shared,
+            warnings=take_warnings(),
         )
         self._facts = facts
         place = ("", "", 0, 0) if self._invitation is None else place_of_this_process()

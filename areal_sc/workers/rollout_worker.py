@@ -27,8 +27,10 @@ import torch
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import GenerationEngine
 from areal_sc.engines.handle_base import GeneratorHandle
+from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import EngineFailed, TransportError, WorkerLost
 from areal_sc.fork_server import ForkServer
+from areal_sc.hub import local_model
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,
@@ -139,6 +141,9 @@ class RolloutWorker(Worker):
             lambda: handle.build(log_folder=logs.parent, name=logs.stem)
         )
         await engine.start()
+        config = self.handle.config
+        folder = local_model(config.path, config.revision)
+        await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
         self._engine = engine
 
     async def describe(self, _: None) -> RolloutDescription:
@@ -352,7 +357,7 @@ class RolloutWorker(Worker):
         """The rejection with the prompt that it is of; it is counted, and in the log."""
         rejection = rejection.of_prompt(prompt_index, prompt, str(self.spec.log_path))
         self._all_episodes.note_rejected(rejection)
-        logger.warning("rejected %s", rejection.describe())
+        logger.info("rejected %s", rejection.describe())  # the controller warns of it
         return rejection
 
     def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:

@@ -32,6 +32,7 @@ class NodeFacts:
         address, incarnation: of the agent.
         key: public key of its server; "": it serves everyone, as in a simulation.
         shares_folder: it sees the run folder of the script.
+        warnings: of the agent's log, until it listens.
     """
 
     host: str
@@ -42,6 +43,7 @@ class NodeFacts:
     incarnation: str
     key: str = ""
     shares_folder: bool = True
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

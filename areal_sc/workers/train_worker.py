@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.durable import partial_of
 from areal_sc.engines.base import RankPosition, TrainEngine
@@ -58,7 +59,6 @@ class TrainWorker(Worker):
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
         self._ppo_loss = loss_of(self.handle.config.ppo)
-        self._ppo_loss.load()  # a name that is wrong is noticed at the start
 
     def methods(self) -> list[Served]:
         return [
@@ -100,6 +100,7 @@ class TrainWorker(Worker):
 
     async def initialize(self, args: calls.InitializeRank) -> RankPosition:
         torch.set_num_threads(self.handle.config.num_threads)
+        try_loss(self._ppo_loss)  # the call, unlike the start of a process, fails by its own name
         self.operations.lineage = args.lineage
         self._position = await self.compute(
             lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)

@@ -153,6 +153,12 @@ class Workflow(Referable):
         """
         raise NotImplementedError
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """What can be said of a row without a model; called in the script, before a run starts.
+
+        Raises: WorkflowError: no episode can begin with it.
+        """
+
 
 class Prompts(Referable):
     """Base class of datasets that a script gives by reference; workers read the rows.

@@ -12,7 +12,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.errors import PromptTooLong, RewardError, WorkflowError
 
 _MAX_FRAMES: Final = 6
 _MAX_TRACEBACK_CHARS: Final = 2000
@@ -34,6 +34,7 @@ class RejectionKind(StrEnum):
     reward_process_died: its process ended while it ran.
     dataset_error: the row of the dataset cannot be read.
     prompt_error: the prompt cannot be used.
+    prompt_too_long: it leaves no room for an answer, and is left out.
     timeout: the episode took longer than `rollout.group_timeout_s`.
     too_long: its rows have more tokens than are allowed.
     workflow_error: the workflow raised, or returned what cannot be trained.
@@ -47,6 +48,7 @@ class RejectionKind(StrEnum):
     reward_process_died = "reward_process_died"
     dataset_error = "dataset_error"
     prompt_error = "prompt_error"
+    prompt_too_long = "prompt_too_long"
     timeout = "timeout"
     too_long = "too_long"
     workflow_error = "workflow_error"
@@ -115,6 +117,8 @@ class Rejection(Struct, frozen=True, array_like=True):
                 error.place or place_of(error),
                 error.frames,
             )
+        if isinstance(error, PromptTooLong):
+            return cls(RejectionKind.prompt_too_long, str(error))
         if isinstance(error, WorkflowError):
             return cls(RejectionKind.prompt_error, message)
         return cls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from areal_sc.config.schema import GenerationConfig
@@ -73,12 +74,15 @@ class SingleTurnWorkflow(Workflow):
         }
         return transcript.trajectory(reward, metrics)
 
-    def _prompt_tokens(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[int]:
-        if self.prompt_key not in prompt:
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if self.prompt_key not in row:
             raise WorkflowError(
-                f"the dataset's row has no {self.prompt_key!r}, only {sorted(prompt)}; "
+                f"the dataset's row has no {self.prompt_key!r}, only {sorted(row)}; "
                 "name the key with SingleTurnWorkflow(prompt_key=...)"
             )
+
+    def _prompt_tokens(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[int]:
+        self.check_row(prompt)
         content = prompt[self.prompt_key]
         if self.use_chat_template:
             messages = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Reward, RewardFunction
@@ -17,11 +19,13 @@ _EXPECTED = (
 def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]]:
     """Each of several functions with its weight, by name; empty for one function alone.
 
-    Raises: WorkflowError: it is neither, a name is none for a metric, or a weight is not finite.
+    Raises: WorkflowError: it is neither, a function cannot be called with a prompt and a
+        completion, a name is none for a metric, or a weight is not finite.
     """
     if not isinstance(reward, Mapping):
         if not callable(reward):
             raise WorkflowError(f"reward: expected {_EXPECTED}; got {reward!r:.200}")
+        _check_signature(reward, "reward")
         return {}
     if not reward:
         raise WorkflowError(f"reward: expected {_EXPECTED}; got an empty mapping")
@@ -42,6 +46,22 @@ def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]
                     f"reward {name!r}: expected a function, or a function and its weight, got "
                     f"{value!r:.200}"
                 )
+        _check_signature(found[name][0], f"reward {name!r}")
         if not math.isfinite(found[name][1]):
             raise WorkflowError(f"reward {name!r}: expected a finite weight, got {found[name][1]}")
     return found
+
+
+def _check_signature(function: RewardFunction, where: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, which does not tell
+        return
+    try:
+        signature.bind({}, "")
+    except TypeError as error:
+        name: Any = getattr(function, "__name__", type(function).__name__)
+        raise WorkflowError(
+            f"{where}: expected a function of a prompt (a dict) and a completion (a text), got "
+            f"{name}{signature}: {error}"
+        ) from None

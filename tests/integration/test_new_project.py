@@ -31,7 +31,10 @@ def test_a_new_project_runs_is_tested_and_is_read(tmp_path: Path) -> None:
     assert "cd my_task" in told
 
     told = python(project, "train.py", "--config", "train.yaml", f"total_steps={NUM_STEPS}")
-    assert f"step={NUM_STEPS} " in told
+    assert f"step={NUM_STEPS}/{NUM_STEPS} " in told
+    assert "evaluation=greedy" in told
+    left = {path.name for path in (project / "runs" / "train").iterdir()}
+    assert left >= {"model", "learning_curve.png", "summary.json", "checkpoints"}
 
     lines = (project / "runs" / "train" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]

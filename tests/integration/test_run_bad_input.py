@@ -78,7 +78,11 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
         (SingleTurnWorkflow(episodes.raises), "reward_error", "KeyError: 'solution'"),
         (SingleTurnWorkflow(episodes.not_a_number), "bad_reward", "returned nan"),
         (SingleTurnWorkflow(episodes.hangs), "reward_timeout", "took longer than 0.5 s"),
-        (SingleTurnWorkflow(episodes.right, prompt_key="question"), "prompt_error", "question"),
+        (
+            SingleTurnWorkflow(episodes.right, use_chat_template=True),
+            "prompt_error",
+            "no chat template",
+        ),
         (episodes.ReturnsNothing(), "rejected", "the workflow returned None"),
         (episodes.UnequalLengths(), "workflow_error", "fields differ in length"),
         (episodes.Tokens(65), "too_long", "65 tokens, expected at most rollout.max_context"),
@@ -99,7 +103,7 @@ def test_a_model_folder_without_weights_or_that_is_not_there(
             "raises",
             "NaN",
             "hangs",
-            "wrong key",
+            "no chat template",
             "None",
             "unequal lengths",
             "too long",
@@ -142,8 +146,9 @@ def test_a_dataset_that_cannot_be_read(start_rollout: Callable[..., Any]) -> Non
         ([{"prompt": "a="}], SingleTurnWorkflow(lambda prompt, completion: 1.0), "lambda"),
         ([{"prompt": "a="}], episodes.right, "expected an instance of areal_sc.Workflow"),
         ([{"prompt": object()}], SingleTurnWorkflow(episodes.right), "prompt"),
+        ([{"question": "a="}] * 9, SingleTurnWorkflow(episodes.right), "no 'prompt', only"),
     ],
-    ids=["empty dataset", "lambda", "no workflow", "no JSON"],
+    ids=["empty dataset", "lambda", "no workflow", "no JSON", "wrong key"],
 )
 def test_what_cannot_be_sent_to_workers_is_refused_at_once(
     start_rollout: Callable[..., Any], prompts: PromptSource, workflow: Any, said: str
@@ -167,8 +172,8 @@ def test_some_bad_rows_are_left_out_and_the_run_goes_on(start_rollout: Callable[
         outside = rollout.rollout_batch(prompts, workflow)
         assert {row.group_id for row in outside.rows} == {-1, -3, -4, -6, -7, -8}
         rejected = {cause.split(":")[0]: n for cause, n in rollout.rejections.episodes.items()}
-        assert rejected == {"prompt_error": 2, "reward_timeout": 2}
-        assert "max_context_tokens" in rollout.rejections.firsts["prompt_error"].message
+        assert rejected == {"reward_timeout": 2}
+        assert rollout.rejections.left_out == {1}
         batch = rollout.prepare_batch(prompts, workflow)
         assert len({row.group_id for row in batch.rows}) == 4
         for rows in (outside.rows, batch.rows):

@@ -58,6 +58,8 @@ FLOORS = {
 
 LAZY_IMPORTS = {
     # (importer, imported): why it stands inside a function
+    ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
+    ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",
     ("areal_sc.workers.entry", "areal_sc.workers.rollout_worker"): "after the environment is set",
     ("areal_sc.workers.entry", "areal_sc.workers.train_worker"): "after the environment is set",

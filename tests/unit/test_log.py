@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from small_disk import small_disk
 
-from areal_sc.log import bound_log, earlier_part, log_tail, logging_to
+from areal_sc.log import (
+    SHOWN_OF_A_PLACE,
+    Screen,
+    bound_log,
+    earlier_part,
+    log_tail,
+    logging_to,
+    setup_logging,
+    take_warnings,
+)
 
 
 def test_logging_is_as_it_was_after_a_block(
@@ -59,3 +70,90 @@ def test_a_log_is_cut_also_where_there_is_no_room_for_its_copy(tmp_path: Path) -
 
 def test_without_a_log_there_is_no_tail(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "rollout-0.log") == []
+
+
+def shown_by_run(path: Path, log: Callable[[], None]) -> list[str]:
+    """What reaches the screen while a run has the log."""
+    told: list[str] = []
+    screen = Screen(lambda text: told.append(f"warning: {text}"), told.append)
+    with logging_to("controller", path, screen=screen):
+        log()
+    return told
+
+
+def test_warnings_reach_the_screen_once(tmp_path: Path) -> None:
+    package, user = logging.getLogger("areal_sc.controller.x"), logging.getLogger("task")
+
+    def log() -> None:
+        for number in range(30):
+            package.info("step %d", number)
+            package.warning("a disk is full")
+            user.warning("too few rows: %d", number)
+            user.info("of the user")
+        user.warning("another place")
+        user.error("%d of %d", 1)  # a wrong call
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            logging.captureWarnings(True)  # `catch_warnings` has taken it away
+            warnings.warn("by `warnings`", UserWarning, stacklevel=1)
+        try:
+            raise OSError("no such row")
+        except OSError:
+            user.exception("it failed")
+
+    told = shown_by_run(tmp_path / "log", log)
+    assert told.count("warning: a disk is full") == 1
+    few = [text for text in told if "too few rows" in text]
+    assert len(few) == SHOWN_OF_A_PLACE
+    assert few[0] == "warning: too few rows: 0"
+    assert few[-1].endswith("(further ones like this are in the log alone)")
+    assert told[-4:-2] == ["warning: another place", "warning: %d of %d (1,)"]
+    assert "by `warnings`" in told[-2]
+    assert told[-1] == "warning: it failed: OSError: no such row"
+    assert (tmp_path / "log").read_text().count("too few rows") == 30
+
+
+def test_what_the_user_logs_to_a_terminal_is_shown_and_files_of_the_user_s_go_on(
+    tmp_path: Path,
+) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    file = logging.FileHandler(tmp_path / "mine.log")
+    root.handlers[:] = [logging.StreamHandler(sys.stderr), file]
+    root.setLevel(logging.DEBUG)
+    try:
+        told = shown_by_run(
+            tmp_path / "log", lambda: logging.getLogger("task").debug("accuracy %.1f", 0.5)
+        )
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+        file.close()
+    assert told == ["accuracy 0.5"]
+    assert (tmp_path / "mine.log").read_text().startswith("accuracy 0.5\n")
+
+
+def test_a_screen_that_nobody_reads_costs_nothing(tmp_path: Path) -> None:
+    def broken(text: str) -> None:
+        raise BrokenPipeError
+
+    with logging_to("controller", tmp_path / "log", screen=Screen(broken, broken)):
+        logging.getLogger("task").warning("it is in the log")
+    assert "it is in the log" in (tmp_path / "log").read_text()
+
+
+def test_a_worker_keeps_its_warnings_until_it_is_asked() -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        setup_logging("rollout/0")
+        for number in (1, 1, 2):
+            logging.getLogger("task").warning("slow tool %d", number)
+        logging.getLogger("task").info("nothing")
+        assert take_warnings() == ("slow tool 1", "slow tool 2")
+        logging.getLogger("task").warning("slow tool 2")
+        assert take_warnings() == ()
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+        logging.captureWarnings(False)

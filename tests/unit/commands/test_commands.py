@@ -229,12 +229,12 @@ def test_new_writes_the_example_and_says_what_comes_next(tmp_path: Path, capsys:
     ]
     for path in folder.iterdir():
         text = path.read_text()
-        assert not re.search("minimal|examples/|configs/", text)
+        assert not re.search("first_project|examples/|configs/", text)
         if path.suffix == ".py":
             compile(text, path.name, "exec")
-    script = (REPOSITORY / "examples" / "minimal.py").read_text()
+    script = (REPOSITORY / "examples" / "first_project.py").read_text()
     assert (folder / "train.py").read_text().splitlines()[5:] == [
-        line.replace("minimal", "train") for line in script.splitlines()[5:]
+        line.replace("first_project", "train") for line in script.splitlines()[5:]
     ]
     assert "python train.py --config train.yaml" in told
     for name, start in [("prompts", "PROMPTS ="), ("reward", "def reward("), ("model", "  path:")]:

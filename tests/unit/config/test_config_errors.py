@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from areal_sc.config.explain import nearest_keys
+from areal_sc.config.explain import nearest_keys, unknown_key
 from areal_sc.config.fields import known_keys
+from areal_sc.config.other_words import OTHER_WORDS
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
@@ -224,3 +226,46 @@ def test_nearest_keys_prefers_the_named_section() -> None:
     assert nearest_keys("learning_rate_of_nothing_known", keys) == []
     # a setting that is taken from elsewhere has one place to be set
     assert nearest_keys("top_kk", keys) == ["generation.top_k"]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("batch_size", "rollout.train_batch_groups (prompts a step"),
+        ("actor.ppo.beta", "there is no term of divergence from a reference model"),
+        ("actor.optimizer.beta", "actor.optimizer.beta1 or actor.optimizer.beta2"),
+        ("num_generations", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.n", "rollout.group_size"),
+        ("actor.ppo_mini_batch_size", "actor.ppo.num_minibatches (how many, not how large"),
+        ("gconfig.n_samples", "rollout.group_size"),
+        ("rollout.max_head_offpolicyness", "rollout.max_staleness"),
+        ("trainer.total_epochs", "total_steps (an epoch is"),
+        ("reward_funcs", "the script gives rewards"),
+        ("temperature", "did you mean generation.temperature?"),
+        ("rollout.group_sise", "did you mean rollout.group_size?"),
+        ("nothing_like_it", "the top level has run_dir"),
+    ],
+)
+def test_words_of_others_are_understood_by_what_they_mean(word: str, meant: str) -> None:
+    keys = known_keys(GRPOConfig)
+    assert f"unknown setting {word}; " in str(unknown_key("here", word, keys))
+    assert meant in str(unknown_key("here", word, keys))
+
+
+def test_every_setting_that_others_words_lead_to_is_there() -> None:
+    keys, sections = (
+        known_keys(GRPOConfig),
+        {key.partition(".")[0] for key in known_keys(GRPOConfig)},
+    )
+    named = {
+        name for text in OTHER_WORDS.values() for name in re.findall(r"[a-z]+[.][a-z_.0-9]+", text)
+    }
+    assert {name for name in named if name.partition(".")[0] in sections} - set(keys) == set()
+    assert len(named) > 30
+    own = {key.rpartition(".")[2] for key in keys}
+    assert own & {word for word in OTHER_WORDS if "." not in word} == set()
+
+
+def test_an_unknown_section_is_told_by_its_first_setting(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_ctrl\.kl_coef; there is no term of div"):
+        load("+algorithm={kl_ctrl: {kl_coef: 0.1}}")

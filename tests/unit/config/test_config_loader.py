@@ -152,9 +152,10 @@ def test_dry_run_shows_workers_memory_and_run_folder(
     write_yaml: WriteYaml, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--config", str(write_yaml()), "--dry-run", "actor.parallel.data=2"]
-    with pytest.raises(SystemExit) as ended:
-        load_config(argv, GRPOConfig, makes_model=True, count_devices=lambda: 0)
-    assert ended.value.code == 0
+    config = load_config(argv, GRPOConfig, makes_model=True, count_devices=lambda: 0)
+    assert config.scheduler.dry_run
+    assert Path(config.run_dir).is_dir(), "whatever the script writes goes with its process"
+    assert config.scheduler.run_dir == config.run_dir
     shown = capsys.readouterr().out
     assert "train/1" in shown
     assert "rollout/0" in shown
@@ -181,8 +182,7 @@ def test_dry_run_says_what_each_kind_of_loop_would_do(
         ((), "a loop without a `Run` would start again from nothing"),
         (("--resume",), "a loop without a `Run` would refuse --resume"),
     ):
-        with pytest.raises(SystemExit):
-            load_config([*argv, "--dry-run", *flags], GRPOConfig, makes_model=True)
+        load_config([*argv, "--dry-run", *flags], GRPOConfig, makes_model=True)
         shown = capsys.readouterr().out
         assert "would go on from the last snapshot" in shown
         assert "would go on after step 10, of lineage 0" in shown

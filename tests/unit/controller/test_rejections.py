@@ -4,7 +4,7 @@ import pytest
 
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.controller.rejections import Rejections
-from areal_sc.errors import TooManyRejections
+from areal_sc.errors import TooManyRejections, WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.workers.calls import RejectedEpisodes
 from areal_sc.workflows.rejection import Rejection, RejectionKind, describe_counts
@@ -77,3 +77,42 @@ def test_counts_go_on_from_a_snapshot() -> None:
     after.add_group(rejected(timeout=(1, "slow")), 4)
     assert (after.episodes["timeout"], after.num_stale_episodes) == (4, 2)
     assert after.num_episodes == 6
+
+
+def test_prompts_that_are_too_long_are_left_out_and_are_no_rejections() -> None:
+    rejections, told = Rejections(window=8, max_rate=0.5), list[str]()
+    rejections.on_warning = told.append
+    for index in (*range(6), 3):
+        rejections.add_group(unanswered(RejectionKind.prompt_too_long, index), 4)
+        rejections.check_rate(num_prompts=7)
+    assert rejections.left_out == set(range(6))
+    assert (rejections.num_episodes, rejections.by_cause()) == (0, {})
+    assert told == ["a prompt is left out, row 0 of the dataset: it is what it is"]
+    rejections.add_group((), 4)
+    rejections.add_group(unanswered(RejectionKind.prompt_too_long, 6), 4)
+    rejections.check_rate(num_prompts=7)  # the model was asked something meanwhile
+
+
+@pytest.mark.parametrize(("num_prompts", "number"), [(3, 3), (100, 8), (None, 8)])
+def test_a_dataset_of_which_no_prompt_is_left(num_prompts: int | None, number: int) -> None:
+    rejections = Rejections(window=8, max_rate=0.5)
+    for index in range(number - 1):
+        rejections.add_group(unanswered(RejectionKind.prompt_too_long, index), 4)
+        rejections.check_rate(num_prompts)
+    rejections.add_group(unanswered(RejectionKind.prompt_too_long, number), 4)
+    with pytest.raises(WorkflowError, match=f"all {number} prompts so far leave no room"):
+        rejections.check_rate(num_prompts)
+
+
+def test_where_no_model_was_asked_anything_the_run_ends_soon() -> None:
+    rejections = Rejections(window=128, max_rate=1.0)
+    for index in range(8):
+        rejections.check_rate(1000)
+        rejections.add_group(unanswered(RejectionKind.prompt_error, index), 4)
+    with pytest.raises(TooManyRejections, match=r"none of the first 8 prompts .* prompt_error x32"):
+        rejections.check_rate(1000)
+
+
+def unanswered(kind: RejectionKind, index: int) -> tuple[RejectedEpisodes, ...]:
+    first = Rejection(kind, "it is what it is", prompt_index=index)
+    return (RejectedEpisodes(4, first),)

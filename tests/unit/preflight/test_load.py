@@ -181,8 +181,7 @@ def test_a_dry_run_shows_the_jobs_that_slurm_would_get_and_their_workers(
     words = ["train.nodes=1", "rollout.nodes=2", "rollout.gpus_per_node=2"]
     words = [f"scheduler.slurm.{word}" for word in words] + ["rollout.num_workers=3"]
     words += ["scheduler.type=slurm", *further, "--dry-run"]
-    with pytest.raises(SystemExit):
-        load_config(settings, *words, makes_model=True)
+    load_config(settings, *words, makes_model=True)
     shown = capsys.readouterr().out
     scripts = shown.split("#!/bin/bash\n")[1:]
     train, rollout = scripts if len(scripts) > 1 else (shown[shown.index("#SBATCH ") :], shown)

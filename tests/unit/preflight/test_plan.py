@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -219,6 +220,12 @@ def test_too_little_memory(load: Load, model: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit into memory") as caught:
         plan(config, lambda: Machine(host_memory_bytes=needed - 1))
     assert "TOO LITTLE" in str(caught.value)
+    sizes = {"train": plan(config, Machine).workers[0], "rollout": plan(config, Machine).workers[1]}
+    named = re.search(r"; most of host is '(.+)' of (\w+), ([\d.]+ \w+)", str(caught.value))
+    assert named is not None
+    largest = max(n for worker in sizes.values() for n in worker.parts.values())
+    assert sizes[named[2]].parts["host", named[1]] == largest
+    assert named[3] == format_bytes(largest)
     assert "rollout/0" in str(caught.value)
     assert "rollout.store_bytes need less\n" in str(caught.value), "nothing of a GPU"
 
@@ -478,7 +485,8 @@ def test_dry_run_of_the_shipped_file(tmp_path: Path, model: Path, answer: str) -
         assert "cuda" in done.stderr
         assert "this machine has no CUDA device" in " ".join(done.stderr.split())
         return
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 7, done.stderr  # the plan is shown, then the task is looked at
+    assert "examples/data/arithmetic.jsonl does not exist" in done.stderr
     assert "server/0    cuda:0" in done.stdout
     assert "cuda:0: needs about 8.6 GiB of 24.0 GiB" in done.stdout
 

@@ -129,3 +129,9 @@ def test_how_many_workers_have_a_place() -> None:
     assert re.fullmatch(said, lack_of_places(workers, [trainers, *without]))
     assert lack_of_places(workers[:4], without) == ""
     assert lack_of_places(workers, [node(0)]) == "", "there is no limit"
+
+
+def test_what_an_agent_warns_of_is_in_the_script_s_log(caplog: pytest.LogCaptureFixture) -> None:
+    facts = NodeFacts("a", "a", 0, "/dev/shm", "tcp://a:1", "i", warnings=("too little memory",))
+    Node(facts, Path("a.log"))
+    assert [record.getMessage() for record in caplog.records] == ["node a: too little memory"]

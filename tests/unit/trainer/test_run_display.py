@@ -96,8 +96,9 @@ def test_output_that_is_no_terminal_gets_plain_lines(
     assert lines[1] == 'INFO phase=start-up begins="0/2 workers"'
     assert 'INFO phase=start-up ended="2/2 workers" duration_s=0.25' in lines
     assert (
-        "INFO step=12/80 reward=0.25 accuracy=0.2 loss=0.0123 grad_norm=0.61 proximal_kl=0.00015 "
-        "behavior_kl=0.02 token_staleness_mean=0.9 token_staleness_max=4 "
+        "INFO step=12/80 reward=0.25 accuracy=0.2 signal_share=0.4 answer_tokens=15.62 "
+        "entropy=1.25 loss=0.0123 grad_norm=0.61 proximal_kl=0.00015 behavior_kl=0.02 "
+        "token_staleness_mean=0.9 token_staleness_max=4 "
         "group_staleness_mean=1.3 group_staleness_max=9 lead=1.5 slack=0.3 "
         "generated_tokens_per_s=12000 trained_tokens_per_s=8000 step_time_s=0.5 "
         "bound=training num_rejected_episodes=1 "
@@ -197,8 +198,8 @@ def test_live_display_at_80_columns(
     console = live_console(80, monkeypatch)
     show_everything(console, Path("."), make_step, make_evaluation)
     lines = [line.rstrip() for line in visible_lines(shown(console))]
-    assert "12/80  0.250 0.200  0.012  0.610 1.5e-4   0.9/4   1.3/9  0.50s train rej 1" in lines
-    header = " step reward   acc   loss   grad   prox  tokens  groups   time bound"
+    assert "12/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s train rej 1" in lines
+    header = " step reward   acc signal   len entropy   loss  tokens   time bound"
     assert lines.count(header) == 2  # 30 rows, one header each 20
     assert "start-up: 2 workers in 0.00s" in lines
     assert "training: 30 steps in 0.00s" in lines

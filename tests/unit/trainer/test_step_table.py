@@ -15,31 +15,32 @@ def test_header_and_rows_at_80_columns(make_step: MakeStep) -> None:
     table = StepTable(80, total_steps=80)
     lines = [*table.header(), *table.rows(make_step(1)), *table.rows(make_step(12, wait_s=2.0))]
     assert [line.plain for line in lines] == [
-        "                                   kl      staleness",
-        " step reward   acc   loss   grad   prox  tokens  groups   time bound",
-        " 1/80  0.250 0.200  0.012  0.610 1.5e-4   0.9/4   1.3/9  0.50s train",
-        "12/80  0.250 0.200  0.012  0.610 1.5e-4   0.9/4   1.3/9  0.50s gen",
+        "                                                stale",
+        " step reward   acc signal   len entropy   loss  tokens   time bound",
+        " 1/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s train",
+        "12/80  0.250 0.200    40% 15.62   1.250  0.012   0.9/4  0.50s gen",
     ]
 
 
 def test_as_many_columns_are_shown_as_the_terminal_is_wide(make_step: MakeStep) -> None:
     for width, titles in {
-        120: " step reward   acc   loss   grad   prox  behav  tokens  groups lead slack   gen train"
-        "   time bound",
-        100: " step reward   acc   loss   grad   prox  behav  tokens  groups   gen train"
-        "   time bound",
-        60: "step reward   acc   loss   grad   prox  tokens   time bound",
-        40: "step reward   acc   loss   time bound",
+        140: " step reward   acc signal   len entropy   loss   grad   prox  behav  tokens  groups "
+        "lead slack   gen train   time bound",
+        100: " step reward   acc signal   len entropy   loss   grad   prox  tokens  groups   time "
+        "bound",
+        60: "step reward   acc signal   len entropy   loss   time bound",
+        40: "step reward   acc signal   len entropy",
         20: "step  reward    acc",
         12: "step  reward",
     }.items():
         assert StepTable(width, total_steps=80).header()[-1].plain == titles
-    assert StepTable(40, 80).rows(make_step(7))[0].plain == "   7  0.250 0.200  0.012  0.50s train"
+    assert StepTable(40, 80).rows(make_step(7))[0].plain == "   7  0.250 0.200    40% 15.62   1.250"
 
 
 def test_what_an_engine_does_not_report_is_a_dash(make_step: MakeStep) -> None:
-    (row,) = StepTable(60, total_steps=80).rows(make_step(7, train={"loss": math.nan}, workflow={}))
-    assert row.plain == "   7  0.250     -    nan      -      -   0.9/4  0.50s train"
+    unknown = make_step(7, train={"loss": math.nan}, workflow={}, signal_share=None)
+    (row,) = StepTable(60, total_steps=80).rows(unknown)
+    assert row.plain == "   7  0.250     -      - 15.62       -    nan  0.50s train"
 
 
 def test_several_rewards_are_shown_where_there_is_room(make_step: MakeStep) -> None:
@@ -114,8 +115,8 @@ def test_losses_are_shown_only_where_there_are_any(make_step: MakeStep) -> None:
     losses = make_step(
         num_masked_tokens=4000, num_wasted_tokens=8000, rejected_episodes={"stale": 2}
     )
-    assert shown(120, losses)[0].endswith("train mask 50% waste 50%")
-    assert shown(150, losses)[0].endswith("waste 50%  rej 2  stale x2")
+    assert shown(140, losses)[0].endswith("train mask 50% waste 50%")
+    assert shown(180, losses)[0].endswith("waste 50%  rej 2  stale x2")
     assert shown(80, losses)[0].endswith("train mask 50%")
 
 
@@ -126,7 +127,7 @@ def test_causes_of_rejections_are_told_on_a_line_of_their_own_where_they_do_not_
         rejected_episodes={"bad_reward: task.py:9": 1, "reward_error: KeyError at task.py:12": 3}
     )
     causes = "reward_error: KeyError at task.py:12 x3, bad_reward: task.py:9 x1"
-    (line,) = shown(200, failing)
+    (line,) = shown(230, failing)
     assert line.endswith(f"train  rej 4  {causes}")
     line, below = shown(80, failing)
     assert line.endswith("train rej 4")

@@ -64,6 +64,17 @@ def test_a_step_counts_the_episodes_that_were_rejected_since_the_one_before() ->
     ]
 
 
+def test_groups_whose_answers_all_have_one_reward_teach_nothing() -> None:
+    actor, rollout = sides([])
+    rewards = ((0, 1.0), (0, 0.5), (1, 0.0), (1, 0.0), (2, 1.0), (2, 1.0), (3, 0.0), (3, 1.0))
+    rows = (RowMetadata(group, 0, 4, reward, 0, ((0, 2),), 0) for group, reward in rewards)
+    told: list[StepMetrics] = []
+    step = Step(actor, rollout, count(actor, rollout), told.append)
+    step.record(BatchMetadata("b", 0, (), tuple(rows)), {})
+    assert told[0].signal_share == 0.5
+    assert told[0].answer_tokens == 2.0
+
+
 def test_no_worker_was_up_when_the_step_began() -> None:
     stats: list[dict[str, float]] = []
     actor, rollout = sides(stats)

@@ -1,6 +1,6 @@
-"""Tests of the task in minimal.py: its reward, and a run of two steps.
+"""Tests of the task in first_project.py: its reward, and a run of two steps.
 
-python -m unittest test_minimal.py
+python -m unittest test_first_project.py
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 import tempfile
 import unittest
 
-from minimal import PROMPTS, reward
+from first_project import PROMPTS, reward
 
-COMMAND = [sys.executable, "examples/minimal.py", "--config", "configs/minimal.yaml"]
+COMMAND = [sys.executable, "examples/first_project.py", "--config", "configs/first_project.yaml"]
 
 
 class TestTask(unittest.TestCase):
@@ -31,4 +31,4 @@ class TestTask(unittest.TestCase):
                 [*COMMAND, *settings], capture_output=True, text=True, timeout=600
             )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "step=2 " in done.stdout
+        assert "step=2/2 " in done.stdout

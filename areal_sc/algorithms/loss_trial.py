@@ -1,0 +1,49 @@
+"""A loss is tried on one row that is made up, before anything is trained by it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Final
+
+import torch
+
+from areal_sc.algorithms.losses import LossTokens, Metric
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.errors import ConfigError
+
+_NUM_TOKENS: Final = 4
+_EXPECTED: Final = "a scalar loss that depends on the tokens, and a dict of areal_sc's `Metric`"
+
+
+class _MadeUpFields(dict[str, torch.Tensor]):
+    """Any field that a loss may ask for: rows have those of the user's own, too."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return torch.linspace(-1, 1, _NUM_TOKENS)
+
+
+def try_loss(loss: NamedLoss) -> None:
+    """Calls the loss once.
+
+    Raises: ConfigError: there is no such loss, it raises, or returns something else than a loss.
+    """
+    compute = loss.load()
+    values = torch.linspace(-2, -1, _NUM_TOKENS, requires_grad=True)
+    fields = _MadeUpFields(versions=torch.zeros(_NUM_TOKENS, dtype=torch.int32))
+    where = f"actor.ppo.loss: {loss.name} with actor.ppo.loss_settings={dict(loss.settings)}"
+    try:
+        returned = compute(LossTokens(values * 1, -values, fields, _NUM_TOKENS))
+    except (Exception, SystemExit) as error:  # the user's code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{where}: tried on one row it raised {type(error).__name__}: {error} "
+            f"({frame.filename}:{frame.lineno})"
+        ) from error
+    match returned:
+        case (torch.Tensor() as value, dict() as metrics) if (
+            value.numel() == 1
+            and value.requires_grad
+            and all(isinstance(metric, Metric) for metric in metrics.values())
+        ):
+            return
+    raise ConfigError(f"{where}: expected {_EXPECTED}, got {returned!r:.200}")

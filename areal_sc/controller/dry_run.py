@@ -1,0 +1,268 @@
+"""`--dry-run`, the half that needs the script: its task is tried as workers would, on one row.
+
+    start            each controller says what it can of itself: the loss is called once
+    register         prompts, workflow and tokenizer: lengths, template, end, one answer's reward
+    any call that would wait for workers    ends the process, with exit code 0
+
+Nothing is started but the processes of the reward, and nothing is written but in the run folder,
+which `preflight.dry_run` has put where it goes with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.controller.group import UNUSABLE, MakeReadable, RolloutSource
+from areal_sc.engines.base import Completion
+from areal_sc.engines.request_checks import check_prompt
+from areal_sc.errors import PromptTooLong, WorkflowError
+from areal_sc.fork_server import ForkServer
+from areal_sc.hub import cached_model
+from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workers.trajectory_checks import checked_episode
+from areal_sc.workflows.base import Prompts, Workflow
+from areal_sc.workflows.rejection import Rejection
+from areal_sc.workflows.rewards import RewardPool
+from areal_sc.workflows.sources import SourceReader
+from areal_sc.workflows.text import encode_text
+
+MAX_ROWS: Final = 1000
+"""Rows whose prompts are looked at; of a larger dataset they are spread over it."""
+MAX_STREAMED: Final = 32
+EPISODE_LIMIT_S: Final = 60.0
+_SHOWN_CHARS: Final = 600
+_ANY_TOKEN: Final = 1 << 31
+
+
+def tell(text: str) -> None:
+    """Shows a line of what was found."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def end() -> SystemExit:
+    """To be raised where the script would wait for workers."""
+    tell("dry run: all of this would be done; nothing was started")
+    return SystemExit(0)
+
+
+def look_at_loss(loss: NamedLoss) -> None:
+    """Raises: ConfigError: it cannot be used."""
+    from areal_sc.algorithms.loss_trial import try_loss
+
+    try_loss(loss)
+    tell(f"loss {loss.name}: tried on one row")
+
+
+class _Model:
+    """Stands for an engine.
+
+    Attributes:
+        answer: the tokens that it gives to everybody; None: it gives none.
+        asked: the tokens of the first prompt, once the episode has asked for an answer.
+    """
+
+    def __init__(self, tokenizer: Any, max_context_tokens: int, answer: list[int] | None) -> None:
+        self.tokenizer = tokenizer
+        self.max_context_tokens = max_context_tokens
+        self.answer = answer
+        self.asked: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str | None = None,
+    ) -> Completion:
+        limit = self.max_context_tokens
+        check_prompt(input_ids, vocab_size=_ANY_TOKEN, max_context_tokens=limit)
+        if not self.asked.done():
+            self.asked.set_result(list(input_ids))
+        if self.answer is None:
+            await asyncio.get_running_loop().create_future()  # until the episode is cancelled
+        whole = self.answer or []
+        answer = whole[: min(limit - len(input_ids), sampling.max_new_tokens)]
+        zeros = [0.0] * len(answer)
+        reason = "stop" if answer == whole else "length"
+        return Completion(answer, zeros, [0] * len(answer), reason, sampling.temperature)
+
+
+@dataclass
+class _Found:
+    """What the rows came to: lengths of prompts, and why others are of no use."""
+
+    lengths: list[int] = field(default_factory=list)
+    too_long: list[Rejection] = field(default_factory=list)
+    unusable: list[Rejection] = field(default_factory=list)
+
+    def tell(self, num_rows: int | None, max_unusable: float) -> None:
+        """Args: num_rows: of the dataset. max_unusable: share of those that were looked at.
+
+        Raises: WorkflowError: more of them are of no use, or none is left.
+        """
+        num = len(self.lengths) + len(self.too_long) + len(self.unusable)
+        if len(self.unusable) > max_unusable * num:
+            raise WorkflowError(
+                f"{len(self.unusable)} of {num} prompts cannot be given to the model; for example: "
+                f"{self.unusable[0].describe()}"
+            )
+        if not self.lengths:
+            raise WorkflowError(
+                f"all {num} prompts that were looked at are too long; for example: "
+                f"{self.too_long[0].describe()}"
+            )
+        of = "a stream" if num_rows is None else f"{num_rows} rows"
+        sizes = f"{min(self.lengths)} to {max(self.lengths)} tokens"
+        tell(f"prompts: {of}; {num} looked at, of {sizes}")
+        for what, same in (("left out", self.too_long), ("rejected", self.unusable)):
+            if same:
+                tell(f"  {what}: {len(same)} of them; for example: {same[0].describe()}")
+
+
+class TaskLook:
+    """Looks at prompts and workflows.
+
+    Args:
+        run_dir: where the controller has written what workers read.
+    """
+
+    def __init__(self, config: RolloutConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._seen: set[RolloutSource] = set()
+        self._tokenizer: Any = None
+        self._ends: tuple[int, ...] = ()
+
+    def look(self, source: RolloutSource, make_readable: MakeReadable) -> None:
+        """Shows what the rows and the workflow come to; each pair of them once.
+
+        Raises: ArealError: they cannot be used: as the run would tell it, or its workers.
+        """
+        if source in self._seen:
+            return
+        self._seen.add(source)
+        folder = cached_model(self._config.path, self._config.revision)
+        if folder is None:
+            tell(f"model {self._config.path}: not there yet, so no prompt is looked at")
+            return
+        # before the tokenizer is read: that loads torch, which begins threads
+        rewards = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+        look = self._look(source, make_readable, rewards, folder)
+        with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
+            thread.submit(asyncio.run, look).result()
+
+    def _read_tokenizer(self, folder: Path) -> None:
+        from areal_sc.engines.tokenizer import check_ends, load_tokenizer
+
+        self._tokenizer = load_tokenizer(folder)
+        self._ends = check_ends(folder, self._tokenizer, self._config.generation)
+        shown = " or ".join(map(repr, self._tokenizer.convert_ids_to_tokens(list(self._ends))))
+        tell(f"an answer ends with {shown or 'its only token'}")
+
+    async def _look(
+        self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
+    ) -> None:
+        reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
+        log_path = self._run_dir / "reward.log"
+        pool = RewardPool(rewards, num_processes=1, timeout_s=limit_s, log_path=log_path)
+        try:
+            if self._tokenizer is None:
+                self._read_tokenizer(model)
+            workflow, prompts = reader.workflow(source.workflow), reader.prompts(source.dataset)
+            found = _Found()
+            indices = range(source.num_prompts or MAX_STREAMED)
+            for index in indices[:: -(-len(indices) // MAX_ROWS)]:
+                try:
+                    await make_readable(source.dataset, index)
+                except WorkflowError:
+                    if source.num_prompts is None and found.lengths:
+                        break  # a short stream: the run says so when it needs more of it
+                    raise
+                await self._look_at_row(workflow, prompts, index, pool, found)
+        finally:
+            await pool.close()
+            await rewards.close()
+        found.tell(source.num_prompts, self._config.max_rejection_rate)
+
+    async def _look_at_row(
+        self, workflow: Workflow, prompts: Prompts, index: int, pool: RewardPool, found: _Found
+    ) -> None:
+        row: dict[str, Any] | None = None
+        try:
+            row = dict(prompts[index])
+            tokens = await self._first_prompt(workflow, row, pool)
+        except TimeoutError:
+            raise WorkflowError(
+                f"row {index}: the episode asked the model nothing in {EPISODE_LIMIT_S:g} s"
+            ) from None
+        except Exception as error:  # the user's code may raise anything
+            why = Rejection.of(error).of_prompt(index, row, "")
+            (found.too_long if isinstance(error, PromptTooLong) else found.unusable).append(why)
+            if len(found.unusable) == UNUSABLE and not found.lengths:
+                found.tell(UNUSABLE, 0.0)
+            return
+        if not found.lengths:
+            self._show(index, tokens)
+            await self._play(workflow, row, pool, index)
+        found.lengths.append(len(tokens))
+
+    async def _first_prompt(
+        self, workflow: Workflow, row: dict[str, Any], pool: RewardPool
+    ) -> list[int]:
+        """What an episode asks the model first; it ends there."""
+        model = self._model(None)
+        episode = asyncio.create_task(self._episode(workflow, row, pool, model))
+        await asyncio.wait([episode, model.asked], return_when=asyncio.FIRST_COMPLETED)
+        if not model.asked.done():
+            await episode
+            raise WorkflowError("the episode has ended, and asked the model nothing")
+        episode.cancel()
+        await asyncio.gather(episode, return_exceptions=True)
+        return model.asked.result()
+
+    async def _play(
+        self, workflow: Workflow, row: dict[str, Any], pool: RewardPool, index: int
+    ) -> None:
+        """A whole episode, whose answers are the row's own.
+
+        Raises: WorkflowError: it would be rejected.
+        """
+        given = row.get("answer", "")
+        text = given if isinstance(given, str) else ""
+        model = self._model([*encode_text(self._tokenizer, text), *self._ends[:1]] or [0])
+        try:
+            returned = await self._episode(workflow, row, pool, model)
+            rows = checked_episode(returned, self._config, is_trained=True)
+        except Exception as error:  # as above
+            rows = Rejection.of(error)
+        if isinstance(rows, Rejection):
+            why = rows.of_prompt(index, row, "").describe()
+            raise WorkflowError(f"tried on one row, the episode was rejected: {why}")
+        shown = ", ".join(f"{float(one.reward):g}" for one in rows)
+        tell(f"reward of the answer {text[:_SHOWN_CHARS]!r} to it: {shown}")
+
+    async def _episode(
+        self, workflow: Workflow, row: dict[str, Any], pool: RewardPool, model: _Model
+    ) -> Any:
+        engine: Any = model  # as far as episodes use one
+        seen = WorkerEpisodeEngine(engine, pool, "dry run", self._config.generation, None)
+        async with asyncio.timeout(EPISODE_LIMIT_S):
+            return await workflow.run_episode(dict(row), seen)
+
+    def _model(self, answer: list[int] | None) -> _Model:
+        return _Model(self._tokenizer, self._config.max_context_tokens, answer)
+
+    def _show(self, index: int, tokens: list[int]) -> None:
+        text = self._tokenizer.decode(tokens)[:_SHOWN_CHARS]
+        tell(f"row {index} as the model gets it, {len(tokens)} tokens:")
+        for line in text.splitlines() or [""]:
+            tell(f"  | {line}")

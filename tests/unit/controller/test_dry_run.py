@@ -1,0 +1,229 @@
+"""`--dry-run` of the task: what would fail in the run fails there, and nothing is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_sc import (
+    GRPOConfig,
+    PPOTrainer,
+    RolloutController,
+    SingleTurnWorkflow,
+    TrainController,
+    Workflow,
+    load_config,
+    make_actor,
+    make_generator,
+    make_scheduler,
+    start,
+)
+from areal_sc.controller import dry_run
+from areal_sc.errors import ArealError, ConfigError, ModelError, WorkflowError
+from areal_sc.workflows.base import EpisodeEngine
+from areal_sc.workflows.row_file import PromptSource
+
+ROWS = [{"prompt": f"{letters}=", "answer": letters[::-1]} for letters in ("ab", "cd", "xyz")]
+TOO_LONG = {"prompt": "a" * 40, "answer": "a"}
+
+
+def reversed_letters(prompt: Mapping[str, Any], completion: str) -> float:
+    return 0.25 + float(completion == prompt["answer"])
+
+
+async def asked(prompt: Mapping[str, Any], completion: str) -> float:
+    return 0.5
+
+
+def lacks_a_key(prompt: Mapping[str, Any], completion: str) -> float:
+    return float(completion == prompt["solution"])
+
+
+def hangs(prompt: Mapping[str, Any], completion: str) -> float:
+    while True:
+        time.sleep(1)
+
+
+class Two(Workflow):
+    """Two turns, the reward of the second."""
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> None:
+        ids = engine.tokenizer.encode(prompt["prompt"])
+        first = await engine.generate(ids)
+        await engine.generate([*ids, *first.token_ids])
+        await engine.score(reversed_letters, prompt, "")
+
+
+class Breaks(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> None:
+        raise LookupError("of its own")
+
+
+class Stuck(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+Dry = Callable[..., GRPOConfig]
+
+
+@pytest.fixture
+def dry(tmp_path: Path, tiny_model_folder: Path) -> Dry:
+    def load(*overrides: str, **settings: Any) -> GRPOConfig:
+        values = {
+            "run_dir": tmp_path / "run",
+            "total_steps": 2,
+            "actor.path": tiny_model_folder,
+            "rollout.max_context_tokens": 32,
+            "generation.max_new_tokens": 8,
+            **settings,
+        }
+        return load_config(
+            values, "--dry-run", "actor.device=cpu", "rollout.device=cpu", *overrides
+        )
+
+    return load
+
+
+def fit(config: GRPOConfig, workflow: Workflow, prompts: PromptSource, **others: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        PPOTrainer(config).fit(workflow, prompts, **others)
+    assert ended.value.code == 0
+
+
+def test_a_trainer_shows_a_prompt_a_reward_and_what_is_left_out(
+    dry: Dry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workflow = SingleTurnWorkflow(reversed_letters)
+    fit(dry(), workflow, [*ROWS, TOO_LONG], evaluation_prompts=iter(ROWS * 4))
+    shown = capsys.readouterr().out
+    assert "would start a new run" in shown
+    assert "row 0 as the model gets it, 3 tokens:\n  | ab=\n" in shown
+    assert "reward of the answer 'ba' to it: 1.25\n" in shown
+    assert "prompts: 4 rows; 4 looked at, of 3 to 4 tokens\n  left out: 1 of them" in shown
+    assert "prompts: a stream; 12 looked at" in shown
+    assert "loss decoupled_ppo: tried on one row" in shown
+    assert "nothing was started" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_of_ones_own_ends_at_its_first_batch(
+    dry: Dry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dry()
+    scheduler = make_scheduler(config.scheduler)
+    actor = TrainController(make_actor(config.actor), scheduler)
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    with start(actor, rollout):
+        assert actor.version == 0
+        with pytest.raises(SystemExit) as ended:
+            rollout.prepare_batch(ROWS, SingleTurnWorkflow(asked))
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "reward of the answer 'ba' to it: 0.5\n" in shown
+    assert "3 rows; 3 looked at" in shown
+
+
+@pytest.mark.parametrize(
+    ("workflow", "prompts", "said"),
+    [
+        (SingleTurnWorkflow(lacks_a_key), ROWS, r"KeyError at test_dry_run.py:\d+: .*'solution'"),
+        (SingleTurnWorkflow(hangs), ROWS, "took longer than 0.5 s"),
+        (SingleTurnWorkflow(asked, use_chat_template=True), ROWS, "has no chat template"),
+        (SingleTurnWorkflow(asked, prompt_key="question"), ROWS, "no 'question', only"),
+        (SingleTurnWorkflow(asked), [TOO_LONG] * 3, "all 3 prompts .* too long"),
+        (
+            SingleTurnWorkflow(asked),
+            [*ROWS, *[{"prompt": 7}] * 4],
+            "4 of 7 prompts cannot be given",
+        ),
+        (Breaks(), ROWS, "3 of 3 prompts cannot .* LookupError: of its own"),
+        (Breaks(), ROWS * 99, "8 of 8 prompts cannot .* LookupError: of its own"),
+        (Stuck(), ROWS * 99, "row 0: the episode asked the model nothing in 0.2 s"),
+        (Two(), ROWS, "the workflow returned None"),
+    ],
+    ids=[
+        "raises",
+        "hangs",
+        "no template",
+        "no key",
+        "too long",
+        "types",
+        "workflow",
+        "many",
+        "stuck",
+        "returns",
+    ],
+)
+def test_a_task_that_cannot_be_run(
+    dry: Dry,
+    workflow: Workflow,
+    prompts: PromptSource,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dry_run, "EPISODE_LIMIT_S", 0.2 if isinstance(workflow, Stuck) else 60.0)
+    with pytest.raises(WorkflowError, match=said) as refusal:
+        PPOTrainer(dry("rollout.reward_timeout_s=0.5")).fit(workflow, prompts)
+    assert refusal.value.exit_code == 7
+
+
+def test_a_model_whose_answers_have_no_end(
+    dry: Dry, tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "endless"
+    shutil.copytree(tiny_model_folder, folder)
+    for file in folder.glob("*.json"):
+        content = json.loads(file.read_text())
+        content |= {key: None for key in content if key.startswith("eos_token")}
+        file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"no token ends an answer: .* generation\.stop_token_ids"):
+        PPOTrainer(dry(**{"actor.path": folder})).fit(SingleTurnWorkflow(asked), ROWS)
+    for words in ("generation.stop_token_ids=[1]", "generation.max_new_tokens=1"):
+        fit(dry(words, **{"actor.path": folder}), SingleTurnWorkflow(asked), ROWS)
+    assert "an answer ends with '$'\n" in capsys.readouterr().out
+
+
+LOSSES = """
+from areal_sc.algorithms.losses import Metric
+def scaled(tokens, *, scale):
+    return -scale * (tokens.logprobs * tokens.fields["advantages"]).sum(), {}
+def alone(tokens): return tokens.logprobs.sum()
+def constant(tokens): return tokens.logprobs.sum().detach(), {}
+def plain(tokens): return tokens.logprobs.sum(), {"mean": 1.0}
+def raises(tokens): return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("scaled", "missing a required argument: 'scale'"),
+        ("alone", "expected a scalar loss that depends on the tokens, and a dict .* got tensor"),
+        ("constant", "expected a scalar loss that depends on the tokens"),
+        ("plain", r"and a dict of areal_sc's `Metric`, got \("),
+        ("raises", r"tried on one row it raised ZeroDivisionError: .*losses_of_a_user.py:8"),
+        ("absent", "has no attribute 'absent'"),
+    ],
+)
+def test_a_loss_is_tried_on_one_row(
+    dry: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    (tmp_path / "losses_of_a_user.py").write_text(LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "losses_of_a_user", raising=False)
+    loss = f"actor.ppo.loss=losses_of_a_user:{name}"
+    with pytest.raises(ArealError, match=said) as refusal:
+        fit(dry(loss), SingleTurnWorkflow(asked), ROWS[:1])
+    assert isinstance(refusal.value, ConfigError)
+    if name == "scaled":
+        right = "+actor.ppo.loss_settings.scale=2"
+        fit(dry(loss, right), SingleTurnWorkflow(asked), ROWS[:1])
