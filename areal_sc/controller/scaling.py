@@ -153,13 +153,11 @@ class Scaling:
 
         Raises: ConfigError: all have come, and do not.
         """
-        workers, waits = self._workers.set, False
+        workers = self._workers.set
         while not workers.holds_batch and not all(s.has_served for s in workers.staying):
             self._background.raise_failure()
-            waits = True
             await asyncio.sleep(LOOK_S)
-        if waits:
-            workers.check_retiring(())
+        workers.check_room()
 
     def note_batch(self) -> None:
         """A batch was formed."""

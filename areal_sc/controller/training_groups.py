@@ -37,7 +37,7 @@ from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import STALE, Rejections, main_cause
 from areal_sc.controller.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.controller.staleness import StalenessPolicy
+from areal_sc.controller.staleness import StalenessPolicy, by_deadline
 from areal_sc.controller.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, concat
@@ -139,7 +139,6 @@ class TrainingGroups:
         if self._batch is None:
             self.admission.note_asked(self.version)
         self._source = source
-        self.admit()
         if self._batch is not None:  # it is asked for again, because rows of it are gone, say
             await self._workers.notice_losses({shard.node_id for shard in self._batch.shards})
         while True:
@@ -148,6 +147,7 @@ class TrainingGroups:
                 raise StepsLost(self._steps_lost)
             if self._lost:
                 self._take_back()
+            self.admit()
             if self._batch is not None:
                 if self._workers.are_rows_known(*{shard.node_id for shard in self._batch.shards}):
                     await self._durable()
@@ -158,6 +158,7 @@ class TrainingGroups:
             if decision.stale:
                 self._reject_stale(decision.stale)
                 self._workers.sweep()
+                continue
             if decision.groups is not None:
                 unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
                 if unknown:
@@ -165,7 +166,7 @@ class TrainingGroups:
                 else:
                     self._consume(decision.groups)
                 continue
-            self.admit()
+            self._workers.set.check_room()
             await self._background.wait(
                 f"{decision.num_missing} more groups for the batch of version {self.version}"
             )
@@ -236,10 +237,9 @@ class TrainingGroups:
                 self._requeue(group)
         self._batch = None
         self._lost.clear()
-        self.admit()
 
-    def _requeue(self, group: Group) -> None:
-        self.ledger.requeue(group.group_id, "its rows are gone with their worker")
+    def _requeue(self, group: Group, cause: str = "its rows are gone with their worker") -> None:
+        self.ledger.requeue(group.group_id, cause)
         self._restored[group.group_id] = group
         self.admission.note_finished(self.ledger.num(GroupState.finished))
 
@@ -257,13 +257,22 @@ class TrainingGroups:
         self.admit()
 
     def admit(self) -> None:
-        """Admits groups while eq. 3, concurrency and store bytes allow; requeued ones go first."""
+        """Admits groups while eq. 3, concurrency and store bytes allow.
+
+        Those that wait to run again go first, the oldest of them before the others.
+        """
         if self._source is None or self._is_paused or self._background.has_failed:
             return
-        while self._restored and self._has_slot:
-            group = self._restored.pop(next(iter(self._restored)))
+        for group in sorted(self._restored.values(), key=by_deadline):
+            if not self._has_slot:
+                break
+            del self._restored[group.group_id]
             self._start(group, self._run(group, self._source))
         if self._lost:
+            return
+        num_queued = self.ledger.num(GroupState.queued)
+        if num_queued and not self._workers.set.has_room(num_queued - 1):
+            self._make_room()  # there was more when they were admitted
             return
         num_counted = self.ledger.num_admitted_not_rejected
         for _ in range(self.admission.num_admissible(self.version, num_counted)):
@@ -317,9 +326,26 @@ class TrainingGroups:
         self._workers.sweep()
 
     def _make_room(self) -> None:
-        """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
-        if not self._workers.is_sweeping and self.kept_rows.let_go(self.ledger, self.version):
-            self._workers.sweep()
+        """Queued groups, or the next one, have no room: rows go that are needed less.
+
+        First those that are kept only for a repeat of a step, the oldest of them before others;
+        then, while a batch is waited for, those of groups that are finished too early.
+        """
+        if self._workers.is_sweeping:
+            return
+        if not self.kept_rows.let_go(self.ledger, self.version):
+            full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
+            too_early = self._policy.too_early(groups, full, self.version)
+            if not too_early or self._batch is not None:
+                return
+            logger.warning(
+                "step=%d the stores lack room (rollout.store_bytes): %d groups that are finished "
+                "give theirs to older ones, and run again later",
+                *(self.version + 1, len(too_early)),
+            )
+            for group in too_early:
+                self._requeue(group, "older groups need its room")
+        self._workers.sweep()
 
     @property
     def _has_slot(self) -> bool:
