@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.train_history import TrainHistory
 from areal_sc.errors import ArealError, WorkerLost
+from areal_sc.telling import tell
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import Operation
@@ -118,7 +119,7 @@ class MemorySnapshots:
 
     def _warn(self, text: str) -> None:
         logger.warning("%s", text)
-        self.on_warning(text)
+        tell(self.on_warning, text)
 
     def _begin_late(self, written: int) -> None:
         """That of a version which was made meanwhile, as long as the ranks are still at it."""

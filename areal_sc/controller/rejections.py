@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import TooManyRejections
+from areal_sc.telling import tell
 from areal_sc.workers.calls import RejectedEpisodes
 from areal_sc.workflows.rejection import Rejection, describe_counts
 
@@ -71,7 +72,7 @@ class Rejections:
     def warn(self, text: str) -> None:
         """Tells what the user should know at once, in the log too."""
         logger.warning("%s", text)
-        self.on_warning(text)
+        tell(self.on_warning, text)
 
     def note(self, rejection: Rejection) -> None:
         """Tells of a rejection if it is the first of its cause; it is counted with its group."""
