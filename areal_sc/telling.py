@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, Any, Final, ParamSpec, cast
+from typing import Any, Final, ParamSpec, TextIO, cast
 
 _IS_GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 """Nobody will read there any more: a pipe without a reader, a terminal that was closed."""
@@ -44,14 +44,14 @@ class _Nowhere(io.StringIO):
 class Outlet:
     """A text stream that never fails: what cannot be written is left out."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._has_failed = False
 
     @classmethod
-    def of(cls, stream: IO[str] | None) -> IO[str]:
+    def of(cls, stream: TextIO | None) -> TextIO:
         """Args: stream: None: it was closed before the script began (`>&-`)."""
-        return cast("IO[str]", cls(_Nowhere() if stream is None else stream))
+        return cast("TextIO", cls(_Nowhere() if stream is None else stream))
 
     def write(self, text: str) -> int:
         try:

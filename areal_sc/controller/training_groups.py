@@ -39,7 +39,7 @@ from areal_sc.controller.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.controller.staleness import StalenessPolicy, by_deadline
 from areal_sc.controller.weight_updates import RolloutWorkerState
-from areal_sc.errors import StepsLost, WorkerLost
+from areal_sc.errors import StepsLost, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, concat
 from areal_sc.run_status import RoleStatus
 from areal_sc.workers.calls import GroupAttempt, GroupReply
@@ -62,6 +62,7 @@ class TrainingGroups:
         run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
         on_batch: called when the batch of the next step is formed.
+        yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
         begun_step: the ranks have begun this step for an earlier start of the script; -1: none.
     """
 
@@ -82,6 +83,7 @@ class TrainingGroups:
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self.begun_step = -1
+        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
         self._config = config
         self._workers = workers
         self._rejections = rejections
@@ -364,6 +366,7 @@ class TrainingGroups:
         await self._make_readable(group.prompt.dataset, group.prompt.index)
         deaths = GroupDeaths(group.prompt, self._suspects)
         reply: GroupReply | None = None
+        was_full = False
         while reply is None:
             async with deaths.turn:
                 await self._durable()  # its admission, or new attempt, before a worker hears of it
@@ -376,6 +379,11 @@ class TrainingGroups:
                     self.ledger.requeue(group.group_id, f"{worker.name} was lost")
                     if rejection := deaths.note(death):
                         reply = rejected_reply(group, rejection, self._config.group_size)
+                except StoreFull as error:
+                    if was_full or not await self.yield_memory(error):
+                        raise
+                    was_full = True
+                    self.ledger.requeue(group.group_id, f"{worker.name} had no room for its rows")
         self._end(group, worker, reply)
 
     async def _join(self, group: Group, worker: RolloutWorkerState) -> None:
@@ -426,3 +434,7 @@ class TrainingGroups:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
             self.ledger.reject(group.group_id, STALE, returns_prompt=True)
+
+
+async def _has_nothing_to_spare(error: StoreFull) -> bool:
+    return False

@@ -109,6 +109,7 @@ class Run:
                 config_text=config_text(self.config),
                 resume=self.config.resume.value,
                 overwrite=self.config.overwrite,
+                total_steps=self.config.total_steps,
             )
             stack.callback(self.folder.close)
             stack.enter_context(_log_of_run(self.folder, self.config.scheduler.max_log_bytes))
@@ -342,7 +343,12 @@ class Run:
                     self.checkpoints.finish()
                 if stop.asked_by is not None and self.checkpoints is not None:
                     raise Terminated(stop.asked_by)
-                if actor.version >= total:
+                if actor.version > total:  # as workers that live tell, which have no snapshot of it
+                    raise RunFolderError(
+                        f"expected total_steps of at least {actor.version}, which are trained "
+                        f"already, got {total}; raise it"
+                    )
+                if actor.version == total:
                     return
                 step = Step(actor, rollout, counters, tell)
                 yield step
