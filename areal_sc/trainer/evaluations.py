@@ -37,12 +37,12 @@ class Evaluations(BesideTraining):
         *,
         name: str = "",
     ) -> None:
-        if any(isinstance(other, Evaluations) and other._name == name for other in run.beside):
+        self._name: str = name
+        if any(isinstance(it, Evaluations) and it._name == name for it in run.beside):
             raise ConfigError(
                 f"Evaluations: expected a name of its own for each of a run, got {name!r} twice: "
                 "their results could not be told apart; give name=..."
             )
-        self._name = name
         self._run = run
         self._rollout = rollout
         self._prompts = prompts
