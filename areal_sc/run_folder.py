@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,13 @@ class RunFolder(RunFiles):
         self.term: RunTerm | None = None
         self._lock: HeldLock | None = None
 
-    def decide(self, *, resume: str = "auto", overwrite: bool = False) -> Opening:
+    def decide(
+        self, *, resume: str = "auto", overwrite: bool = False, total_steps: int | None = None
+    ) -> Opening:
         """What `open` would do with the folder as it is now; changes nothing.
 
         Args:
+            total_steps: that are planned; a finished run with fewer goes on. None: not known.
             resume: `auto` goes on with an unfinished run, else starts one; `never` needs a new or
                 empty folder; `must` needs an unfinished run with a snapshot.
             overwrite: empty the folder first, provided that it is a run's.
@@ -108,12 +111,25 @@ class RunFolder(RunFiles):
                     "made it; go on with that one, choose another run_dir, or delete the run by "
                     "--overwrite"
                 )
-            return self._continuation(resume)
+            return self._continuation(resume, total_steps)
 
-    def _continuation(self, resume: str) -> Opening:
+    def _continuation(self, resume: str, total_steps: int | None) -> Opening:
+        snapshots = self.snapshots()
+        num_done = int(snapshots[-1].name.rpartition("-")[2]) if snapshots else 0
         if self.summary_path.exists():
+            with suppress(ValueError, KeyError, TypeError):  # it is damaged
+                num_done = max(num_done, json.loads(self.summary_path.read_bytes())["num_steps"])
+        is_longer = snapshots and total_steps is not None and total_steps > num_done
+        if self.summary_path.exists() and not is_longer:
+            way_on = f"raise total_steps above {num_done}, " if snapshots else ""
             raise self._error(
-                "its run is finished; choose another run_dir, or delete the run by --overwrite"
+                f"its run is finished; {way_on}choose another run_dir, or delete the run by "
+                "--overwrite"
+            )
+        if total_steps is not None and total_steps < num_done:
+            raise self._error(
+                f"expected total_steps of at least {num_done}, which are trained already, got "
+                f"{total_steps}; raise it, or choose another run_dir"
             )
         if resume == "never":
             raise self._error(
@@ -122,20 +138,25 @@ class RunFolder(RunFiles):
             )
         if living_agents(self.path) or self.joined_path.exists():  # those may live
             return Opening.attach
-        if self.snapshots():
+        if snapshots:
             return Opening.resume
         if resume == "must":
             raise self._error("its run has no snapshot to resume from")
         return Opening.restart
 
     def preview(
-        self, *, config_text: str, resume: str = "auto", overwrite: bool = False
+        self,
+        *,
+        config_text: str,
+        resume: str = "auto",
+        overwrite: bool = False,
+        total_steps: int | None = None,
     ) -> Opening:
         """What `open` would do; changes nothing.
 
         Raises: RunFolderError: `open` would refuse.
         """
-        opening = self.decide(resume=resume, overwrite=overwrite)
+        opening = self.decide(resume=resume, overwrite=overwrite, total_steps=total_steps)
         with self._errors_named():
             if (self.path / LOCK).exists():
                 take_folder(self.path).close()
@@ -144,20 +165,28 @@ class RunFolder(RunFiles):
                 check_resumable(self._begun_with(), config_text)
         return opening
 
-    def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
+    def open(
+        self,
+        *,
+        config_text: str,
+        resume: str = "auto",
+        overwrite: bool = False,
+        total_steps: int | None = None,
+    ) -> Opening:
         """Takes the folder for this process and brings it into the state to run in.
 
         Args:
             config_text: the resolved configuration as YAML, kept as `config.yaml`.
-            resume, overwrite: as in `decide`.
+            resume, overwrite, total_steps: as in `decide`.
         Returns: what was done; `Opening.resume` asks the caller to go on from the last snapshot,
             `Opening.attach` to take over the workers that live, or else to do the same.
         Raises: RunFolderError: the folder is in use, not writable, in no state for it, or its run
             was begun with settings that cannot change.
         """
-        self.decide(resume=resume, overwrite=overwrite)  # before anything is created
+        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "total_steps": total_steps}
+        self.decide(**how)  # before anything is created
         with self._taken():
-            opening = self.decide(resume=resume, overwrite=overwrite)  # now that no other can act
+            opening = self.decide(**how)  # now that no other can act
             if opening is Opening.overwrite:
                 self._empty()
             elif opening is Opening.restart:
@@ -166,6 +195,7 @@ class RunFolder(RunFiles):
                 lives = opening is Opening.attach
                 for change in check_resumable(self._begun_with(), config_text, lives=lives):
                     _logger.warning("setting changed since the run began: %s", change)
+                self.summary_path.unlink(missing_ok=True)  # a finished run gets more steps
             self._mark()
             self.write_atomic(self.config_path, config_text.encode())
         return opening

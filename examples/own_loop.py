@@ -55,8 +55,8 @@ def main(argv: list[str]) -> None:
                     step.lose(error)
                     continue
                 step.record(batch, stats)
-                evaluations.after_step()
                 checkpoints.after_step()
+                evaluations.after_step()
             evaluations.finish()
             run.finish(actor, rollout)  # model/, learning_curve.png, summary.json
 

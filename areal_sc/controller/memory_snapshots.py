@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.train_history import TrainHistory
-from areal_sc.errors import ArealError, WorkerLost
+from areal_sc.errors import ArealError, StoreFull, WorkerLost
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import Operation
@@ -48,6 +48,8 @@ class MemorySnapshots:
         self._on_change = on_change
         self._on_failure = on_failure
         self._has_failed = False
+        self._has_yielded = False
+        self._one_yields = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
         self._is_taken = asyncio.Event()
         self._is_taken.set()
@@ -72,6 +74,31 @@ class MemorySnapshots:
         if every and version % every == 0 and not (self.is_writing or self._history.is_writing):
             self._is_taken.clear()
             self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
+
+    async def yield_memory(self, error: StoreFull) -> bool:
+        """What cannot be spared has no room: snapshots in memory go, and none is written any more.
+
+        Returns: whether they have gone, now or before; False: none was ever written.
+        """
+        async with self._one_yields:
+            if self._every_steps:
+                await self._give_up(error)
+        return self._has_yielded
+
+    async def _give_up(self, error: StoreFull) -> None:
+        self._has_yielded = True
+        setting, self._every_steps = f"checkpoint.memory_every_steps={self._every_steps}", 0
+        await self.close()
+        await self._fleet.call_all(calls.DROP_MEMORY_SNAPSHOTS, None)
+        self._history.drop_memory_snapshots()
+        logger.warning(
+            "snapshots in memory (%s) are given up, because weights and rows need their room: %s. "
+            "The run goes on; train workers that die begin from the newest snapshot on the disk. "
+            "More shared memory, or checkpoint.memory_every_steps=0, avoids this",
+            setting,
+            error,
+        )
+        self._on_change()
 
     async def wait_until_taken(self) -> None:
         """Returns when the ranks may change their state."""

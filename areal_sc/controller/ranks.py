@@ -40,6 +40,7 @@ from areal_sc.errors import (
     RpcTimeout,
     StaleCall,
     StepsLost,
+    StoreFull,
     TransportError,
     WorkerError,
     WorkerLost,
@@ -158,6 +159,7 @@ class Ranks:
         Raises: WorkerError: the ranks were given up, or hang. StepsLost: they are not where they
             were, and nothing has been loaded since. What the body raises.
         """
+        was_full = False
         while True:
             if self._recovery is not None:
                 await self._recovery.wait_until_ready(self._fleet.members[0])
@@ -174,6 +176,11 @@ class Ranks:
                         return await body()
                     finally:
                         self._bodies.pop(scope, None)
+            except StoreFull as error:
+                if was_full or not await self.memory.yield_memory(error):
+                    raise
+                was_full = True
+                continue
             except _OF_A_DEATH as error:  # first: a call that took too long is a TimeoutError, too
                 if hung := await self.lose_hung(error):
                     if not repeats_hangs:

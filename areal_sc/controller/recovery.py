@@ -46,6 +46,7 @@ from areal_sc.errors import (
     WorkerLost,
 )
 from areal_sc.run_status import Restart as RestartStatus
+from areal_sc.telling import tell
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +200,13 @@ class Recovery:
                     self._down.add(action.unit)
                     said = str(cause).partition("\n")[0]
                     self.newest_outage = RestartStatus(action.unit, said, time.time())
-                    self.on_outage(action.unit, cause)
+                    tell(self.on_outage, action.unit, cause)
 
     def _note_up(self, unit: str) -> None:
         self._down.discard(unit)
         if self.newest_outage is not None and self.newest_outage.unit == unit:
             self.newest_outage.ended = time.time()
-        self.on_outage(unit, None)
+        tell(self.on_outage, unit, None)
 
     def _restart_later(self, unit: str, after_s: float) -> None:
         self._num_restarts_of[unit] += 1

@@ -40,6 +40,7 @@ from areal_sc.controller.training_groups import TrainingGroups
 from areal_sc.controller.weight_updates import RolloutWorkerState
 from areal_sc.disk import Disk
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
+from areal_sc.telling import tell
 from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerOrder
 
 logger = logging.getLogger(__name__)
@@ -146,20 +147,18 @@ class Scaling:
             else:
                 return
             logger.info("rollout_workers=%d before=%d %s", num_workers, before, why)
-            self.on_scaled(before, num_workers, why)
+            tell(self.on_scaled, before, num_workers, why)
 
     async def wait_for_room(self) -> None:
         """Returns when the workers that have come hold a batch.
 
         Raises: ConfigError: all have come, and do not.
         """
-        workers, waits = self._workers.set, False
+        workers = self._workers.set
         while not workers.holds_batch and not all(s.has_served for s in workers.staying):
             self._background.raise_failure()
-            waits = True
             await asyncio.sleep(LOOK_S)
-        if waits:
-            workers.check_retiring(())
+        workers.check_room()
 
     def note_batch(self) -> None:
         """A batch was formed."""

@@ -25,7 +25,8 @@ All functions here are pure; what is decided is done by the caller, in the ledge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,6 +34,11 @@ from areal_sc.config.schema import OverBound
 from areal_sc.controller.group import Group, GroupState
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import RowMetadata
+
+
+def by_deadline(group: Group) -> tuple[int, int]:
+    """Sort key: the earliest deadline first, and of one version in the order of admission."""
+    return group.admitted_version, group.group_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class StalenessPolicy:
 
     def form_batch(self, groups: Iterable[Group], version: int) -> BatchDecision:
         """The batch of `version`, out of all unconsumed groups of the ledger."""
-        candidates = sorted(groups, key=lambda group: (group.admitted_version, group.group_id))
+        candidates = sorted(groups, key=by_deadline)
         stale = self._stale(candidates, version)
         stale_ids = {group.group_id for group in stale}
         candidates = [group for group in candidates if group.group_id not in stale_ids]
@@ -111,6 +117,29 @@ class StalenessPolicy:
         if num_missing == 0 and self.over_bound == OverBound.wait:
             num_missing = self._overdue_shortfall(candidates, batch, version)
         return BatchDecision(None if num_missing else batch, stale, num_missing)
+
+    def too_early(self, groups: Iterable[Group], full: Container[str], version: int) -> list[Group]:
+        """Finished groups in whose room older ones have to run before there is a batch.
+
+        Admission reserves room for all of its groups. But later there may be less: with smaller
+        stores, fewer workers or larger groups after a resume, or a fuller memory after a restart.
+        Stores that hold a batch hold one of the oldest groups, so what is given back here ends.
+        There are none while a group runs: its end may be enough for a batch.
+
+        Args:
+            groups: the unconsumed ones.
+            full: workers that have room for no further group.
+        """
+        ordered = sorted(groups, key=by_deadline)
+        states = Counter(group.state for group in ordered)
+        if states[GroupState.running] or states[GroupState.finished] < self.train_batch_groups:
+            return []
+        if self.form_batch(ordered, version).groups is not None:
+            return []
+        queued = [group for group in ordered if group.state is GroupState.queued]
+        finished = [group for group in ordered if group.batch is not None and group.worker in full]
+        pairs = zip(queued, reversed(finished), strict=False)
+        return [late for due, late in pairs if due.admitted_version < late.admitted_version]
 
     def _stale(self, groups: Sequence[Group], version: int) -> list[Group]:
         if self.over_bound != OverBound.mask:

@@ -219,6 +219,11 @@ class TrainHistory:
         del self._in_memory[:-1]
         return self._in_memory[-1] if self._in_memory else -1
 
+    def drop_memory_snapshots(self) -> None:
+        """There are none any more, and none will be written."""
+        self.has_memory_snapshots = False
+        self._in_memory.clear()
+
     def note_in_memory(self, version: int) -> None:
         """The snapshot in memory is whole."""
         self._in_memory.append(version)

@@ -37,9 +37,9 @@ from areal_sc.controller.ledger_records import LedgerState
 from areal_sc.controller.rejections import STALE, Rejections, main_cause
 from areal_sc.controller.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.controller.staleness import StalenessPolicy
+from areal_sc.controller.staleness import StalenessPolicy, by_deadline
 from areal_sc.controller.weight_updates import RolloutWorkerState
-from areal_sc.errors import StepsLost, WorkerLost
+from areal_sc.errors import StepsLost, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, concat
 from areal_sc.run_status import RoleStatus
 from areal_sc.workers.calls import GroupAttempt, GroupReply
@@ -62,6 +62,7 @@ class TrainingGroups:
         run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
         on_batch: called when the batch of the next step is formed.
+        yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
         begun_step: the ranks have begun this step for an earlier start of the script; -1: none.
     """
 
@@ -82,6 +83,7 @@ class TrainingGroups:
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self.begun_step = -1
+        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
         self._config = config
         self._workers = workers
         self._rejections = rejections
@@ -139,7 +141,6 @@ class TrainingGroups:
         if self._batch is None:
             self.admission.note_asked(self.version)
         self._source = source
-        self.admit()
         if self._batch is not None:  # it is asked for again, because rows of it are gone, say
             await self._workers.notice_losses({shard.node_id for shard in self._batch.shards})
         while True:
@@ -148,6 +149,7 @@ class TrainingGroups:
                 raise StepsLost(self._steps_lost)
             if self._lost:
                 self._take_back()
+            self.admit()
             if self._batch is not None:
                 if self._workers.are_rows_known(*{shard.node_id for shard in self._batch.shards}):
                     await self._durable()
@@ -158,6 +160,7 @@ class TrainingGroups:
             if decision.stale:
                 self._reject_stale(decision.stale)
                 self._workers.sweep()
+                continue
             if decision.groups is not None:
                 unknown = [g for g in decision.groups if not self._workers.are_rows_known(g.worker)]
                 if unknown:
@@ -165,7 +168,7 @@ class TrainingGroups:
                 else:
                     self._consume(decision.groups)
                 continue
-            self.admit()
+            self._workers.set.check_room()
             await self._background.wait(
                 f"{decision.num_missing} more groups for the batch of version {self.version}"
             )
@@ -236,10 +239,9 @@ class TrainingGroups:
                 self._requeue(group)
         self._batch = None
         self._lost.clear()
-        self.admit()
 
-    def _requeue(self, group: Group) -> None:
-        self.ledger.requeue(group.group_id, "its rows are gone with their worker")
+    def _requeue(self, group: Group, cause: str = "its rows are gone with their worker") -> None:
+        self.ledger.requeue(group.group_id, cause)
         self._restored[group.group_id] = group
         self.admission.note_finished(self.ledger.num(GroupState.finished))
 
@@ -257,13 +259,22 @@ class TrainingGroups:
         self.admit()
 
     def admit(self) -> None:
-        """Admits groups while eq. 3, concurrency and store bytes allow; requeued ones go first."""
+        """Admits groups while eq. 3, concurrency and store bytes allow.
+
+        Those that wait to run again go first, the oldest of them before the others.
+        """
         if self._source is None or self._is_paused or self._background.has_failed:
             return
-        while self._restored and self._has_slot:
-            group = self._restored.pop(next(iter(self._restored)))
+        for group in sorted(self._restored.values(), key=by_deadline):
+            if not self._has_slot:
+                break
+            del self._restored[group.group_id]
             self._start(group, self._run(group, self._source))
         if self._lost:
+            return
+        num_queued = self.ledger.num(GroupState.queued)
+        if num_queued and not self._workers.set.has_room(num_queued - 1):
+            self._make_room()  # there was more when they were admitted
             return
         num_counted = self.ledger.num_admitted_not_rejected
         for _ in range(self.admission.num_admissible(self.version, num_counted)):
@@ -317,9 +328,26 @@ class TrainingGroups:
         self._workers.sweep()
 
     def _make_room(self) -> None:
-        """Admission has no room: the oldest rows go that are kept only for a repeat of a step."""
-        if not self._workers.is_sweeping and self.kept_rows.let_go(self.ledger, self.version):
-            self._workers.sweep()
+        """Queued groups, or the next one, have no room: rows go that are needed less.
+
+        First those that are kept only for a repeat of a step, the oldest of them before others;
+        then, while a batch is waited for, those of groups that are finished too early.
+        """
+        if self._workers.is_sweeping:
+            return
+        if not self.kept_rows.let_go(self.ledger, self.version):
+            full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
+            too_early = self._policy.too_early(groups, full, self.version)
+            if not too_early or self._batch is not None:
+                return
+            logger.warning(
+                "step=%d the stores lack room (rollout.store_bytes): %d groups that are finished "
+                "give theirs to older ones, and run again later",
+                *(self.version + 1, len(too_early)),
+            )
+            for group in too_early:
+                self._requeue(group, "older groups need its room")
+        self._workers.sweep()
 
     @property
     def _has_slot(self) -> bool:
@@ -338,6 +366,7 @@ class TrainingGroups:
         await self._make_readable(group.prompt.dataset, group.prompt.index)
         deaths = GroupDeaths(group.prompt, self._suspects)
         reply: GroupReply | None = None
+        was_full = False
         while reply is None:
             async with deaths.turn:
                 await self._durable()  # its admission, or new attempt, before a worker hears of it
@@ -350,6 +379,11 @@ class TrainingGroups:
                     self.ledger.requeue(group.group_id, f"{worker.name} was lost")
                     if rejection := deaths.note(death):
                         reply = rejected_reply(group, rejection, self._config.group_size)
+                except StoreFull as error:
+                    if was_full or not await self.yield_memory(error):
+                        raise
+                    was_full = True
+                    self.ledger.requeue(group.group_id, f"{worker.name} had no room for its rows")
         self._end(group, worker, reply)
 
     async def _join(self, group: Group, worker: RolloutWorkerState) -> None:
@@ -400,3 +434,7 @@ class TrainingGroups:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
             self.ledger.reject(group.group_id, STALE, returns_prompt=True)
+
+
+async def _has_nothing_to_spare(error: StoreFull) -> bool:
+    return False

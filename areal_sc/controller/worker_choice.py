@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_sc.controller.background import Background
 
@@ -59,6 +60,7 @@ class WorkerLoads:
             (4, len(nodes)), np.int64
         )
         self._gets_newest = np.zeros(len(nodes), np.bool_)
+        self._takes_groups = np.zeros(len(nodes), np.bool_)
         for worker, num_groups in (promised or {}).items():
             self.promise(worker, num_groups)
 
@@ -82,6 +84,7 @@ class WorkerLoads:
         self._running[worker] = num_running
         self._held[worker] = num_held
         self._gets_newest[worker] = gets_newest
+        self._takes_groups[worker] = version >= 0
 
     def promise(self, worker: int, num_groups: int) -> None:
         """The worker was chosen for groups that do not run yet, or, negative, no longer."""
@@ -102,9 +105,7 @@ class WorkerLoads:
         """
         if not len(self._node):
             return None
-        busy = self._running + self._promised
-        has_room = busy + self._held < self._max_on_worker
-        has_room &= (self._on_node < self._max_on_node)[self._node]
+        busy, has_room = self._running + self._promised, self._has_room
         is_able = has_room & (self._version >= version)
         worker = int(np.where(is_able, busy, np.iinfo(np.int64).max).argmin())
         if not is_able[worker]:
@@ -112,6 +113,18 @@ class WorkerLoads:
         shares = is_able | (has_room & self._gets_newest)
         num_groups = int(busy[shares].sum()) + num_waiting
         return worker if busy[worker] * int(shares.sum()) < num_groups else None
+
+    @property
+    def full(self) -> list[int]:
+        """Workers that take groups; none if any of them has room, or was chosen for a group."""
+        takes = self._takes_groups
+        is_any_free = (takes & (self._has_room | (self._promised > 0))).any()
+        return [] if is_any_free else [int(worker) for worker in takes.nonzero()[0]]
+
+    @property
+    def _has_room(self) -> NDArray[np.bool_]:
+        has_room = self._running + self._promised + self._held < self._max_on_worker
+        return has_room & (self._on_node < self._max_on_node)[self._node]
 
 
 class WorkerQueue:

@@ -92,6 +92,17 @@ class WorkerSet:
         """Raises: ConfigError: as `check_room`, of the workers that would be left."""
         check_room(self._room([s for s in self.staying if s not in states]), self._config)
 
+    def check_room(self) -> None:
+        """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
+        more, where a worker found a fuller memory when it was started again)."""
+        if not self.holds_batch and all(state.has_served for state in self.staying):
+            check_room(self._room(self.staying), self._config)
+
+    @property
+    def full_workers(self) -> set[str]:
+        """Those that would take groups, where none of them has room, or was chosen for one now."""
+        return {self._by_number[number].name for number in self.loads.full}
+
     def retire(self, state: RolloutWorkerState) -> None:
         """The worker is to leave."""
         state.is_leaving = True

@@ -129,6 +129,6 @@ class WorkerStore:
                 nobody needs it.
         """
         for shard_id in dead_ids:
-            del self._shards[shard_id]
+            self._shards.pop(shard_id, None)  # `expect` may have been told others meanwhile
         if self._mark is self._acknowledged:
             self._mark = _Mark(incarnation, last_sequence, frozenset(self._runs))

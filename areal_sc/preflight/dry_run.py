@@ -48,7 +48,10 @@ def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
     """What the run would start, and where; refused in the order in which the run would be."""
     folder = RunFolder(config.run_dir)
     opening = folder.preview(
-        config_text=config_text(config), resume=config.resume.value, overwrite=config.overwrite
+        config_text=config_text(config),
+        resume=config.resume.value,
+        overwrite=config.overwrite,
+        total_steps=config.total_steps,
     )
     try:
         check_models(config)

@@ -71,11 +71,18 @@ class Checkpoints(BesideTraining):
         run.beside.append(self)
 
     def after_step(self) -> None:
-        """Begins what is due; at the last step nothing is, and what is being written is ended."""
+        """Begins what is due. The snapshot of the last step is on the disk when this returns.
+
+        The evaluations and the export that follow may take long, and the run may be stopped then.
+        """
         step = self._actor.version
-        is_last = step == self._run.config.total_steps
-        due = [] if is_last else self._due(step)
-        self.collect(wait=is_last or bool(due))
+        if step == self._run.config.total_steps:
+            if self._run.config.checkpoint.every_steps:
+                self.finish()
+            self.collect()
+            return
+        due = self._due(step)
+        self.collect(wait=bool(due))
         for kind in due:  # a model waits for a snapshot that has just been begun
             self._start(kind, step)
 

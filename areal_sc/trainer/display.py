@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from areal_sc.samples import Sample, shortened
+from areal_sc.telling import Outlet
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.quantities import percent, short_duration, short_number
 from areal_sc.trainer.sample_view import group_view
@@ -372,6 +373,7 @@ def make_display(
     """
     if console is None:
         # given explicitly, because FORCE_COLOR would make rich take a pipe for a terminal
-        console = Console(force_terminal=sys.stdout.isatty())
+        stdout = Outlet.of(sys.stdout)
+        console = Console(file=stdout, force_terminal=stdout.isatty())
     is_live = console.is_terminal and not console.is_dumb_terminal
     return (LiveDisplay if is_live else Display)(console, run_dir, total_steps)

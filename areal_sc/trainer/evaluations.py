@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout import RolloutController
-from areal_sc.errors import StepsLost
+from areal_sc.errors import ConfigError, StepsLost
 from areal_sc.trainer.beside import BesideTraining
 from areal_sc.trainer.metrics import EvaluationResult
 from areal_sc.trainer.metrics_log import History
@@ -22,7 +22,10 @@ class Evaluations(BesideTraining):
     Args:
         run: its settings say how many prompts, how often, and whether greedily at the end.
         prompts: held-out ones; None: nothing is ever evaluated.
-    Raises: WorkflowError: a worker could not build the prompts or the workflow.
+        name: of these prompts, before that of each result (`NAME/periodic`): further evaluations
+            of one run need one.
+    Raises: ConfigError: another one of the run has this name. WorkflowError: a worker could not
+        build the prompts or the workflow.
     """
 
     def __init__(
@@ -31,7 +34,15 @@ class Evaluations(BesideTraining):
         rollout: RolloutController,
         prompts: PromptSource | None,
         workflow: Workflow,
+        *,
+        name: str = "",
     ) -> None:
+        self._name: str = name
+        if any(isinstance(it, Evaluations) and it._name == name for it in run.beside):
+            raise ConfigError(
+                f"Evaluations: expected a name of its own for each of a run, got {name!r} twice: "
+                "their results could not be told apart; give name=..."
+            )
         self._run = run
         self._rollout = rollout
         self._prompts = prompts
@@ -53,6 +64,7 @@ class Evaluations(BesideTraining):
             temperature: None: that of the run.
         """
         self.collect()
+        name = self._full(name)
         if self._prompts is None or (name, self._rollout.version) in self._recorded:
             return
         self._running = self._rollout.begin_evaluation(
@@ -65,6 +77,9 @@ class Evaluations(BesideTraining):
         if temperature is None:
             temperature = self._run.config.generation.temperature
         self._named = {"name": name, "step": self._rollout.version, "temperature": temperature}
+
+    def _full(self, name: str) -> str:
+        return f"{self._name}/{name}" if self._name else name
 
     def collect(self, *, wait: bool = True) -> None:
         """Ends with the evaluation that was begun, if any; without `wait`, if it is complete.
@@ -84,13 +99,15 @@ class Evaluations(BesideTraining):
             return
         if outcome.first_rejection is not None:
             self._run.display.warning(
-                f"{outcome.num_rejected} prompts of the evaluation were rejected; for example: "
+                f"{outcome.num_rejected} prompts of the evaluation were rejected, and are not in "
+                f"its means over {outcome.num_prompts} others; for example: "
                 f"{outcome.first_rejection.describe()}"
             )
         result = EvaluationResult(
             **self._named,
             reward=outcome.reward,
             num_prompts=outcome.num_prompts,
+            num_rejected=outcome.num_rejected,
             version_min=outcome.versions[0],
             version_max=outcome.versions[1],
             workflow=outcome.metrics,
@@ -103,7 +120,7 @@ class Evaluations(BesideTraining):
         self._recorded = {(result.name, result.step) for result in evaluations}
         version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
         due = version - version % every_steps if every_steps else 0
-        is_done = any(r.name == "periodic" and r.step >= due for r in evaluations)
+        is_done = any(r.name == self._full("periodic") and r.step >= due for r in evaluations)
         if due > 0 and not is_done and version < self._run.config.total_steps:
             self.begin("periodic")
 
@@ -121,7 +138,7 @@ class Evaluations(BesideTraining):
         is_lost, self._is_lost = self._is_lost, False
         self._recorded = {(name, at) for name, at in self._recorded if at <= step}
         if is_lost and self._named["step"] == step:
-            self.begin(self._named["name"], self._asked_temperature)
+            self.begin(self._named["name"].rpartition("/")[2], self._asked_temperature)
         elif is_lost and self._named["step"] < step:
             self._run.display.warning(
                 f"the evaluation of step {self._named['step']} is not repeated: the run goes on "

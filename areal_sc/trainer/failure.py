@@ -29,6 +29,7 @@ from areal_sc.errors import (
 from areal_sc.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.process import be_deaf, open_files_advice
 from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.telling import Outlet, end_outlets
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
@@ -81,6 +82,8 @@ def run_script(
             error = Terminated(signal.SIGHUP)  # the display wrote to a terminal that is gone
         with interrupts.deferred(are_dropped=True):  # the script is ending already
             return report_failure(error, console, run_dir)
+    finally:
+        end_outlets()
     return 0
 
 
@@ -99,7 +102,7 @@ def report_failure(
         run_dir: the run's folder, if it has come to that.
     Returns: the exit code that the process should end with.
     """
-    block = _Block(console or Console(stderr=True))
+    block = _Block(console or Console(file=Outlet.of(sys.stderr)))
     if isinstance(error, KeyboardInterrupt):
         stopped_by = error.stopped_by if isinstance(error, Terminated) else signal.SIGINT
         by = "Ctrl-C" if stopped_by == signal.SIGINT else stopped_by.name

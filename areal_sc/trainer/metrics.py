@@ -197,7 +197,9 @@ class EvaluationResult(_Record):
     Attributes:
         name: `before`, `after`, `greedy`, or `periodic`.
         step: training steps done when it began.
-        reward: mean over answers.
+        reward: mean over answers that were not rejected; so are the workflow's metrics.
+        num_prompts: that are in the means.
+        num_rejected: further prompts, whose episode was rejected; they are not in the means.
         version_min: oldest policy version that sampled a token of it.
         version_max: newest one; the same as `version_min` where no publication fell into it.
         temperature: 0 is greedy.
@@ -210,6 +212,7 @@ class EvaluationResult(_Record):
     version_min: int
     version_max: int
     temperature: float
+    num_rejected: int = 0
     workflow: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -78,7 +78,7 @@ class PPOTrainer(Run):
                         step.lose(error)
                         continue
                     step.record(batch, stats)
-                    evaluations.after_step()
                     checkpoints.after_step()
+                    evaluations.after_step()
                 evaluations.finish()
                 return self.finish(actor, rollout)

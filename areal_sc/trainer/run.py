@@ -109,6 +109,7 @@ class Run:
                 config_text=config_text(self.config),
                 resume=self.config.resume.value,
                 overwrite=self.config.overwrite,
+                total_steps=self.config.total_steps,
             )
             stack.callback(self.folder.close)
             shown = None if self.config.dry_run else self.folder.path
@@ -347,7 +348,12 @@ class Run:
                     self.checkpoints.finish()
                 if stop.asked_by is not None and self.checkpoints is not None:
                     raise Terminated(stop.asked_by)
-                if actor.version >= total:
+                if actor.version > total:  # as workers that live tell, which have no snapshot of it
+                    raise RunFolderError(
+                        f"expected total_steps of at least {actor.version}, which are trained "
+                        f"already, got {total}; raise it"
+                    )
+                if actor.version == total:
                     return
                 step = Step(actor, rollout, counters, tell)
                 yield step

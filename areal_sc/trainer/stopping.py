@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
+from areal_sc import telling
 from areal_sc.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.workers.spec import Wish
 
@@ -96,7 +97,7 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
     def watch() -> None:
         asked_by = wish.noted.get()
         if asked_by is not None:
-            tell(asked_by)
+            telling.tell(tell, asked_by)
             if not is_over.wait(limit_s):
                 wish.may_repeat = False
                 signal.pthread_kill(main_thread, asked_by)

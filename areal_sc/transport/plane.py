@@ -61,7 +61,7 @@ class DataPlane:
         absence_s: float = 0.0,
     ) -> None:
         backend = None if arenas is None else ArenaBackend(arenas, node_id, incarnation)
-        self.room_bytes = 0 if arenas is None else _room_bytes(arenas)
+        self.room_bytes = 0 if arenas is None else _room_bytes(arenas, node_id)
         self.store = TensorStore(node_id, incarnation, max_bytes=store_bytes, backend=backend)
         self._server = BulkServer(
             self.store,
@@ -124,7 +124,11 @@ class DataPlane:
         self.store.close()
 
 
-def _room_bytes(arenas: ArenaFolder) -> int:
-    """What the shared memory of this node can still hold, some of it left to others; at least 1."""
+def _room_bytes(arenas: ArenaFolder, node_id: str) -> int:
+    """What the stores of this role may hold on this node, some memory left to others; at least 1.
+
+    What they hold already, when a worker is started again, is room of theirs.
+    """
     space = os.statvfs(arenas.path)
-    return max(int(ROOM_SHARE * space.f_bavail * space.f_frsize), 1)
+    held_bytes = arenas.held_bytes(node_id.partition("/")[0])
+    return max(int(ROOM_SHARE * (space.f_bavail * space.f_frsize + held_bytes)), 1)

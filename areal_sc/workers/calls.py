@@ -214,6 +214,8 @@ BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, writes=True)
 """Takes the weights for a Hugging Face folder below the run folder, and names that folder."""
 BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, writes=True)
 """Takes this rank's part of a snapshot; one on the disk is completed by the controller."""
+DROP_MEMORY_SNAPSHOTS = Method("drop_memory_snapshots", NoneType, NoneType)
+"""Those of this model on the rank's node: what cannot be spared needs their memory."""
 FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType, ships=True)

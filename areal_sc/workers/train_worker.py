@@ -78,6 +78,7 @@ class TrainWorker(Worker):
             calls.CANCEL_BROADCAST.served_by(lambda g: self.broadcasts.cancel_broadcast(g)),
             calls.BEGIN_SAVE_HF.served_by(self.begin_save_hf),
             calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
+            calls.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
             calls.FINISH_WRITE.served_by(self.finish_write),
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
@@ -255,6 +256,9 @@ class TrainWorker(Worker):
             lambda: self._bring_snapshot_back(snapshot.place, folder),
         )
 
+    async def drop_memory_snapshots(self, _: None) -> None:
+        await asyncio.to_thread(_remove_but, self._memory_snapshots, ())
+
     async def finish_write(self, change: calls.Change) -> None:
         """Raises: CheckpointError: it could not be written. StaleCall: nothing such was begun."""
         operation = change.operation
@@ -324,7 +328,11 @@ class TrainWorker(Worker):
 
     def _memory_path(self, operation: Operation) -> Path:
         name = _memory_name(operation.lineage, operation.version)
-        return self.memory_folder(f"snapshots-{self.spec.order.role}") / name
+        return self._memory_snapshots / name
+
+    @property
+    def _memory_snapshots(self) -> Path:
+        return self.memory_folder(f"snapshots-{self.spec.order.role}")
 
     def _sealed(self, shard_id: str) -> calls.SealedShard:
         shard = ShardReference(self.spec.name, self.address, shard_id)

@@ -51,6 +51,7 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
+    "python -m areal_sc curve runs/minimal": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "

@@ -128,7 +128,8 @@ class SimulatedAgent:
         return self._report(await self.cluster.start(order, self.node))
 
     def _report(self, worker: SimulatedWorker) -> WorkerReport:
-        return WorkerReport(worker.name, worker.incarnation, worker.address, 1, self.node)
+        found = worker.name, worker.incarnation, worker.address, 1, self.node, worker.room_bytes
+        return WorkerReport(*found)
 
     async def watch(self, watch: Watch) -> News:
         self.num_watches += 1

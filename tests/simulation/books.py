@@ -39,6 +39,7 @@ class RunBooks:
         rejected: group id -> reason.
         undone: groups, by going back.
         trained_at: group id -> the version that trained it.
+        has_other_room: the stores have had room for another number of groups before.
     """
 
     actor: TrainController
@@ -52,6 +53,7 @@ class RunBooks:
         self.rejected: dict[int, str] = {}
         self.undone: set[int] = set()
         self.trained_at: dict[int, int] = {}
+        self.has_other_room = False
         self._left_behind: tuple[int, dict[str, Any]] = (-1, {})
         self._lost: dict[int, tuple[PromptReference, int]] = {}
         cluster.on_forgotten = self.before_forgotten
@@ -167,8 +169,9 @@ class RunBooks:
         taken = loads._running + loads._held + loads._promised
         num_nodes = len(loads._on_node)
         assert loads._on_node.tolist() == np.bincount(loads._node, taken, num_nodes).tolist()
-        assert (taken <= loads._max_on_worker).all()
-        assert (loads._on_node <= loads._max_on_node).all()
+        if not self.has_other_room:  # else stores may hold more than they would take now
+            assert (taken <= loads._max_on_worker).all()
+            assert (loads._on_node <= loads._max_on_node).all()
         assert num_promised is None or loads._promised.sum() == num_promised
 
     def before_forgotten(self, shard_id: str, group_id: int) -> None:

@@ -76,6 +76,8 @@ class SimulatedCluster:
         num_nodes: that it lends.
         agents: by name of their node.
         losses: of machines, by name of their node; another one was lent in place of each.
+        room_bytes: what workers that start from now on find for the stores of their node; 0: they
+            do not say.
         workers: by name, e.g. `rollout/0`.
         shard_of: (group id, attempt) -> the newest shard with its rows.
         addresses: of all lives of workers, by incarnation.
@@ -115,6 +117,7 @@ class SimulatedCluster:
         self.losses = Counter[str]()
         self.network = Network(self)
         self.num_nodes = 1
+        self.room_bytes = 0
         self.terms: dict[Process | None, RunTerm] = {}
         self._nodes: dict[Process | None, list[Node]] = {}
         self._ids = itertools.count()

@@ -133,8 +133,9 @@ class FaultRun(FaultyScript):
                 return
 
     def _prepare_start(self) -> None:
-        """Somebody gives the same command again."""
+        """Somebody gives the same command again, maybe with other stores."""
         self.disk.repair()
+        self._change_room()
         beside = (self._evaluation, self._snapshot)
         self.left_beside += [task for task in beside if task is not None]
         self._evaluation = self._snapshot = None
@@ -158,6 +159,8 @@ class FaultRun(FaultyScript):
         Ranks are started again to go back. A start that is superseded ends its workers if its
         journal fails before its successor begins.
         """
+        if self.has_other_room:
+            return
         kinds = {kind for kind, _ in self.faults.struck}
         is_ended = bool(self.ends.keys() - {"killed", "superseded"}) or self.disk.num_failures
         if kinds - NO_DEATH or is_ended:

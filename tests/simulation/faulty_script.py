@@ -80,6 +80,7 @@ class FaultyScript(TrainingRun):
         self.num_lost_batches = 0
         self.num_retreats = 0
         self.has_scaled = False
+        self._later_stores = iter(scenario.later_stores)
         self.num_wanted = scenario.settings.num_rollout_workers
         self._has_let_go = self._has_taken_over = self._leaves_all_behind = False
         self.snapshot_every = scenario.snapshot_every
@@ -119,6 +120,12 @@ class FaultyScript(TrainingRun):
         is_known = lives and path in self.disk.durable
         return int(self.disk.durable[path]) if is_known else self.settings.num_rollout_workers
 
+    def _change_room(self) -> None:
+        """The stores of the next start may be smaller, or larger: its workers are new lives."""
+        store_groups = next(self._later_stores, self.settings.store_groups)
+        self.has_other_room |= store_groups != self.settings.store_groups
+        self.settings.store_groups = store_groups
+
     def _is_missing(self, worker: SimulatedWorker) -> bool:
         members = (*self.actor.fleet.members, *self.rollout.fleet.members)
         is_wanted = any(member.name == worker.name for member in members)
@@ -132,7 +139,7 @@ class FaultyScript(TrainingRun):
         """
         cluster = self.cluster
         has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys()) or self.num_lost_batches
-        is_let_go = cluster.num_failed_snapshots > 0 or self.has_scaled
+        is_let_go = cluster.num_failed_snapshots > 0 or self.has_scaled or self.has_other_room
         has_let_go = self._has_let_go and is_let_go
         is_history_unknown = self._has_taken_over or bool(cluster.unreadable)
         return bool(has_lost_rows or cluster.num_lost_snapshots or has_let_go or is_history_unknown)

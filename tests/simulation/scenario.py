@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simulation.behavior import Behavior
 from simulation.faults import Fault, FaultKind, draw_faults, draw_scalings
@@ -17,7 +17,11 @@ DRAWN_KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.scale)
 
 @dataclass(frozen=True)
 class Scenario:
-    """All that one seed decides."""
+    """All that one seed decides.
+
+    Attributes:
+        later_stores: `Settings.store_groups` of later starts of the script, in turn.
+    """
 
     settings: Settings
     faults: list[Fault]
@@ -26,6 +30,7 @@ class Scenario:
     snapshot_every: int
     segment_bytes: int
     restart_s: float
+    later_stores: tuple[int, ...] = ()
 
 
 def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenario:
@@ -86,4 +91,8 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     if FaultKind.scale in kinds and seed % 2:
         # drawn apart, so that other seeds are what they were
         scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))
+    if seed % 3 == 0 and memory_every == 1:
+        room = random.Random(f"room {seed}")
+        stores = (least_store, least_store, least_store + 1, 1000)
+        scenario = replace(scenario, later_stores=tuple(room.choices(stores, k=3)))
     return scenario

@@ -61,6 +61,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
             calls.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
             calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
+            calls.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
             calls.FINISH_WRITE.served_by(self.finish_write),
             calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
@@ -126,6 +127,9 @@ class SimulatedTrainWorker(SimulatedWorker):
 
         operation = snapshot.operation
         await self.operations.join(operation, take)
+
+    async def drop_memory_snapshots(self, _: None) -> None:
+        self.cluster.keep_in_memory(self.node, self.operations.lineage, -1)
 
     async def finish_write(self, change: calls.Change) -> None:
         if change.operation not in self._writes:

@@ -48,6 +48,7 @@ class SimulatedWorker:
         order: what it was started by.
         process: of this life.
         newest_term: of a controller.
+        room_bytes: that it has found for the stores of its node.
         exit_status: how its process ended; None while it lives.
         is_hung: it lives, and does nothing, as when it is stopped.
         is_blocked: it beats, and its event loop does not turn.
@@ -66,6 +67,7 @@ class SimulatedWorker:
         self.node = node
         self.address = f"sim://{cluster.machine(node)}:{order.port or cluster.new_port()}"
         self.store = SimulatedStore(self.name, order.incarnation, order.store_bytes)
+        self.room_bytes = cluster.room_bytes
         self.version = 0
         self.exit_status: str | None = None
         self.inbox: list[Callable[[], None]] = []

@@ -146,6 +146,32 @@ def test_refused_states(path: Path, state: dict[str, bool], resume: str, message
     run_again.close()
 
 
+def test_a_finished_run_goes_on_with_more_steps(path: Path) -> None:
+    """The snapshot is of step 3; an older run may have been finished later than its newest."""
+    run_once(path, snapshot=True, finish=True)
+    (path / "summary.json").write_text('{"num_steps": 5}')
+    for resume in ("auto", "must"):
+        assert RunFolder(path).decide(resume=resume, total_steps=6) is Opening.resume
+    with pytest.raises(RunFolderError, match=r"finished; raise total_steps above 5, "):
+        RunFolder(path).open(config_text=CONFIG, total_steps=5)
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG, total_steps=6) is Opening.resume
+        assert not folder.summary_path.exists(), "it is not finished any more"
+
+
+def test_a_finished_run_without_a_snapshot_does_not_go_on(path: Path) -> None:
+    run_once(path, finish=True)
+    with pytest.raises(RunFolderError, match=r"finished; choose another run_dir"):
+        RunFolder(path).open(config_text=CONFIG, total_steps=1000)
+
+
+def test_fewer_steps_than_are_trained_are_refused(path: Path) -> None:
+    run_once(path, snapshot=True)
+    with pytest.raises(RunFolderError, match=r"expected total_steps of at least 3, .* got 2"):
+        RunFolder(path).open(config_text=CONFIG, total_steps=2)
+    assert RunFolder(path).decide(total_steps=3) is Opening.resume  # its end is left to be done
+
+
 @pytest.mark.parametrize("found", [1, 2, 99, None])
 def test_a_run_of_another_format_is_left_alone(path: Path, found: int | None) -> None:
     run_once(path, snapshot=True)

@@ -67,6 +67,18 @@ def test_stop_says_why_there_is_nothing_to_stop(tmp_path: Path, capsys: Told) ->
     assert "is finished" in capsys.readouterr().out
 
 
+def test_curve_draws_what_a_stopped_run_has_measured(tmp_path: Path, capsys: Told) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.lock()
+        assert call("curve", folder.path) == 2
+        assert "the run has not begun to train" in capsys.readouterr().err
+        with closing(MetricsLog(folder.metrics_path)):
+            pass
+    assert call("curve", folder.path) == 0
+    assert capsys.readouterr().out == f"0 steps: {folder.learning_curve_path}\n"
+    assert folder.learning_curve_path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Two steps; in the last one, two groups, of which one has equal rewards."""

@@ -8,7 +8,7 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.errors import StepsLost, WorkflowError
+from areal_sc.errors import ConfigError, StepsLost, WorkflowError
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import EvaluationResult
 from areal_sc.trainer.metrics_log import History
@@ -53,6 +53,7 @@ class Rollout:
 
 def evaluations(run: Run, rollout: Any, prompts: Any = "prompts") -> Evaluations:
     workflow: Any = "workflow"
+    run.beside.clear()  # a test's next start
     return Evaluations(run, rollout, prompts, workflow)
 
 
@@ -77,14 +78,31 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
         version_min=2,
         version_max=4,
         temperature=0.75,
+        num_rejected=1,
         workflow={"accuracy": 0.25, "turns": 1.5},
     )
     assert follower.told == [result]
     assert History.read(run.folder.metrics_path).evaluations == [result]
-    assert "1 prompts of the evaluation were rejected; for example: reward_error: boom" in shown(
-        run
-    )
+    left_out = "were rejected, and are not in its means over 3 others; for example: reward_error"
+    assert left_out in shown(run)
     assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
+
+
+def test_two_of_a_run_have_names_of_their_own(run: Run, follower: Follower) -> None:
+    """Else the results of one would be taken for those of the other."""
+    rollout: Any = Rollout(OUTCOME)
+    evaluations(run, rollout)
+    workflow: Any = "workflow"
+    with pytest.raises(ConfigError, match=r"name of its own .* got '' twice"):
+        Evaluations(run, rollout, "prompts", workflow)  # type: ignore[arg-type]
+    further = Evaluations(run, rollout, "others", workflow, name="hard")  # type: ignore[arg-type]
+    rollout.version = 4
+    further.begin("periodic")
+    further.collect()
+    assert [result.name for result in follower.told] == ["hard/periodic"]
+    further.take_over(History.read(run.folder.metrics_path))
+    further.begin("periodic")
+    assert len(rollout.asked) == 1, "it is done already"
 
 
 def test_the_trained_model_is_evaluated_at_two_temperatures(run: Run, follower: Follower) -> None:

@@ -1,0 +1,39 @@
+"""`curve RUN_DIR`: draws the learning curve of a run, also of one that goes on or was stopped."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_sc.commands.run_dir import check_is_run
+from areal_sc.errors import CommandError
+from areal_sc.run_folder import RunFolder
+from areal_sc.trainer.learning_curve import plot_learning_curve
+from areal_sc.trainer.metrics_log import History
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "curve",
+        help="draw the learning curve of a run",
+        description="Draws learning_curve.png from the run's metrics.jsonl. A finished run has it "
+        "already; the run may go on meanwhile, or have been stopped.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: there is nothing to draw. RunFolderError: the run cannot be read."""
+    folder = RunFolder(arguments.run_dir)
+    check_is_run(folder)
+    if not folder.metrics_path.exists():
+        raise CommandError(f"there is no {folder.metrics_path}: the run has not begun to train")
+    history = History.read(folder.metrics_path)
+    plot_learning_curve(history, folder.path.name, folder.learning_curve_path)
+    print(f"{len(history.steps)} steps: {folder.learning_curve_path}")

@@ -1,0 +1,101 @@
+"""Telling people how a run goes. What fails in that is said once, in the log, and the run goes on.
+
+Outlet    standard output or standard error, whose reader may leave, or whose disk may be full
+tell      calls whoever follows the run
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TextIO, cast
+
+_IS_GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
+"""Nobody will read there any more: a pipe without a reader, a terminal that was closed."""
+
+P = ParamSpec("P")
+
+logger = logging.getLogger(__name__)
+_failed = set[object]()
+
+
+def tell(listener: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Calls a listener; what it raises ends nothing, and is logged the first time."""
+    try:
+        listener(*args, **kwargs)
+    except Exception:  # of a full disk, say, or of user code
+        name = getattr(listener, "__qualname__", repr(listener))
+        if name not in _failed:
+            _failed.add(name)
+            logger.exception("%s failed; the run goes on without having told", name)
+
+
+class _Nowhere(io.StringIO):
+    """Takes all, and keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class Outlet:
+    """A text stream that never fails: what cannot be written is left out."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_failed = False
+
+    @classmethod
+    def of(cls, stream: TextIO | None) -> TextIO:
+        """Args: stream: None: it was closed before the script began (`>&-`)."""
+        return cast("TextIO", cls(_Nowhere() if stream is None else stream))
+
+    def write(self, text: str) -> int:
+        try:
+            text.encode(encoding := self._stream.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def give_up_rest(self) -> None:
+        """What could not be written does no harm when the process ends: no exit code 120."""
+        self.flush()
+        if self._has_failed:
+            self._leave()
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            if getattr(error, "errno", None) in _IS_GONE:
+                self._leave()
+            if not self._has_failed:
+                self._has_failed = True
+                name = getattr(self._stream, "name", "the output")
+                logger.warning("%s cannot be written (%s); the run goes on", name, error)
+
+    def _leave(self) -> None:
+        """From now on all that this process writes there goes nowhere."""
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            self._stream.flush()
+        except (OSError, ValueError):
+            return  # it has no file, or is closed: nothing is left to be written
+
+
+def end_outlets() -> None:
+    """At the end of a script: what standard output and error could not take is given up."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        Outlet(stream).give_up_rest()
