@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -91,10 +91,9 @@ class Owner:
         process = OtherProcess.find(self.pid, self.start_ticks) if self._is_here else None
         if process is None:
             return False
-        with closing(process):
-            was_stopped = is_stopped(self.pid)
-            if was_stopped:
-                process.send(signal.SIGCONT)
+        was_stopped = is_stopped(self.pid)
+        if was_stopped:
+            process.send(signal.SIGCONT)
         return was_stopped
 
     @property

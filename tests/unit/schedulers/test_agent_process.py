@@ -18,5 +18,4 @@ def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_pla
         assert agent.how_it_ended() is None
         agent.kill()
         assert agent.how_it_ended() == "an unknown exit status"
-        agent.close()  # another thread may still ask
         assert agent.how_it_ended() == "an unknown exit status"
