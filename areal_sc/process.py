@@ -27,6 +27,8 @@ END_SIGNAL: Final = signal.SIGRTMIN
 """By this a script ends its agent. Nobody else sends it."""
 
 _POLL_S: Final = 0.02
+_ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
+"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: processes are not counted for who has one of them."""
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_NAME_CHARS: Final = 15
 
@@ -154,7 +156,7 @@ def leave_signals_to_script() -> None:
 
 
 def _around_fork(how: int, *, is_fork: bool = False) -> None:
-    """What user code forks is its own to end, from its first moment; `multiprocessing` sends SIGTERM.
+    """What user code forks can be ended from its first moment: `multiprocessing` sends SIGTERM.
 
     Args:
         how: SIGTERM is blocked, or no more.
@@ -190,6 +192,20 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:  # forbidden, in a sandbox say
             logger.warning("the limit of open files stays at %d: %s", soft, error)
+
+
+def max_more_tasks() -> float:
+    """How many more processes and threads this user may have, as far as is seen from here."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    powers = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0 or powers & _ABOVE_LIMITS:
+        return math.inf
+    num = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid == os.getuid():
+                num += len(os.listdir(process / "task"))
+    return limit - num
 
 
 def open_files_advice() -> str:
