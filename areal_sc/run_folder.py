@@ -302,7 +302,7 @@ class RunFolder(RunFiles):
         An older areal_sc kept the latter in `config.yaml` alone.
         """
         marker = self.marker()
-        begun_with = marker and marker.settings
+        begun_with = None if marker is None else marker.settings
         if begun_with is None and self.config_path.exists():
             begun_with = self.config_path.read_text(errors="replace")  # what is no text is shown
         if begun_with is None:

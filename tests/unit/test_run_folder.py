@@ -194,7 +194,7 @@ def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> N
         assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
         names = sorted(entry.name for entry in path.iterdir())
     assert names == [
-        ".lock", ".term", "checkpoints", "config.yaml", "logs", "run.json", "sources",
+        ".lock", ".run.json", ".term", "checkpoints", "config.yaml", "logs", "run.json", "sources",
     ]  # fmt: skip
     assert (outside / "file").exists()
 
