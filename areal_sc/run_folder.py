@@ -62,11 +62,13 @@ class RunFolder(RunFiles):
 
     Attributes:
         term: of this process, once it has opened the folder.
+        warnings: what people should know of the folder as it was found.
     """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self.term: RunTerm | None = None
+        self.warnings: list[str] = []
         self._lock: HeldLock | None = None
 
     def decide(self, *, resume: str = "auto", overwrite: bool = False) -> Opening:
@@ -108,6 +110,9 @@ class RunFolder(RunFiles):
                     "made it; go on with that one, choose another run_dir, or delete the run by "
                     "--overwrite"
                 )
+            for path in (self.config_path, self.path / MARKER, self.path / COPY):
+                if path.is_dir():
+                    raise self._error(f"{path} is a folder, not a file; move it away")
             return self._continuation(resume)
 
     def _continuation(self, resume: str) -> Opening:
@@ -283,7 +288,7 @@ class RunFolder(RunFiles):
             with self._errors_named():
                 self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
                 self._lock = take_folder(self.path)
-                make_private(self.path)
+                make_private(self.path, self.warnings.append)
                 self.term = RunTerm.begin(self.path)
                 yield
         except BaseException:

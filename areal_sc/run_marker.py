@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 MARKER: Final = "run.json"
 COPY: Final = ".run.json"
 _KIND: Final = "areal_sc run"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,7 @@ class RunMarker:
         for name, other in ((COPY, MARKER), (MARKER, COPY)):
             path = folder.path / name
             if _read(path) is None and _read(folder.path / other) is not None and path.exists():
-                logger.warning(
-                    "%s was damaged; %s has the same, so it is written anew", path, other
-                )
+                folder.warnings.append(f"{path} was damaged; {other} is whole, and its copy")
             folder.write_atomic(name, self._to_json())
 
 

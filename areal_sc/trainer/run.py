@@ -127,6 +127,8 @@ class Run:
                 self._trackers.append(BackgroundTracker(tracker, self.display.warning))
                 stack.callback(self._trackers[-1].close)
             self._begin_trackers()
+            for warning in self.folder.warnings:
+                self.display.warning(warning)
             if self._opening is Opening.overwrite:
                 self.display.warning(
                     f"the earlier run in {self.folder.path} was deleted: overwrite"

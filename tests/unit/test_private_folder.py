@@ -72,9 +72,10 @@ def test_what_belongs_to_another_user_ends_the_start(path: Path, name: str) -> N
 
 
 def test_a_file_system_that_keeps_its_permissions_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o777)
     monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
-    make_private(tmp_path)
-    assert f"{tmp_path}: others can write to it" in caplog.text
+    told: list[str] = []
+    make_private(tmp_path, told.append)
+    assert told == [f"{tmp_path}: others can write to it, and its file system keeps it so"]
