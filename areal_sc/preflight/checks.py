@@ -64,8 +64,6 @@ def check_config(
             raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
     is_local = config.scheduler.type == SchedulerType.local
-    if is_local:
-        _check_limits(config)
     make_actor(config.actor).check(count_devices if is_local else None)
     _check_mesh(config.actor)
     loss_of(config.actor.ppo).search_path()  # raises where there is none
@@ -88,6 +86,34 @@ def check_models(config: GRPOConfig) -> None:
     for path, revision in _models(config):
         check_model_folder(local_model(path, revision))
     _check_mesh(config.actor)
+
+
+def check_limits(config: GRPOConfig) -> None:
+    """Checks the kernel's limits: a process that meets them ends somewhere inside of a library.
+
+    The numbers are what a small run takes; a large one takes more. Not for a worker that reads its
+    settings again: the run has taken its part by then.
+
+    Raises: ConfigError: this machine's limits are too low for workers on it.
+    """
+    if config.scheduler.type != SchedulerType.local:
+        return
+    rollout, num_ranks = config.rollout, config.actor.parallel.num_ranks
+    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * rollout.num_workers
+    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + rollout.num_workers)
+    if left < num_tasks:
+        raise ConfigError(
+            f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
+            f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
+            "/etc/security/limits.conf, docker run --ulimit nproc=65536), end other processes, or "
+            "use fewer workers"
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < num_files:
+        raise ConfigError(
+            f"ulimit -n: expected at least {num_files} for this run, got {hard}: "
+            f"{open_files_advice()}"
+        )
 
 
 def fetch_models(config: GRPOConfig) -> bool:
@@ -254,29 +280,6 @@ def _check_store(config: GRPOConfig) -> None:
                 f"{describe_largest_group(rollout)}), got {limit}; give more room, or set smaller "
                 "batches, or a smaller rollout.max_context_tokens"
             )
-
-
-def _check_limits(config: GRPOConfig) -> None:
-    """The kernel's limits: a process that meets them ends somewhere inside of a library.
-
-    The numbers are what a small run takes; a large one takes more.
-    """
-    rollout, num_ranks = config.rollout, config.actor.parallel.num_ranks
-    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * rollout.num_workers
-    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + rollout.num_workers)
-    if left < num_tasks:
-        raise ConfigError(
-            f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
-            f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
-            "/etc/security/limits.conf, docker run --ulimit nproc=65536), end other processes, or "
-            "use fewer workers"
-        )
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < num_files:
-        raise ConfigError(
-            f"ulimit -n: expected at least {num_files} for this run, got {hard}: "
-            f"{open_files_advice()}"
-        )
 
 
 def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list[str]:
