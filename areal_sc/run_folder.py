@@ -40,6 +40,7 @@ END_LIMIT_S = 10.0
 
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
+_MENDED = f'{{"kind": "areal_sc run", "format_version": {FORMAT_VERSION}}} in it makes it one again'
 
 _logger = logging.getLogger(__name__)
 
@@ -96,8 +97,7 @@ class RunFolder(RunFiles):
                 sample = ", ".join(entry.name for entry in entries[:3])
                 sample += ", ..." if len(entries) > 3 else ""
                 has_other = (self.path / MARKER).exists()
-                why = f": its {MARKER} is not a run's, or is damaged (that of another run of this "
-                why = f"{why}areal_sc, copied there, makes it a run's again)" if has_other else ""
+                why = f": its {MARKER} is not a run's, or is damaged ({_MENDED})" if has_other else ""
                 raise self._error(
                     f"it has other files in it ({sample}) and is not the folder of a run{why}; so "
                     "it is left alone; choose another run_dir"

@@ -44,6 +44,16 @@ def test_any_flipped_bit_is_made_good(path: Path, name: str) -> None:
         assert [warning.partition(";")[0] for warning in folder.warnings] == told
 
 
+def test_where_both_are_damaged_the_message_says_what_helps(path: Path) -> None:
+    for name in ("run.json", ".run.json"):
+        (path / name).write_text("{")
+    with pytest.raises(RunFolderError, match=r"is damaged \((\{.*\}) in it makes") as raised:
+        RunFolder(path).decide()
+    (path / "run.json").write_text(str(raised.value).partition("damaged (")[2].partition(" in")[0])
+    with RunFolder(path) as folder:
+        assert folder.open(config_text=CONFIG) is Opening.resume
+
+
 def make_old(path: Path) -> None:
     """As before there were copies."""
     (path / ".run.json").unlink()
