@@ -96,8 +96,8 @@ class RunFolder(RunFiles):
             if marker is None:
                 sample = ", ".join(entry.name for entry in entries[:3])
                 sample += ", ..." if len(entries) > 3 else ""
-                has_other = (self.path / MARKER).exists()
-                why = f": its {MARKER} is not a run's, or is damaged ({_MENDED})" if has_other else ""
+                why = f": its {MARKER} is not a run's, or is damaged ({_MENDED})"
+                why = why if (self.path / MARKER).exists() else ""
                 raise self._error(
                     f"it has other files in it ({sample}) and is not the folder of a run{why}; so "
                     "it is left alone; choose another run_dir"
