@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import socket
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -121,8 +120,7 @@ def end_agents(run_dir: Path, grace_s: float, *, but_of_jobs: bool = False) -> N
                 f"run folder {run_dir}: workers of its run live on {agent.host} (agent: process "
                 f"{agent.pid}); end them by `python -m areal_sc stop {run_dir}`"
             )
-        with closing(process):
-            process.end(grace_s)
+        process.end(grace_s)
 
 
 def _read(path: Path) -> AgentFile:

@@ -2,10 +2,11 @@
 
     replace_file    a file's content, written piece by piece; `write_atomic` is for one piece
     commit_folder   a folder's content; the new one may come from another file system
+    append_or_undo  what a file gets at its end
 
-Both write beside the target, bring everything to the disk, and rename. A folder cannot take the
-name of another one in a single step, so for a moment the former one has another name; whoever
-looks for it calls `recover_folder` first. Locks on files are in `file_lock`.
+The first two write beside the target, bring everything to the disk, and rename. A folder cannot
+take the name of another one in a single step, so for a moment the former one has another name;
+whoever looks for it calls `recover_folder` first. Locks on files are in `file_lock`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,6 +59,21 @@ def write_atomic(target: Path, content: bytes) -> None:
         file.write(content)
 
 
+def append_or_undo(file: FileIO, content: bytes | memoryview) -> None:
+    """Appends all of the content to a file that is open for appending, or nothing.
+
+    Raises: OSError: it cannot be written; the file ends where it did.
+    """
+    end, rest = os.fstat(file.fileno()).st_size, memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
+
+
 def partial_of(final: Path) -> Path:
     """Where the new content of a folder is gathered, beside it."""
     return final.with_name(f".{final.name}.partial")
@@ -74,9 +91,9 @@ def commit_folder(partial: Path, final: Path) -> None:
     """
     beside, former = partial_of(final), _former(final)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(final)
         if partial.parent != final.parent:
+            final.parent.mkdir(parents=True, exist_ok=True)
             remove(beside)
             shutil.move(partial, beside)
         else:

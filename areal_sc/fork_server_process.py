@@ -30,7 +30,7 @@ from typing import Any, Final, NoReturn
 from msgspec import msgpack
 
 from areal_sc.errors import ArealError
-from areal_sc.process import be_deaf, die_with, name_process
+from areal_sc.process import die_with, leave_signals_to_script, name_process
 from areal_sc.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,6 @@ class ForkServerProcess:
 
     def serve(self) -> None:
         """Returns when all children are dead."""
-        if signal.getsignal(signal.SIGTERM) is not be_deaf:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # of a child that does not take it yet
         signal.signal(signal.SIGCHLD, lambda *_: None)  # any, so that the wake-up pipe is written
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
@@ -147,10 +144,10 @@ class ForkServerProcess:
 
     def _run_child(self, spec: dict[str, Any], output: int, server_pid: int) -> int:
         """The process of a child; returns its exit code."""
+        leave_signals_to_script()
         os.setsid()
         die_with(server_pid)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._connection.close()  # the owner must see its end when the server dies
         os.close(self._wakeup_read)
@@ -189,6 +186,7 @@ def run_fork_server(server: ForkServerProcess, preload: Sequence[str], owner_pid
     """
 
     def run() -> int:
+        leave_signals_to_script()
         # not in its owner's process group: a signal to that is the owner's to answer
         os.setpgid(0, 0)
         die_with(owner_pid)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from areal_sc.durable import append_or_undo
 from areal_sc.errors import RunFolderError
 
 T = TypeVar("T")
@@ -29,17 +30,16 @@ class JsonLines:
             raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
 
     def append(self, *values: Any) -> None:
-        """Adds one line for each value, all in one write.
+        """Adds one line for each value.
 
-        Raises: RunFolderError: they cannot be written, for example because the disk is full.
+        Raises: RunFolderError: they cannot be written, for example because the disk is full. The
+            file is as before.
         """
         lines = b"".join(to_json(value) + b"\n" for value in values)
         try:
-            written = self._file.write(lines)
+            append_or_undo(self._file, lines)
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
-        if written != len(lines):
-            raise RunFolderError(f"cannot write {self._path}: the disk took part of a line")
 
     def close(self) -> None:
         self._file.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import resource
-import select
 import signal
 import socket
+import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final, Self
@@ -17,10 +19,21 @@ from typing import Final, Self
 MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
 
+FOR_SCRIPT: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that the script of a run answers, also where they are sent to all of its processes: by
+systemd, supervisord, a cluster, or a closed terminal."""
+
+END_SIGNAL: Final = signal.SIGRTMIN
+"""By this a script ends its agent. Nobody else sends it."""
+
+_POLL_S: Final = 0.02
+_ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
+"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: processes are not counted for who has one of them."""
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_NAME_CHARS: Final = 15
 
 IS_STOPPED: Final = "is stopped (SIGSTOP)"
+_ENDED: Final = ("Z", "X")
 _STATES: Final = {
     "T": IS_STOPPED,
     "t": IS_STOPPED,
@@ -33,17 +46,15 @@ logger = logging.getLogger(__name__)
 
 
 class OtherProcess:
-    """A process of this machine that is no child of this one, by a file descriptor of its own.
+    """A process of this machine that is no child of this one, by its id and when it began.
 
-    So a signal never reaches another process that has got its id since.
-
-    Attributes:
-        fd: readable once the process has ended.
+    So a signal reaches no process that has got its id since. (A descriptor of the process would
+    say the same, but not every Python can open one.)
     """
 
-    def __init__(self, pid: int, fd: int) -> None:
+    def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
-        self.fd = fd
+        self._started = started
 
     @classmethod
     def find(cls, pid: int, started: int) -> Self | None:
@@ -52,48 +63,42 @@ class OtherProcess:
         Args:
             started: as `start_ticks` gives it.
         """
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return None
-        if start_ticks(pid) == started:
-            return cls(pid, fd)
-        os.close(fd)
-        return None
+        found = cls(pid, started)
+        return None if found.has_ended else found
 
     @property
     def has_ended(self) -> bool:
-        return self.wait(0.0)
+        return start_ticks(self.pid) != self._started
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for its end; returns whether it has ended. None: waits as long as it takes."""
-        ready = select.poll()
-        ready.register(self.fd, select.POLLIN)
-        return bool(ready.poll(None if timeout_s is None else timeout_s * 1000))
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Waits for its end; returns whether it has ended."""
+        give_up_s = time.monotonic() + timeout_s
+        while not self.has_ended:
+            if time.monotonic() >= give_up_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def send(self, signum: signal.Signals) -> None:
         """Sends a signal; nothing happens if it has ended."""
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.fd, signum)
+            if not self.has_ended:
+                os.kill(self.pid, signum)
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL if it takes longer than that. It has ended when this returns."""
-        self.send(signal.SIGTERM)
+        """Ends an agent, and kills it if it takes longer. It has ended when this returns."""
+        self.send(END_SIGNAL)
         if not self.wait(grace_s):
             self.send(signal.SIGKILL)
             self.wait()
-
-    def close(self) -> None:
-        """Gives the descriptor up."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 def start_ticks(pid: int) -> int:
     """When a process began, in clock ticks since the machine did; -1: it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        has_ended = fields[0] in _ENDED  # its parent has not asked how, and may never do so
+        return -1 if has_ended else int(fields[19])
     except (OSError, ValueError, IndexError):
         return -1
 
@@ -138,10 +143,35 @@ def die_with(parent_pid: int) -> None:
 
 
 def be_deaf(number: int, frame: FrameType | None) -> None:
-    """Handler of a signal that neither a process obeys nor its forks, but programs that they start.
+    """Handler of a signal that a process does not obey, but programs that it starts.
 
     Those would inherit `SIG_IGN`.
     """
+
+
+def leave_signals_to_script() -> None:
+    """This process of a run obeys none of `FOR_SCRIPT`: it ends when its script, or agent, does."""
+    for number in FOR_SCRIPT:
+        signal.signal(number, be_deaf)
+
+
+def _around_fork(how: int, *, is_fork: bool = False) -> None:
+    """What user code forks can be ended from its first moment: `multiprocessing` sends SIGTERM.
+
+    Args:
+        how: SIGTERM is blocked, or no more.
+    """
+    if signal.getsignal(signal.SIGTERM) is be_deaf:
+        if is_fork:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(how, [signal.SIGTERM])
+
+
+os.register_at_fork(
+    before=partial(_around_fork, signal.SIG_BLOCK),
+    after_in_parent=partial(_around_fork, signal.SIG_UNBLOCK),
+    after_in_child=partial(_around_fork, signal.SIG_UNBLOCK, is_fork=True),
+)
 
 
 def process_state(pid: int) -> str:
@@ -162,6 +192,20 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:  # forbidden, in a sandbox say
             logger.warning("the limit of open files stays at %d: %s", soft, error)
+
+
+def max_more_tasks() -> float:
+    """How many more processes and threads this user may have, as far as is seen from here."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    powers = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0 or powers & _ABOVE_LIMITS:
+        return math.inf
+    num = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid == os.getuid():
+                num += len(os.listdir(process / "task"))
+    return limit - num
 
 
 def open_files_advice() -> str:

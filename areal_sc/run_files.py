@@ -1,7 +1,8 @@
 """The files of the folder that a run lives in, all of which survive a crash.
 
-run.json         marks the folder as a run's, and says its format; only such a folder is emptied
-config.yaml      the resolved settings
+run.json         marks the folder as a run's, with its format and settings; only such a folder is
+                 emptied. `.run.json` is its copy: see `run_marker`
+config.yaml      the resolved settings, for people
 summary.json     written last: the run is finished
 status.json      what the run does now, for `python -m areal_sc status`
 metrics.jsonl    one line a training step

@@ -26,8 +26,10 @@ from areal_sc.config.differences import check_resumable
 from areal_sc.durable import remove, set_aside, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, is_locked, take_lock
+from areal_sc.private_folder import make_private
 from areal_sc.run_files import RunFiles
 from areal_sc.run_lineage import LINEAGE
+from areal_sc.run_marker import COPY, MARKER, RunMarker
 from areal_sc.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
 
 FORMAT_VERSION = 5
@@ -38,9 +40,9 @@ OWNER_ONLY = 0o700
 END_LIMIT_S = 10.0
 """An agent ends its workers in a few seconds, and is killed if it takes longer."""
 
-_MARKER = "run.json"
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
+_MENDED = f'{{"kind": "areal_sc run", "format_version": {FORMAT_VERSION}}} in it makes it one again'
 
 _logger = logging.getLogger(__name__)
 
@@ -63,11 +65,13 @@ class RunFolder(RunFiles):
 
     Attributes:
         term: of this process, once it has opened the folder.
+        warnings: what people should know of the folder as it was found.
     """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self.term: RunTerm | None = None
+        self.warnings: list[str] = []
         self._lock: HeldLock | None = None
 
     def decide(
@@ -94,23 +98,26 @@ class RunFolder(RunFiles):
                 if resume == "must":
                     raise self._error("there is no run to resume")
                 return Opening.start
-            if not marker:
+            if marker is None:
                 sample = ", ".join(entry.name for entry in entries[:3])
                 sample += ", ..." if len(entries) > 3 else ""
-                has_other = (self.path / _MARKER).exists()
-                why = f": its {_MARKER} is not a run's, or is damaged" if has_other else ""
+                why = f": its {MARKER} is not a run's, or is damaged ({_MENDED})"
+                why = why if (self.path / MARKER).exists() else ""
                 raise self._error(
                     f"it has other files in it ({sample}) and is not the folder of a run{why}; so "
                     "it is left alone; choose another run_dir"
                 )
             if overwrite:
                 return Opening.overwrite
-            if (found := marker.get("format_version")) != FORMAT_VERSION:
+            if (found := marker.format_version) != FORMAT_VERSION:
                 raise self._error(
                     f"expected format {FORMAT_VERSION}, got {found}: another version of areal_sc "
                     "made it; go on with that one, choose another run_dir, or delete the run by "
                     "--overwrite"
                 )
+            for path in (self.config_path, self.path / MARKER, self.path / COPY):
+                if path.is_dir():
+                    raise self._error(f"{path} is a folder, not a file; move it away")
             return self._continuation(resume, total_steps)
 
     def _continuation(self, resume: str, total_steps: int | None) -> Opening:
@@ -162,7 +169,7 @@ class RunFolder(RunFiles):
                 take_folder(self.path).close()
             Owner.read(self.path)  # the next term counts from it
             if opening in _GOES_ON:
-                check_resumable(self._begun_with(), config_text)
+                self._check_resumable(config_text, opening)
         return opening
 
     def open(
@@ -192,11 +199,10 @@ class RunFolder(RunFiles):
             elif opening is Opening.restart:
                 self._set_aside()
             elif opening in _GOES_ON:
-                lives = opening is Opening.attach
-                for change in check_resumable(self._begun_with(), config_text, lives=lives):
+                for change in self._check_resumable(config_text, opening):
                     _logger.warning("setting changed since the run began: %s", change)
                 self.summary_path.unlink(missing_ok=True)  # a finished run gets more steps
-            self._mark()
+            self._mark(config_text)
             self.write_atomic(self.config_path, config_text.encode())
         return opening
 
@@ -239,11 +245,12 @@ class RunFolder(RunFiles):
         assert self._lock is None, f"run folder {self.path} is open already"
         with self._errors_named():
             self._lock = take_folder(self.path)
-        self.term = None if last is None else RunTerm(last.term, self.path)
+        self.term = None if last is None else RunTerm.of(last, self.path)
         self.check_term()
 
     def check_term(self) -> None:
-        """Raises: StaleTerm: another process has taken the run over."""
+        """Raises: StaleTerm: another process has taken the run over. RunFolderError: the folder was
+        moved or deleted."""
         if self.term is not None:
             self.term.check()
 
@@ -313,22 +320,31 @@ class RunFolder(RunFiles):
             with self._errors_named():
                 self.path.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
                 self._lock = take_folder(self.path)
+                make_private(self.path, self.warnings.append)
                 self.term = RunTerm.begin(self.path)
                 yield
         except BaseException:
             self.close()
             raise
 
-    def _mark(self) -> None:
+    def _mark(self, settings: str | None = None) -> None:
         """Makes the folder a run's."""
-        marker = {"kind": "areal_sc run", "format_version": FORMAT_VERSION}
-        self.write_atomic(_MARKER, f"{json.dumps(marker)}\n".encode())
+        RunMarker(FORMAT_VERSION, settings).write(self)
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
-    def _begun_with(self) -> str:
-        """The settings that the run was begun with; what is no text in it stays visible."""
-        return self.config_path.read_text(errors="replace")
+    def _check_resumable(self, config_text: str, opening: Opening) -> list[str]:
+        """Checks these settings against those that the run was begun with; see `check_resumable`.
+
+        An older areal_sc kept the latter in `config.yaml` alone.
+        """
+        marker = self.marker()
+        begun_with = None if marker is None else marker.settings
+        if begun_with is None and self.config_path.exists():
+            begun_with = self.config_path.read_text(errors="replace")  # what is no text is shown
+        if begun_with is None:
+            return [f"not known, as {self.config_path} is gone; the command's own settings count"]
+        return check_resumable(begun_with, config_text, lives=opening is Opening.attach)
 
     def _error(self, text: str) -> RunFolderError:
         return RunFolderError(f"run folder {self.path}: {text}")
@@ -350,17 +366,12 @@ class RunFolder(RunFiles):
             return []
         paths = self.jobs_path, self.join_path, self.joined_path, self.nonce_path
         kept = (TERM, LINEAGE, *(path.name for path in paths))
-        own = (LOCK, *kept, f".{_MARKER}.", *(f".{name}" for name in kept))
+        own = (LOCK, COPY, *kept, f".{COPY}.", *(f".{name}" for name in kept))
         return sorted(entry for entry in self.path.iterdir() if not entry.name.startswith(own))
 
-    def marker(self) -> dict[str, Any]:
-        """What `run.json` says; nothing if it is not a run's."""
-        try:
-            marker = json.loads((self.path / _MARKER).read_text())
-        except (OSError, ValueError):
-            return {}
-        is_marker = isinstance(marker, dict) and marker.get("kind") == "areal_sc run"
-        return marker if is_marker else {}
+    def marker(self) -> RunMarker | None:
+        """What makes it a run's; None: it is none."""
+        return RunMarker.read(self.path)
 
     def _empty(self) -> None:
         """Ends the run, if it lives, and deletes all but lock and count.
@@ -369,13 +380,14 @@ class RunFolder(RunFiles):
         """
         end_agents(self.path, END_LIMIT_S)
         for entry in self._entries():
-            if entry.name != _MARKER:
+            if entry.name != MARKER:
                 remove(entry)
-        (self.path / _MARKER).unlink()
+        for name in (MARKER, COPY):
+            (self.path / name).unlink(missing_ok=True)
 
     def _set_aside(self) -> None:
         """Moves what an earlier start left to `previous/<n>/`, once none of it runs any more."""
         end_agents(self.path, END_LIMIT_S)
         # jobs may wait, whose agents have these keys
-        kept = (_MARKER, _PREVIOUS, AGENTS, self.keys_path.name)
+        kept = (MARKER, _PREVIOUS, AGENTS, self.keys_path.name)
         set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)

@@ -23,6 +23,7 @@ def begin_lineage(folder: RunFolder) -> int:
 
     Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
     """
+    folder.check_term()  # else one that was moved away would be made anew
     lineage = newest_lineage(folder) + 1
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY)

@@ -5,7 +5,10 @@
 
 The lock keeps a second process out. Where that does not help, since the lock file was deleted, say,
 or the folder is on a file system without locks between machines, the terms do: a process whose term
-is not the newest changes nothing any more.
+is not the newest changes nothing any more. Two starts may count at one moment and get the same
+number; then the one counts whose name the file has.
+
+A path is only a name. Who writes to a run folder looks first whether it still names that folder.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +27,7 @@ from typing import Final
 from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, StaleTerm
 from areal_sc.file_lock import HeldLock, take_lock
+from areal_sc.ids import random_id
 from areal_sc.process import OtherProcess, is_stopped, start_ticks
 
 LOCK: Final = ".lock"
@@ -43,6 +47,7 @@ class Owner:
         term: number of its start, from 1.
         host, pid, start_ticks: of the process; see `start_ticks`.
         began_s: Unix time.
+        name: of this start alone; "": an older areal_sc gave none.
     """
 
     term: int
@@ -50,6 +55,7 @@ class Owner:
     pid: int
     start_ticks: int
     began_s: float
+    name: str = ""
 
     @classmethod
     def read(cls, run_dir: Path) -> Owner | None:
@@ -91,10 +97,9 @@ class Owner:
         process = OtherProcess.find(self.pid, self.start_ticks) if self._is_here else None
         if process is None:
             return False
-        with closing(process):
-            was_stopped = is_stopped(self.pid)
-            if was_stopped:
-                process.send(signal.SIGCONT)
+        was_stopped = is_stopped(self.pid)
+        if was_stopped:
+            process.send(signal.SIGCONT)
         return was_stopped
 
     @property
@@ -108,47 +113,95 @@ class Owner:
         return is_host and start_ticks(self.pid) == self.start_ticks
 
 
+class FolderPlace:
+    """The folder that a path names now, wherever it is moved to.
+
+    It keeps its number as long as a file in it is open, as the lock of a run folder is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = self._find()
+
+    def check(self) -> None:
+        """Raises: RunFolderError: the path names another folder, or none."""
+        with suppress(OSError):  # a file server that does not answer has moved nothing
+            if self._find() != self._number:
+                raise RunFolderError(
+                    f"run folder {self._path}: it was moved or deleted while the run was in it, so "
+                    "the run ends and writes to no other folder of this name. Move it back, and "
+                    "the same command goes on from its newest snapshot"
+                )
+
+    def _find(self) -> tuple[int, int] | None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = self._path.stat()
+            return found.st_dev, found.st_ino
+        return None
+
+
 @dataclass(frozen=True)
 class RunTerm:
     """The term of a process in a run folder.
 
     Attributes:
         number: every request of the process carries it.
+        owner: name of the start; see `Owner`.
     """
 
     number: int
     run_dir: Path
+    owner: str
+    _place: FolderPlace
 
     @classmethod
     def begin(cls, run_dir: Path) -> RunTerm:
         """The next term, for this process. It is on the disk when this returns.
 
-        Raises: RunFolderError: the count is damaged. OSError: it cannot be written.
+        Raises: RunFolderError: the count is damaged. OSError: it cannot be written. StaleTerm:
+            another process has counted at the same time.
         """
         last, pid = Owner.read(run_dir), os.getpid()
         number = 1 if last is None else last.term + 1
-        owner = Owner(number, socket.gethostname(), pid, start_ticks(pid), time.time())
+        start = socket.gethostname(), pid, start_ticks(pid), time.time(), random_id()
+        owner = Owner(number, *start)
         write_atomic(run_dir / TERM, json.dumps(asdict(owner)).encode())
-        return cls(number, run_dir)
+        term = cls.of(owner, run_dir)
+        term.check()
+        return term
+
+    @classmethod
+    def of(cls, owner: Owner, run_dir: Path) -> RunTerm:
+        """That of a process which may have ended, to act in its name."""
+        return cls(owner.term, run_dir, owner.name, FolderPlace(run_dir))
 
     @property
     def is_over(self) -> bool:
         """Another process has begun a later one. A damaged file says of none."""
         with suppress(RunFolderError):
-            newest = Owner.read(self.run_dir)
-            return newest is not None and newest.term > self.number
+            return self._newer is not None
         return False
 
+    @property
+    def _newer(self) -> Owner | None:
+        newest = Owner.read(self.run_dir)
+        is_newer = newest is not None and (
+            newest.term > self.number or (newest.term == self.number and newest.name != self.owner)
+        )
+        return newest if is_newer else None
+
     def check(self) -> None:
-        """Raises: StaleTerm: it is over. Says who has taken the run over."""
+        """Raises: StaleTerm: it is over; says who has taken the run over. RunFolderError: the
+        folder was moved or deleted."""
+        self._place.check()
         if self.is_over:
             raise self.stale()
 
     def stale(self) -> StaleTerm:
         """Why this process can do nothing any more."""
-        newest = Owner.read(self.run_dir)
-        who = "" if newest is None or newest.term <= self.number else f" (term {newest.term}: "
-        who += f"process {newest.pid} on {newest.host}, for {newest.age})" if who and newest else ""
+        newest, who = self._newer, ""
+        if newest is not None:
+            who = f" (term {newest.term}: process {newest.pid} on {newest.host}, for {newest.age})"
         return StaleTerm(
             f"run folder {self.run_dir}: another start of the script has taken the run over{who}; "
             f"this one, of term {self.number}, ends and leaves everything to it"

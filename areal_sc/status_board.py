@@ -153,8 +153,8 @@ class StatusBoard:
         self._status.written = time.time()
         partial = self._path.with_name(f".{self._path.name}.partial")
         try:
-            if self._term is not None and self._term.is_over:
-                return  # the file is another process's
+            if self._term is not None:
+                self._term.check()  # else the file is another process's
             partial.write_bytes(msgspec.json.encode(self._status))
             partial.replace(self._path)
         except (OSError, RunFolderError) as error:

@@ -20,5 +20,5 @@ def check_is_folder(path: Path) -> None:
 def check_is_run(folder: RunFolder) -> None:
     """Raises: CommandError: it is not the folder of a run, or may not be read."""
     check_is_folder(folder.path)
-    if not folder.marker():
+    if folder.marker() is None:
         raise CommandError(f"{folder.path} is not the folder of a run: it has no sound run.json")

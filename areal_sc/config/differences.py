@@ -64,6 +64,11 @@ STARTED_AGAIN = {
 """Section -> what a change of it means for workers that a killed script has left: they were started
 with the settings of that time. Shared settings are in each section that reads them."""
 
+_UNREADABLE = (
+    "the run's config.yaml cannot be read; move it out of the folder, and the same command goes on "
+    "with its own settings"
+)
+
 ABSENT = "(not set)"
 """Stands for the value on a side that does not have the setting."""
 
@@ -122,9 +127,9 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # the second: of a date that is none
-        raise RunFolderError(f"the run's config.yaml cannot be read: {error}") from error
+        raise RunFolderError(f"{_UNREADABLE}: {error}") from error
     if not isinstance(content, dict):
-        raise RunFolderError("the run's config.yaml cannot be read: it is not a mapping")
+        raise RunFolderError(f"{_UNREADABLE}: it is not a mapping")
     return content
 
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,6 +90,7 @@ class Journal:
         self._num_durable = 0
         self._segment_bytes = 0
         self._max_segment_bytes = 0
+        self._num_bytes = 0  # of the file
         self._commit: asyncio.Task[None] | None = None
         self._failure: RunFolderError | None = None
         self._path = folder  # of the newest segment, once it is known
@@ -191,11 +193,21 @@ class Journal:
             if part.is_segment:
                 self._write_segment(content)
             else:
-                assert self._file is not None
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-                self._file.sync()
+                self._append(content)
+
+    def _append(self, content: bytes) -> None:
+        """All of it is on the disk afterwards, or none of it, as far as the disk still answers."""
+        assert self._file is not None
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._file.sync()
+        except OSError:
+            with suppress(OSError):
+                self._disk.cut(self._path, self._num_bytes)
+            raise
+        self._num_bytes += len(content)
 
     def _write_segment(self, content: bytes) -> None:
         number = _number(self._path) if self._file is not None else self._last_number()
@@ -204,6 +216,7 @@ class Journal:
         self._path = _path(self._folder, number + 1)
         self._disk.create(self._path, HEADER + content)
         self._file = self._disk.append_to(self._path)
+        self._num_bytes = len(HEADER) + len(content)
 
     def _last_number(self) -> int:
         """Of the segments that earlier processes left, after what their crashes left is cut off."""

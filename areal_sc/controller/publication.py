@@ -26,6 +26,7 @@ from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.member import Member
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.errors import EngineFailed, TransportError, WorkerError
+from areal_sc.run_files import RunFiles
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
@@ -118,8 +119,9 @@ class Publisher:
 
     async def _save(self, operation: Operation, version: int, oldest: int) -> WeightsReference:
         started = time.perf_counter()
+        run = str(RunFiles(self._fleet.config.run_dir).path)
         replies = await self._fleet.call_all(
-            calls.SAVE_WEIGHTS, calls.SaveWeights(operation, version, oldest)
+            calls.SAVE_WEIGHTS, calls.SaveWeights(operation, version, oldest, run)
         )
         await self._sweep([calls.Sweep(r.last_sequence, adopted_live=()) for r in replies])
         self.times.publish_seal_s += time.perf_counter() - started

@@ -6,6 +6,7 @@ Everything here is cheap and needs no worker: it runs before any is started.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.settings_warnings import settings_warnings
+from areal_sc.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
 
 MIN_HEARTBEATS_TO_ORPHAN = 2
@@ -84,6 +86,34 @@ def check_models(config: GRPOConfig) -> None:
     for path, revision in _models(config):
         check_model_folder(local_model(path, revision))
     _check_mesh(config.actor)
+
+
+def check_limits(config: GRPOConfig) -> None:
+    """Checks the kernel's limits: a process that meets them ends somewhere inside of a library.
+
+    The numbers are what a small run takes; a large one takes more. Not for a worker that reads its
+    settings again: the run has taken its part by then.
+
+    Raises: ConfigError: this machine's limits are too low for workers on it.
+    """
+    if config.scheduler.type != SchedulerType.local:
+        return
+    rollout, num_ranks = config.rollout, config.actor.parallel.num_ranks
+    num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * rollout.num_workers
+    left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + rollout.num_workers)
+    if left < num_tasks:
+        raise ConfigError(
+            f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
+            f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
+            "/etc/security/limits.conf, docker run --ulimit nproc=65536), end other processes, or "
+            "use fewer workers"
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < num_files:
+        raise ConfigError(
+            f"ulimit -n: expected at least {num_files} for this run, got {hard}: "
+            f"{open_files_advice()}"
+        )
 
 
 def fetch_models(config: GRPOConfig) -> bool:

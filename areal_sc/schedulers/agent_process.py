@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from areal_sc.agent_files import AgentFile
 from areal_sc.errors import TransportError
-from areal_sc.process import OtherProcess, exit_text
+from areal_sc.process import END_SIGNAL, OtherProcess, exit_text
 from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers.other_agents import run_apart
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -27,6 +27,7 @@ AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")
 """-P: the working directory must not shadow installed modules."""
 REACH_LIMIT_S: Final = 5.0
 """An agent that lives answers in milliseconds; one that does not in so long is of no use."""
+_LOOK_S: Final = 0.05
 
 
 def agent_environment(around: Mapping[str, str]) -> dict[str, str]:
@@ -57,7 +58,7 @@ class AgentProcess(Protocol):
         ...
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM: it ends its workers and cleans up. SIGKILL if that takes longer."""
+        """It ends its workers and cleans up. SIGKILL if that takes longer."""
         ...
 
     def kill(self) -> None:
@@ -104,7 +105,7 @@ class StartedAgent:
         return None if code is None else exit_text(code)
 
     def end(self, grace_s: float) -> None:
-        self._process.terminate()
+        self._process.send_signal(END_SIGNAL)
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -127,7 +128,7 @@ class FoundAgent:
 
     Args:
         file: what it tells of itself.
-        process: its own; closed with this.
+        process: its own.
     """
 
     def __init__(self, file: AgentFile, process: OtherProcess) -> None:
@@ -149,8 +150,7 @@ class FoundAgent:
         self._process.wait()
         self._is_killed = True
 
-    def close(self) -> None:
-        self._process.close()
+    def close(self) -> None: ...
 
     def describe(self, keys: RunKeys, term: RunTerm | None) -> NodeDescription | None:
         """What it says of its node; None: it does not answer, or has ended. Blocks.
@@ -167,12 +167,12 @@ class FoundAgent:
             *(file.address, "agent", file.incarnation), keeps_trying=True, server_key=file.key
         )
         asking = asyncio.ensure_future(agent.call(DESCRIBE, None, timeout_s=REACH_LIMIT_S))
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._process.fd, asking.cancel)
         try:
+            while not (asking.done() or self._process.has_ended):
+                await asyncio.wait([asking], timeout=_LOOK_S)
+            asking.cancel()  # nothing happens to an answer
             with suppress(TransportError, asyncio.CancelledError):
                 return await asking
             return None
         finally:
-            loop.remove_reader(self._process.fd)
             await transport.close()

@@ -5,7 +5,7 @@
                         background
     nodes               the agent has told where it listens, and what this machine offers
     renew               the agent is killed if need be, and another one takes its place
-    close               SIGTERM: the agent ends what is left, and cleans up
+    close               the agent ends what is left, and cleans up
 
 Where there are CUDA devices, the fork server imports nothing beforehand. Agent and workers outlive
 this process by `orphan_timeout_s` at most. The keys of the run are made here, and lie in a file of

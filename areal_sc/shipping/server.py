@@ -25,7 +25,7 @@ from msgspec import json
 
 from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
 from areal_sc.log import setup_logging
-from areal_sc.process import allow_open_files, name_process
+from areal_sc.process import allow_open_files, leave_signals_to_script, name_process
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
@@ -248,6 +248,7 @@ def main() -> None:
     If another process has the port, any other one will do, as for port 0.
     """
     run_dir, interface, port = sys.argv[1:]
+    leave_signals_to_script()
     setup_logging("files")
     name_process("files")
     allow_open_files()

@@ -33,7 +33,7 @@ from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.train import TrainController
 from areal_sc.durable import commit_folder, partial_of, remove
-from areal_sc.errors import CheckpointError, RunFolderError, StepsLost
+from areal_sc.errors import CheckpointError, RunFolderError, StaleTerm, StepsLost
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.beside import BesideTraining
 
@@ -138,6 +138,7 @@ class Checkpoints(BesideTraining):
 
     def _begin(self, kind: _Kind, step: int) -> Future[None]:
         """Returns once the ranks have copied their state; they write it meanwhile."""
+        self._run.folder.check_term()
         if kind == "model":
             return self._actor.begin_save_hf(self._model_folder(step))
         folder = self._unfinished(step)
@@ -145,7 +146,7 @@ class Checkpoints(BesideTraining):
             if leftover != folder:  # of a start that was killed; its ranks may still write here
                 shutil.rmtree(leftover, ignore_errors=True)
         self._snapshot_began_s = time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         self._run.folder.write_atomic(folder / CONTROLLERS, _sealed(self._rollout.state()))
         return self._actor.begin_snapshot()
 
@@ -153,10 +154,13 @@ class Checkpoints(BesideTraining):
         """Waits for the ranks, and gives a snapshot its name; on a thread of its own."""
         try:
             written.result()
+            self._run.folder.check_term()  # training has gone on for a while
             if kind == "snapshot":
                 commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
                 self._actor.note_snapshot(step)
                 self._delete_outdated()
+        except StaleTerm:
+            raise  # all that lies there is the other start's
         except _FAILURES as error:
             if kind == "snapshot":
                 shutil.rmtree(self._unfinished(step), ignore_errors=True)

@@ -35,7 +35,7 @@ from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.log import Screen, logging_to
-from areal_sc.preflight.checks import check_config, check_models
+from areal_sc.preflight.checks import check_config, check_limits, check_models
 from areal_sc.process import process_age_s
 from areal_sc.run_folder import Opening, RunFolder
 from areal_sc.run_status import Phase as StatusPhase
@@ -102,6 +102,7 @@ class Run:
         self.config = typed(self.config)
         take_context(self.config)
         warnings = check_config(self.config)
+        check_limits(self.config)
         trackers = [*map(make_tracker, self.config.trackers), *self._given_trackers]
         with ExitStack() as stack:  # nothing stays open when something of this fails
             self.folder = RunFolder(self.config.run_dir)
@@ -129,6 +130,8 @@ class Run:
                 self._trackers.append(BackgroundTracker(tracker, self.display.warning))
                 stack.callback(self._trackers[-1].close)
             self._begin_trackers()
+            for warning in self.folder.warnings:
+                self.display.warning(warning)
             if self._opening is Opening.overwrite:
                 self.display.warning(
                     f"the earlier run in {self.folder.path} was deleted: overwrite"

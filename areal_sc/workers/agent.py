@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,14 +28,13 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError
 from areal_sc.fork_server import ForkServer
 from areal_sc.log import setup_logging
-from areal_sc.process import allow_open_files, be_deaf, name_process
+from areal_sc.process import allow_open_files, leave_signals_to_script, name_process
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.security.keys import KeyPair
 from areal_sc.workers.entry import PRELOAD
 from areal_sc.workers.joining import Invitation, announce, read_introduction
 from areal_sc.workers.node_agent import Agent
 from areal_sc.workers.node_folder import NodeFolder
-from areal_sc.workers.wishes import CLUSTER_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +52,12 @@ def main(
     """
     run_id, settings, *address = sys.argv[1:] if argv is None else argv
     config = json.decode(settings, type=SchedulerConfig)
+    leave_signals_to_script()
     setup_logging("agent")
     name_process("agent")
     allow_open_files()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_devices = count_cuda_devices()
-    for number in CLUSTER_SIGNALS if address else ():
-        signal.signal(number, be_deaf)
     fork_server = ForkServer(target, () if num_devices else preload)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until it serves
     keys, invitation = KeyPair.create(), None
     try:
         script_key, secret, nonce = read_introduction()

@@ -132,10 +132,12 @@ class SaveWeights(Change, frozen=True, array_like=True):
 
     Attributes:
         oldest: version that somebody may still read; the folders of earlier ones go.
+        run: folder of the run; tells its folders from those of other runs.
     """
 
     version: int
     oldest: int
+    run: str
 
 
 class SavedWeights(Struct, frozen=True, array_like=True):

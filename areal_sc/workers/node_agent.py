@@ -12,14 +12,15 @@ owner of the script's, and passes on what the script sends for each worker.
 
     consumes     calls of the controllers, reports and beats of workers, the ends of processes
     waits for    a call, a worker, or the end
-    unblocked by SIGTERM; the death of its fork server; or no word of a controller for
+    unblocked by `END_SIGNAL`; the death of its fork server; or no word of a controller for
                  `orphan_timeout_s`. As long as no workers run, it is enough that the script answers
                  when the agent joins again, or, on the script's machine, that the standard input is
                  open. If the script says that the agent was replaced, it ends at once
 
-On a node of a cluster SIGTERM says that the node is taken away soon. So an agent whose workers are
-in use tells the script, which ends them when it has saved what they did; the second SIGTERM is the
-end. SIGUSR1 asks for a snapshot. The cluster sends both to all processes: no other one obeys.
+SIGTERM says that the node is taken away soon, or is sent to all processes of a run that is to end.
+So an agent whose workers are in use tells the script, which ends them when it has saved what they
+did; the second SIGTERM is the end, and so is the first one where no script is heard. SIGUSR1 asks
+for a snapshot. Workers, and what else an agent forks, obey none of `FOR_SCRIPT`.
 
 An agent deletes the run's shared memory and its keys when the run ends. One whose fork server has
 died, while a script has the run's folder, leaves them to its successor, which the scheduler starts,
@@ -31,7 +32,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -161,10 +161,7 @@ class Agent:
             cannot be used.
         """
         ended = self._ended
-        if self._invitation is not None:
-            self._wishes.take_signals(lambda: self._script.uses_node, ended.set)
-        else:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        self._wishes.take_signals(lambda: self._script.uses_node, ended.set)
         limit_s = self._config.orphan_timeout_s
         watch = asyncio.create_task(_set_after(self._fork_server.is_gone, ended))
         logs = asyncio.create_task(

@@ -22,6 +22,7 @@ from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import FolderPlace
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of
@@ -55,6 +56,7 @@ class TrainWorker(Worker):
         self._broadcasts: WeightBroadcasts | None = None
         self._rank = 0
         self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
+        self._run_place = FolderPlace(Path(spec.run.run_dir))
         folder = self.order.search_path
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
@@ -218,11 +220,14 @@ class TrainWorker(Worker):
     async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
         """Writes the weights to a folder of their policy below `weight_update.folder`."""
         lineage = args.operation.lineage
-        folder = self._weights_root / f"{_FOLDER_PREFIX}{lineage}-{args.version}"
+        # other runs may have the same `weight_update.folder`
+        prefix = f"{_FOLDER_PREFIX}{digest([args.run])}-"
+        folder = self._weights_root / f"{prefix}{lineage}-{args.version}"
 
         async def save() -> calls.SavedWeights:
             if self._rank == 0:
-                await asyncio.to_thread(_remove_before, self._weights_root, lineage, args.oldest)
+                oldest = [lineage, args.oldest]
+                await asyncio.to_thread(_remove_before, self._weights_root, prefix, oldest)
             written = await self.compute(lambda: self.engine.begin_save_hf(folder, is_staged=False))
             await asyncio.wrap_future(written)
             return calls.SavedWeights(str(folder), self.plane.store.last_sequence)
@@ -299,7 +304,9 @@ class TrainWorker(Worker):
         """Joins a write of the same name that goes on; what is written already is written again.
 
         All ranks must do the same of the two: so the engine's part counts, which ends together.
+        Raises: RunFolderError: the run folder was moved or deleted.
         """
+        self._run_place.check()
         earlier = self._writes.get(operation)
         if earlier is not None and earlier.written.done():
             await earlier.give_up()
@@ -374,10 +381,10 @@ def _remove_but(root: Path, kept: Container[str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_before(root: Path, lineage: int, oldest: int) -> None:
-    """Folders of older policies; whoever reads one has been waited for."""
-    for folder in root.glob(_FOLDER_PREFIX + "*-*"):
+def _remove_before(root: Path, prefix: str, oldest: list[int]) -> None:
+    """Folders of the run's older policies; whoever reads one has been waited for."""
+    for folder in root.glob(f"{prefix}*-*"):
         with suppress(ValueError):
-            policy = [int(part) for part in folder.name.removeprefix(_FOLDER_PREFIX).split("-")]
-            if policy < [lineage, oldest]:
+            policy = [int(part) for part in folder.name.removeprefix(prefix).split("-")]
+            if policy < oldest:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_sc.config.slurm_script import COMES_BACK
+from areal_sc.process import END_SIGNAL
 from areal_sc.workers.spec import Wish
-
-CLUSTER_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""SLURM sends them to all processes of a job. The agents answer them; no other process does."""
 
 SAVE_EVERY_S: Final = 1.0
 """Between wishes for a snapshot of a node that is about to go; steps without one are lost."""
@@ -54,7 +52,7 @@ class Wishes:
         return Wish.stop in self._wishes or Wish.leave in self._wishes
 
     def take_signals(self, is_in_use: Callable[[], bool], end: Callable[[], None]) -> None:
-        """SIGUSR1 asks for a snapshot. SIGTERM says that the node is taken away soon.
+        """SIGUSR1 asks for a snapshot. SIGTERM says that the node, or the run, is to end soon.
 
         The script waits for a node that comes back, and does not end: so it is asked for snapshots
         alone, again and again, until the node is gone.
@@ -68,7 +66,7 @@ class Wishes:
         def leave() -> None:
             nonlocal is_told
             if is_in_use() and not is_told:
-                logger.warning("the node is taken away soon: the script is told")
+                logger.warning("SIGTERM: the script is told, which stops; a second one ends this")
                 is_told = True
                 if os.environ.get(COMES_BACK):
                     save()
@@ -84,3 +82,4 @@ class Wishes:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self.add, Wish.snapshot)
         loop.add_signal_handler(signal.SIGTERM, leave)
+        loop.add_signal_handler(END_SIGNAL, end)

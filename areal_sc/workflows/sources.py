@@ -193,7 +193,7 @@ def _writing(path: Path) -> Iterator[None]:
     Raises: RunFolderError: one of them cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not a run folder that was moved away
         yield
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

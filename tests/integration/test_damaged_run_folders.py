@@ -203,7 +203,7 @@ def may_be_quiet(file: Path, kind: str) -> bool:
         ".lock": kind != "unreadable",  # what it says is for messages
         ".lineage": kind == "half",  # of two bytes
         "tracker_id": kind not in unknown,
-        "config.yaml": kind not in unknown,  # the settings are those of the command
+        "config.yaml": True,  # for people: the marker has the settings, too
     }.get(file.name, False)
 
 

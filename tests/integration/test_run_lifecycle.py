@@ -160,7 +160,10 @@ def workers_told(run_dir: Path) -> list[str]:
 def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
     tmp_path: Path, tiny_model_folder: Path, signum: int
 ) -> None:
-    """In PPOTrainer's loop and in one of the user's own; `status` tells each state rightly."""
+    """In PPOTrainer's loop and in one of the user's own; `status` tells each state rightly.
+
+    Signals for one worker do nothing. The last one is for all processes, as that of systemd is.
+    """
     script = SCRIPTS / "tiny_run.py" if signum == signal.SIGINT else EXAMPLES / "own_loop.py"
     with tiny_run(tmp_path / "run", tiny_model_folder, ENDLESS, script=script) as run:
         run.wait_for_step(2)
@@ -169,8 +172,14 @@ def test_the_first_signal_ends_the_step_and_leaves_a_snapshot_of_it(
         assert living.status
         assert living.status.pid == run.pid
         run.wait_until(lambda: workers_told(run.run_dir) == ["rollout/0", "train/0"], "workers")
-        run.send_to_foreground(signum)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(run.worker_pid("rollout/0"), number)
+        run.wait_for_step(run.steps()[-1] + 2)
+        for pid in run.processes():
+            os.kill(pid, signum)
         assert run.wait() == 128 + signum, run.story()
+        worker = (run.run_dir / "logs" / "rollout-0.log").read_text()
+        assert worker.count(" serving address=") == 1
         newest = run.run_dir / "checkpoints" / f"step-{run.steps()[-1]:06d}"
         assert "again stops now" in run.output
         assert f"newest snapshot: {newest};" in run.output

@@ -116,7 +116,7 @@ def test_generation_has_the_trainers_weights(
     if method == "disk":
         # the version before stays for whoever still reads it; those before it went
         left = [folder.name.split("-") for folder in (tmp_path / "weights").iterdir()]
-        assert {version for _, _, version in left} == {"2", "3"}
+        assert {version for _, _, _, version in left} == {"2", "3"}
     if method == "collective":
         assert actor.publication_stats["published_bytes"] == counters[0]["update_bytes"]
 

@@ -17,12 +17,14 @@ import pytest
 
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.fork_server import Child, ForkServer
+from areal_sc.process import FOR_SCRIPT
 
 LIMIT_S = 20.0
 
 BEHAVE = """
 import os, signal, subprocess, sys, time
 from areal_sc.errors import ConfigError
+from areal_sc.process import FOR_SCRIPT
 
 def prepare():
     import colorsys
@@ -44,9 +46,15 @@ def behave(spec):
             os.write(spec["fd"], repr((
                 os.getsid(0) == os.getpid(), os.readlink("/proc/self/fd/0"),
                 sorted(set(files) - {1, 2, spec["fd"]}),
-                signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+                {signal.getsignal(number).__name__ for number in FOR_SCRIPT},
                 {"wave", "colorsys"} <= set(sys.modules),
             )).encode())
+        case "fork":
+            fork = os.fork()
+            if fork == 0:
+                time.sleep(600)
+            os.kill(fork, signal.SIGTERM)
+            return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) + 100
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.write(spec["fd"], b"ready")
@@ -102,6 +110,19 @@ async def wait_until_ended(*pids: int) -> None:
 
 def children_of(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+async def test_what_a_child_forks_can_be_ended_by_sigterm(tmp_path: Path) -> None:
+    """As `multiprocessing` does it; the fork server and the child itself go on."""
+    async with started() as server:
+        child = await server.spawn({"do": "fork"}, tmp_path / "child.log")
+        for number in FOR_SCRIPT:
+            os.kill(server.pid, number)
+        assert await code_of(child) == 100 - signal.SIGTERM
+        child.connection.close()
+        child = await server.spawn({"do": "return", "value": 3}, tmp_path / "child.log")
+        assert await code_of(child) == 3
+        child.connection.close()
 
 
 async def code_of(child: Child) -> int:
@@ -172,7 +193,10 @@ asyncio.run(main())
 
 
 def test_a_child_starts_clean_in_a_process_that_has_preloaded(tmp_path: Path) -> None:
-    """Its owner is a process of its own: what pytest and other tests have open is inherited."""
+    """Its owner is a process of its own: what pytest and other tests have open is inherited.
+
+    The child leaves to the script what is sent to all processes.
+    """
     owner = subprocess.run(
         [sys.executable, "-c", ASK_FOR_A_REPORT],
         cwd=tmp_path,
@@ -181,7 +205,7 @@ def test_a_child_starts_clean_in_a_process_that_has_preloaded(tmp_path: Path) ->
         timeout=LIMIT_S,
         check=False,
     )
-    assert owner.stdout == "(True, '/dev/null', [], True, True)\n0\n", owner.stderr
+    assert owner.stdout == "(True, '/dev/null', [], {'be_deaf'}, True)\n0\n", owner.stderr
 
 
 async def test_a_child_is_killed_with_its_own_children(tmp_path: Path) -> None:

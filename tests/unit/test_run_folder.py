@@ -20,6 +20,7 @@ import pytest
 from areal_sc.agent_files import AgentFile
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import RunFolderError
+from areal_sc.process import END_SIGNAL
 from areal_sc.run_folder import FORMAT_VERSION, Opening, RunFolder
 from areal_sc.run_lineage import begin_lineage
 
@@ -219,7 +220,7 @@ def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> N
         assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
         names = sorted(entry.name for entry in path.iterdir())
     assert names == [
-        ".lock", ".term", "checkpoints", "config.yaml", "logs", "run.json", "sources",
+        ".lock", ".run.json", ".term", "checkpoints", "config.yaml", "logs", "run.json", "sources",
     ]  # fmt: skip
     assert (outside / "file").exists()
 
@@ -420,7 +421,7 @@ def test_overwriting_a_run_that_lives_ends_its_agent_first(path: Path) -> None:
     run_once(path)
     with agent_of(path) as agent, RunFolder(path) as folder:
         folder.open(config_text=CONFIG, overwrite=True)
-        assert agent.wait() == -signal.SIGTERM
+        assert agent.wait() == -END_SIGNAL
         assert not (path / "agents").exists()
 
 

@@ -90,7 +90,7 @@ class ServerProcess:
             "module": handle.module,
             "arguments": handle.arguments(instance),
         }
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.parent.mkdir(exist_ok=True)  # not a run folder that was moved away
         # Its owner's alone: servers print their arguments, the key among them.
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         log_begin = os.fstat(log).st_size
@@ -296,8 +296,8 @@ def kill_session(session: int) -> None:
 
 
 def _read(pid: int, name: str) -> str:
-    """What /proc tells of a process; nothing when it has ended."""
+    """What /proc tells of a process; nothing when it has ended, or is hidden as another user's."""
     try:
         return (_PROC / str(pid) / name).read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from msgspec import json
 
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.log import setup_logging
-from areal_sc.process import name_process
+from areal_sc.process import leave_signals_to_script, name_process
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import Owner
 from areal_sc.schedulers.agent_process import agent_environment
@@ -74,9 +75,11 @@ class Guard:
 def main() -> None:
     """The guard as a process."""
     run_dir, owner, orphan_timeout_s = sys.argv[1:]
+    leave_signals_to_script()
     setup_logging("guard")
     name_process("guard")
     sys.stdin.read()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no script any more
     watch(RunFolder(run_dir), json.decode(owner, type=Owner), float(orphan_timeout_s))
 
 

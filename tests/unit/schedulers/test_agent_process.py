@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+
+import pytest
 
 from areal_sc.agent_files import AgentFile
 from areal_sc.process import OtherProcess, start_ticks
 from areal_sc.schedulers.agent_process import FoundAgent
 
 
-def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_place() -> None:
+def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also by a Python that was built without descriptors of processes."""
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.delattr(signal, "pidfd_send_signal", raising=False)
     with subprocess.Popen(["sleep", "1000"]) as child:
         file = AgentFile("host", child.pid, start_ticks(child.pid), "tcp://nobody:1", "abc")
         process = OtherProcess.find(child.pid, file.start_ticks)
         assert process is not None
         agent = FoundAgent(file, process)
         assert agent.how_it_ended() is None
+        assert OtherProcess.find(child.pid, file.start_ticks - 1) is None, "its id was given again"
         agent.kill()
         assert agent.how_it_ended() == "an unknown exit status"
-        agent.close()  # another thread may still ask
         assert agent.how_it_ended() == "an unknown exit status"

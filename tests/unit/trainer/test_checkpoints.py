@@ -15,6 +15,7 @@ from areal_sc.controller.rejections import RejectionCounts
 from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
 from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import RunTerm
 from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
 from areal_sc.trainer.metrics_log import read_metrics
 from areal_sc.trainer.run import Run
@@ -131,6 +132,38 @@ def test_a_snapshot_has_its_name_once_the_ranks_have_written(
     assert writer.actor.noted == [3], "ranks that die may begin from it"
     assert writer.load() == (3, [])
     assert writer.rollout.restored == [state_of(3)]
+
+
+def test_a_start_that_another_has_taken_over_from_leaves_its_snapshots_alone(
+    folder: RunFolder, writer: Writer
+) -> None:
+    """Its thread wakes when the ranks have written, long after it began."""
+    writer.snapshot(1)
+    writer.begin(2)
+    other = RunTerm.begin(folder.path)
+    (folder.checkpoints / ".step-000002.partial" / "of the other").touch()
+    writer.actor.written.set_result(None)
+    writer.checkpoints.collect()
+    assert names(folder) == [".step-000002.partial", "step-000001"]
+    assert (folder.checkpoints / ".step-000002.partial" / "of the other").exists()
+    assert events(writer.run) == [("snapshot", 1)]
+    assert not other.is_over
+    writer.begin(3)  # nor does it begin one
+    writer.checkpoints.collect()
+    assert names(folder) == [".step-000002.partial", "step-000001"]
+
+
+def test_no_snapshot_goes_to_another_folder_of_the_name(folder: RunFolder, writer: Writer) -> None:
+    writer.snapshot(1)
+    writer.begin(2)
+    moved = folder.path.rename(folder.path.with_name("moved"))
+    folder.path.mkdir()
+    writer.actor.written.set_result(None)
+    writer.checkpoints.collect()
+    writer.begin(3)
+    writer.checkpoints.collect()
+    assert list(folder.path.iterdir()) == []
+    assert [path.name for path in RunFolder(moved).snapshots()] == ["step-000001"]
 
 
 def test_the_newest_stay(folder: RunFolder, writer: Writer) -> None:

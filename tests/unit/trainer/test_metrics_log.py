@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 
 from areal_sc.errors import RunFolderError
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
@@ -87,6 +88,20 @@ def test_full_disk_is_an_error_with_its_cause(make_step: MakeStep) -> None:
     with pytest.raises(RunFolderError, match="cannot write /dev/full: No space left on device"):
         log.on_step(make_step())
     log.close()
+
+
+def test_a_line_that_the_disk_took_in_part_is_taken_back(
+    tmp_path: Path, make_step: MakeStep
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with closing(MetricsLog(path)) as log:
+        log.on_step(make_step(1))
+        whole = path.read_bytes()
+        with small_disk(len(whole) + 10), pytest.raises(RunFolderError, match="File too large"):
+            log.on_step(make_step(2))
+        assert path.read_bytes() == whole
+        log.on_step(make_step(3))  # there is room again
+    assert [record["step"] for record in read_metrics(path)] == [1, 3]
 
 
 def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: MakeStep) -> None:

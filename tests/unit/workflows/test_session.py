@@ -168,6 +168,7 @@ def test_workers_find_a_session_by_its_file(run_cell: RunCell, tmp_path: Path) -
     assert mine.limits == first.limits  # an argument that only looks like a reference
     assert Path(sys.modules[type(mine).__module__].__file__ or "").parent == tmp_path / "sources"
     # a reward process gets it from a worker, where it has a file
+    (tmp_path / "other").mkdir()
     other = SourceRegistry(tmp_path / "other", "rollout")
     assert other.register_workflow(SingleTurnWorkflow(mine.reward))
     assert not list((tmp_path / "other" / "sources").glob("*.py"))

@@ -1,0 +1,73 @@
+"""What makes a folder a run's, and says what the run was begun with: `run.json`, and its copy.
+
+    {"kind": "areal_sc run", "format_version": 5, "settings": <YAML>, "sha256": <of the rest>}
+
+Either of the two is enough, so no damage of one file ends a run. An older areal_sc wrote the first
+two entries alone, and no copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from areal_sc.run_folder import RunFolder
+
+MARKER: Final = "run.json"
+COPY: Final = ".run.json"
+_KIND: Final = "areal_sc run"
+
+
+@dataclass(frozen=True)
+class RunMarker:
+    """What the file says.
+
+    Attributes:
+        format_version: anything at all, in a file of another areal_sc.
+        settings: of the newest start, as YAML; None: the file does not say.
+    """
+
+    format_version: Any
+    settings: str | None = None
+
+    def _to_json(self) -> bytes:
+        content = {"kind": _KIND, "format_version": self.format_version, "settings": self.settings}
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> RunMarker | None:
+        """The marker of a folder, or its copy; None: neither is there and sound."""
+        return _read(folder / MARKER) or _read(folder / COPY)
+
+    def write(self, folder: RunFolder) -> None:
+        """Marks the folder; tells of damage that is made good by it.
+
+        Raises: RunFolderError: as `RunFolder.write_atomic`.
+        """
+        for name, other in ((COPY, MARKER), (MARKER, COPY)):
+            path = folder.path / name
+            if _read(path) is None and _read(folder.path / other) is not None and path.exists():
+                folder.warnings.append(f"{path} was damaged; {other} is whole, and its copy")
+            folder.write_atomic(name, self._to_json())
+
+
+def _read(path: Path) -> RunMarker | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    is_old = content.keys() == {"kind", "format_version"}
+    digest = content.pop("sha256", None)
+    if content.get("kind") != _KIND or not (is_old or digest == _digest(content)):
+        return None
+    return RunMarker(content.get("format_version"), content.get("settings"))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
