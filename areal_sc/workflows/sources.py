@@ -84,8 +84,8 @@ class SourceRegistry:
         A list is copied to the run folder, unless it is very long. Blocks.
 
         Raises: WorkflowError: it is empty, its first row cannot be read, a row of a list is no dict
-            of JSON values, or a worker cannot build it again. RunFolderError: its file cannot be
-            written.
+            or would not come back equal, or a worker cannot build it again. RunFolderError: its
+            file cannot be written.
         """
         if id(prompts) not in self._numbers:
             num_rows = num_rows_of(prompts)
