@@ -1,7 +1,8 @@
 """The files of the folder that a run lives in, all of which survive a crash.
 
 run.json         marks the folder as a run's, and says its format; only such a folder is emptied
-config.yaml      the resolved settings
+config.yaml      the resolved settings, as of the newest start
+begun.json       what the run was begun with: settings, datasets, code, models
 summary.json     written last: the run is finished
 status.json      what the run does now, for `python -m areal_sc status`
 metrics.jsonl    one line a training step
@@ -47,6 +48,7 @@ class RunFiles:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
         self.config_path = self.path / "config.yaml"
+        self.begun_path = self.path / "begun.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.summary_path = self.path / "summary.json"

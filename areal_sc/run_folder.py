@@ -26,6 +26,7 @@ from areal_sc.config.differences import check_resumable
 from areal_sc.durable import remove, set_aside, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, is_locked, take_lock
+from areal_sc.run_begin import SETTINGS, RunBegin
 from areal_sc.run_files import RunFiles
 from areal_sc.run_lineage import LINEAGE
 from areal_sc.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
@@ -39,6 +40,7 @@ END_LIMIT_S = 10.0
 """An agent ends its workers in a few seconds, and is killed if it takes longer."""
 
 _MARKER = "run.json"
+CONFIG = "config.yaml"
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
 
@@ -141,7 +143,7 @@ class RunFolder(RunFiles):
                 take_folder(self.path).close()
             Owner.read(self.path)  # the next term counts from it
             if opening in _GOES_ON:
-                check_resumable(self._begun_with(), config_text)
+                check_resumable(self._begun_with() or self._last_settings(), config_text)
         return opening
 
     def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
@@ -163,10 +165,15 @@ class RunFolder(RunFiles):
             elif opening is Opening.restart:
                 self._set_aside()
             elif opening in _GOES_ON:
-                lives = opening is Opening.attach
-                for change in check_resumable(self._begun_with(), config_text, lives=lives):
+                last = self._last_settings()
+                begun = self._begun_with() or last
+                lives_with = last if opening is Opening.attach else ""
+                for change in check_resumable(begun, config_text, lives_with=lives_with):
                     _logger.warning("setting changed since the run began: %s", change)
             self._mark()
+            if not self._begun_with():
+                begun = begun if opening in _GOES_ON else config_text
+                RunBegin(self.begun_path).note(SETTINGS, {CONFIG: begun})
             self.write_atomic(self.config_path, config_text.encode())
         return opening
 
@@ -191,6 +198,7 @@ class RunFolder(RunFiles):
             if opening is Opening.overwrite:
                 self._empty()
             elif opening in (Opening.resume, Opening.restart):
+                self.begun_path.unlink(missing_ok=True)
                 what = "held a run whose workers are gone: this loop starts from nothing"
                 _logger.warning("%s %s", self.path, what)
             self._mark()
@@ -297,7 +305,11 @@ class RunFolder(RunFiles):
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
     def _begun_with(self) -> str:
-        """The settings that the run was begun with; what is no text in it stays visible."""
+        """The settings that the run was begun with; "" where an older areal_sc began it."""
+        return (RunBegin(self.begun_path).noted(SETTINGS) or {}).get(CONFIG, "")
+
+    def _last_settings(self) -> str:
+        """Those of the start before this one; what is no text in it stays visible."""
         return self.config_path.read_text(errors="replace")
 
     def _error(self, text: str) -> RunFolderError:

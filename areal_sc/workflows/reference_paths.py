@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -21,6 +22,13 @@ def code_folders(wire: dict[str, Any]) -> set[str]:
 def script_files(wire: dict[str, Any]) -> set[str]:
     """Targets that are files."""
     return {file for it in references_in(wire) if (file := _file_of(it))}
+
+
+def code_files(wire: dict[str, Any]) -> set[str]:
+    """Files of the user's code that define the targets, in the process that named them."""
+    modules = (it["target"].rpartition(":")[0] for it in references_in(wire) if it["search_path"])
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    return script_files(wire) | {file for file in files if file}
 
 
 def data_paths(wire: dict[str, Any]) -> set[str]:

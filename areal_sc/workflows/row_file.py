@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,8 @@ from areal_sc.workflows.prompts import packed_row, row_of
 
 GROWING: Final = "rows-"
 """Begins the names of files that get further rows while the run goes on."""
+_logger = logging.getLogger(__name__)
+
 READ_TIMEOUT_S: Final = 600.0
 """The user's code may take so long for one row; more than that, and the row will not come."""
 
@@ -122,6 +125,7 @@ class RowWriter:
         self._wanted: queue.SimpleQueue[tuple[Sequence[int], Future[None]] | None]
         self._wanted = queue.SimpleQueue()
         self._is_closed = False
+        self._has_told = False
         threading.Thread(target=self._serve, name=f"rows of {self._kind}", daemon=True).start()
 
     def write_first(self) -> None:
@@ -204,8 +208,16 @@ class RowWriter:
 
     def _write(self, index: int, key: bytes, text: bytes) -> None:
         line = b'{"index": %d, "%s": %s}\n' % (index, key, text)
-        if self._earlier.pop(index, None) != _digest(line):
+        earlier = self._earlier.pop(index, None)
+        if earlier != _digest(line):
             self._file.write(line)
+            if earlier is not None and not self._has_told:
+                self._has_told = True
+                _logger.warning(
+                    "row %d of the dataset (%s) changed since an earlier start has read it, and so "
+                    "may others",
+                    *(index, self._kind),
+                )
         self._written.add(index)
 
     def _read(self, index: int, wanted: int) -> Any:

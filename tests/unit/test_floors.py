@@ -32,6 +32,7 @@ FLOORS = {
     "fork_server": 0,
     "fork_server_process": 0,
     "process": 0,
+    "run_begin": 0,
     "run_files": 0,
     "run_folder": 0,
     "run_lineage": 0,

@@ -199,6 +199,24 @@ def test_a_line_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:
     assert rows[5] == {"prompt": "five"}
 
 
+async def test_rows_that_changed_between_two_starts_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Cubes(Squares):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            row = super().__getitem__(index)
+            return row | {"answer": str(index**3)} if index > 2 else row
+
+    for rows in (Squares(), Squares(), Cubes()):
+        registry = SourceRegistry(tmp_path, "rollout")
+        number = registry.register_prompts(rows)
+        await registry.make_readable(number, 2, 3, 4)
+        messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "row 3 of the dataset (Cubes) changed since an earlier start has read it, and so may others"
+    ]
+
+
 async def test_another_start_goes_on_with_the_file_that_workers_read(tmp_path: Path) -> None:
     registry = SourceRegistry(tmp_path, "rollout")
     number = registry.register_prompts(Squares())
