@@ -18,6 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
+from zoneinfo import ZoneInfo
 
 import numpy as np
 
@@ -35,6 +36,18 @@ def _timedelta_text(value: timedelta) -> str:
     return f"{value.days} {value.seconds} {value.microseconds}"
 
 
+def _datetime_text(value: datetime) -> str:
+    """`2024-01-05 12:00:00+01:00`; or the local time and the name of the zone behind it."""
+    zone = value.tzinfo.key if isinstance(value.tzinfo, ZoneInfo) else None
+    return f"{value.replace(tzinfo=None)} in {zone}" if zone else str(value)
+
+
+def _datetime_of(text: str) -> datetime:
+    local, _, zone = text.partition(" in ")
+    value = datetime.fromisoformat(local)
+    return value.replace(tzinfo=ZoneInfo(zone)) if zone else value
+
+
 _AS_THEY_ARE: Final = frozenset([NoneType, bool, float, str])
 _COLLECTIONS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
     "tuple": tuple,
@@ -47,7 +60,7 @@ _BY_TEXT: Final[dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]
     bytes: ("bytes", bytes.hex, bytes.fromhex),
     date: ("date", str, date.fromisoformat),
     time: ("time", str, time.fromisoformat),
-    datetime: ("datetime", str, datetime.fromisoformat),
+    datetime: ("datetime", _datetime_text, _datetime_of),
     timedelta: ("timedelta", _timedelta_text, lambda text: timedelta(*map(int, text.split()))),
     Decimal: ("decimal", str, Decimal),
     type(Path()): ("path", str, Path),
