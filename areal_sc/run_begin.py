@@ -34,41 +34,44 @@ class RunBegin:
         self._path = path
 
     def noted(self, name: str) -> dict[str, str] | None:
-        """What was noted of it; None: nothing yet."""
+        """What was noted of it; None: nothing yet. Raises: RunFolderError: it cannot be read."""
         found = self._read().get(name)
         return dict(found) if isinstance(found, dict) else None
 
     def note(self, name: str, now: Mapping[str, str]) -> None:
-        """Raises: RunFolderError: it cannot be written."""
+        """Raises: RunFolderError: it cannot be read, or written."""
         content = json.dumps({**self._read(), name: dict(now)}, indent=1)
         try:
             write_atomic(self._path, content.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
 
-    def compare(self, name: str, now: Mapping[str, str]) -> str:
-        """How something differs from what it was at the begin of the run; "" if it does not.
+    def compare(self, name: str, now: Mapping[str, str]) -> None:
+        """Warns where something is not what it was at the begin of the run; what is new is noted.
 
-        What is new is noted. Raises: RunFolderError: it cannot be written.
+        Raises: RunFolderError: as of `note`.
         """
         with _one_compares:
             begun = self.noted(name)
             if begun is None:
                 self.note(name, now)
-                return ""
+                return
         changed = [
             f"{key} {begun.get(key, '(none)')} -> {now.get(key, '(none)')}"
             for key in sorted({*begun, *now})
             if begun.get(key) != now.get(key)
         ]
-        return f"{name} changed since the run began: {', '.join(changed)}" if changed else ""
+        if changed:
+            _logger.warning("%s changed since the run began: %s", name, ", ".join(changed))
 
     def _read(self) -> dict[str, Any]:
         try:
             content = json.loads(self._path.read_bytes())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self._path}: {error.strerror}") from error
+        except ValueError as error:
             _logger.warning(
                 "%s cannot be read (%s): what the run was begun with is not known any more",
                 *(self._path, error),

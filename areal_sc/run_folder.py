@@ -143,7 +143,7 @@ class RunFolder(RunFiles):
                 take_folder(self.path).close()
             Owner.read(self.path)  # the next term counts from it
             if opening in _GOES_ON:
-                check_resumable(self._begun_with() or self._last_settings(), config_text)
+                self._check_settings(config_text, opening)
         return opening
 
     def open(self, *, config_text: str, resume: str = "auto", overwrite: bool = False) -> Opening:
@@ -165,14 +165,11 @@ class RunFolder(RunFiles):
             elif opening is Opening.restart:
                 self._set_aside()
             elif opening in _GOES_ON:
-                last = self._last_settings()
-                begun = self._begun_with() or last
-                lives_with = last if opening is Opening.attach else ""
-                for change in check_resumable(begun, config_text, lives_with=lives_with):
+                for change in self._check_settings(config_text, opening):
                     _logger.warning("setting changed since the run began: %s", change)
             self._mark()
             if not self._begun_with():
-                begun = begun if opening in _GOES_ON else config_text
+                begun = self._last_settings() if opening in _GOES_ON else config_text
                 RunBegin(self.begun_path).note(SETTINGS, {CONFIG: begun})
             self.write_atomic(self.config_path, config_text.encode())
         return opening
@@ -303,6 +300,12 @@ class RunFolder(RunFiles):
         self.write_atomic(_MARKER, f"{json.dumps(marker)}\n".encode())
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
+
+    def _check_settings(self, config_text: str, opening: Opening) -> list[str]:
+        """As `check_resumable`."""
+        last = self._last_settings()
+        lives_with = last if opening is Opening.attach else ""
+        return check_resumable(self._begun_with() or last, config_text, lives_with=lives_with)
 
     def _begun_with(self) -> str:
         """The settings that the run was begun with; "" where an older areal_sc began it."""

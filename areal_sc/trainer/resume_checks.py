@@ -50,8 +50,8 @@ def describe_resume(folder: RunFolder, actor: TrainHandle) -> Iterator[str]:
     raise CheckpointError(f"no snapshot in {folder.checkpoints} can be read")
 
 
-def changed_since_begin(folder: RunFolder, config: GRPOConfig) -> list[str]:
-    """How the models, and the script, differ from those that the run began with.
+def compare_with_begin(folder: RunFolder, config: GRPOConfig) -> None:
+    """Warns where the models, or the script, are not those that the run began with.
 
     The first start notes what they are. Raises: RunFolderError: they cannot be read, or noted.
     """
@@ -60,10 +60,9 @@ def changed_since_begin(folder: RunFolder, config: GRPOConfig) -> list[str]:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
     if script.is_file() and begin.noted(f"code {script}") is None:  # else the sources compare it
         found[f"script {script}"] = script
-    changes = (
-        begin.compare(name, content_of(path)) for name, path in found.items() if path.exists()
-    )
-    return list(filter(None, changes))
+    for name, path in found.items():
+        if path.exists():
+            begin.compare(name, content_of(path))
 
 
 def check_resumed(folder: RunFolder) -> list[str]:

@@ -51,7 +51,7 @@ from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.outages import Outage, Outages
-from areal_sc.trainer.resume_checks import changed_since_begin, check_resumed
+from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
@@ -166,9 +166,10 @@ class Run:
             what `start` raises.
         """
         check_models(self.config)  # before any worker is started
-        warnings = changed_since_begin(self.folder, self.config)
-        for warning in [*warnings, *(check_resumed(self.folder) if self._has_snapshot else ())]:
-            self.display.warning(warning)
+        compare_with_begin(self.folder, self.config)
+        if self._has_snapshot:
+            for warning in check_resumed(self.folder):
+                self.display.warning(warning)
         rollout.rejections.on_warning = self.display.warning
         outages = Outages(
             self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +35,6 @@ from areal_sc.workflows.row_file import GROWING, PromptSource, RowWriter, Writte
 from areal_sc.workflows.session import SESSION, session_module
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 MAX_COMPARED: Final = 4
 """Datasets, and workflows, that are compared with the run's begin: a loop may make ever more."""
@@ -169,8 +166,7 @@ class SourceRegistry:
             self._compared_code.add(file)
             found[f"code {file}"] = content_of(Path(file))
         for name, now in found.items():
-            if change := RunBegin(self._begin_path).compare(name, now):
-                logger.warning("%s", change)
+            RunBegin(self._begin_path).compare(name, now)
 
     def _copy(self, rows: Sequence[Any]) -> Prompts:
         with _writing(self._folder / "prompts-*.jsonl"):
