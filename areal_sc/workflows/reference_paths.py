@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -34,6 +35,19 @@ def code_files(wire: dict[str, Any]) -> set[str]:
 def data_paths(wire: dict[str, Any]) -> set[str]:
     """Arguments that are paths."""
     return {it["path"] for it in _paths_in(wire)}
+
+
+def named_files(wire: dict[str, Any]) -> set[str]:
+    """Files that there are, and that an argument names as a path or as a text."""
+    values: list[Any] = [wire["args"], wire["kwargs"]]
+    found = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str) and os.path.isfile(value):
+            found.add(value)
+    return found
 
 
 def moved(wire: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:

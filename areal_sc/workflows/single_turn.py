@@ -22,7 +22,8 @@ class SingleTurnWorkflow(Workflow):
             sum, and `reward/NAME` among the metrics is what each of them gave.
         generation: how to sample; None takes the run's `generation` section.
         use_chat_template: puts the prompt into the model's chat format; it may then also be a
-            list of messages. If the last one is the assistant's, the answer goes on from there.
+            list of messages. If the last one is the assistant's, the answer goes on from there,
+            and the reward sees what comes after it.
         chat_template_arguments: what the model's template reads beside the messages, by name, such
             as `{"enable_thinking": False}` or `{"tools": [...]}`.
         prompt_key: the row's key that holds the prompt.

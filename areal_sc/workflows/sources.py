@@ -30,7 +30,13 @@ from areal_sc.workflows.reference import (
     references_in,
     resolve,
 )
-from areal_sc.workflows.reference_paths import code_files, code_folders, data_paths, moved
+from areal_sc.workflows.reference_paths import (
+    code_files,
+    code_folders,
+    data_paths,
+    moved,
+    named_files,
+)
 from areal_sc.workflows.row_file import GROWING, PromptSource, RowWriter, WrittenRows, num_rows_of
 from areal_sc.workflows.session import SESSION, session_module
 
@@ -157,8 +163,8 @@ class SourceRegistry:
         own = json.dumps(moved(wire, lambda path: Path(path).name))  # folders may move
         content = "content" if isinstance(source, CopiedPrompts) else "arguments"
         facts[content] = hashlib.blake2b(own.encode(), digest_size=6).hexdigest()
-        for path in map(Path, data_paths(wire)):
-            if path.is_file() and path.parent != self._folder:  # where names say what is in it
+        for path in map(Path, named_files(wire)):
+            if path.parent != self._folder:  # whose names say what is in it
                 facts |= content_of(path)
         name = numbers[number] = f"{what} {len(numbers)} of {self._owner}"
         found = {name: facts}

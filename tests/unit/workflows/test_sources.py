@@ -72,8 +72,8 @@ def test_a_source_that_cannot_be_written_is_an_error_of_the_run_folder(tmp_path:
 
 
 class Scaled(Prompts):
-    def __init__(self, path: Path, scale: int) -> None:
-        self.path = path
+    def __init__(self, path: Path | str, scale: int) -> None:
+        self.path = Path(path)
         self.scale = scale
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ def test_other_prompts_than_the_run_began_with_are_told(
     rows = [{"prompt": "a", "key": (1, 2)}] * 3
 
     def begun(**changed: Any) -> list[str]:
-        sources = {"list": rows, "file": JsonlPrompts(file), "own": Scaled(file, 1)} | changed
+        sources = {"list": rows, "file": JsonlPrompts(file), "own": Scaled(str(file), 1)} | changed
         return changes(tmp_path / "run", caplog, *sources.values())
 
     assert begun() == begun() == []
