@@ -12,6 +12,7 @@ refused, as everything is that has no tag. Decoding makes values of these types 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -26,7 +27,7 @@ MAX_DEPTH: Final = 100
 """Lists and dicts in one another; both ends read them by recursion."""
 
 MALFORMED: Final = (ValueError, TypeError, KeyError)
-"""What `loads` and `from_wire` raise where `dumps` and `to_wire` did not make it."""
+"""What `loads` and `from_wire` raise for what `dumps` and `to_wire` did not make."""
 
 NameObject = Callable[[Any], dict[str, Any] | None]
 """Gives the tagged form of a value, before this module does; None: it has none for it."""
@@ -55,7 +56,7 @@ _COLLECTIONS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
     "frozenset": frozenset,
 }
 _BY_TEXT: Final[dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]]] = {
-    int: ("int", hex, lambda text: int(text, 16)),  # above 64 bits
+    int: ("int", hex, lambda text: int(text, 16)),  # above 64 bits, as decimals have a limit
     complex: ("complex", repr, complex),
     bytes: ("bytes", bytes.hex, bytes.fromhex),
     date: ("date", str, date.fromisoformat),
@@ -127,9 +128,8 @@ def to_wire(value: Any, name_object: NameObject | None = None, depth: int = 0) -
     wire = name_object(value) if name_object is not None else None
     wire = wire or _text_to_wire(value) or _numpy_to_wire(value)
     if wire is None:
-        shown = repr(value)
-        shown = f"{shown[:80]}..." if len(shown) > 80 else shown
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        shown = reprlib.repr(value)  # of which no length and no error of the user's is known
         raise UnfitValue(f"is {shown}, a {name}, which would not arrive as it is")
     return wire
 
@@ -205,12 +205,13 @@ def _numpy_to_wire(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, np.generic | np.ndarray) or value.dtype.hasobject:
         return None
     shape = list(value.shape) if isinstance(value, np.ndarray) else None
-    wire = {"$": "numpy", "dtype": value.dtype.str, "shape": shape, "bytes": value.tobytes().hex()}
+    array = np.asarray(value)  # of an item size above 0, also of an empty text
+    wire = {"$": "numpy", "dtype": array.dtype.str, "shape": shape, "bytes": array.tobytes().hex()}
     back = _numpy_of(wire)
     return wire if type(back) is type(value) and back.dtype == value.dtype else None
 
 
 def _numpy_of(wire: dict[str, Any]) -> Any:
-    content, shape = bytes.fromhex(wire["bytes"]), wire["shape"]
-    array = np.ndarray(shape or (), wire["dtype"], content)
-    return array[()] if shape is None else array.copy()
+    # not np.ndarray(), which takes bytes for the addresses of objects
+    array = np.frombuffer(bytes.fromhex(wire["bytes"]), wire["dtype"]).reshape(wire["shape"] or ())
+    return array[()] if wire["shape"] is None else array.copy()

@@ -41,6 +41,11 @@ class Whole(int):
     pass
 
 
+class Shy:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
 class Holder(Referable):
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -141,6 +146,7 @@ CYCLE.append(CYCLE)
         (bytearray(b"a"), ""),
         (range(3), ""),
         (object(), ""),
+        ([Shy()], "[0]"),
         (len, ""),
         (torch.zeros(2), ""),
         (np.ma.masked_array([1], [True]), ""),
@@ -180,7 +186,19 @@ def test_sets_have_one_form_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"$": "reference"}', b'{"$": 5}', b'{"$": []}', b'{"$": "tuple"}', b"{", b"\xff"]
+    "content",
+    [
+        b'{"$": "numpy", "dtype": "O", "shape": null, "bytes": "0011223344556677"}',
+        b'{"$": "numpy", "dtype": "i4,O", "shape": [1], "bytes": "001122334455667788990011"}',
+        b'{"$": "numpy", "dtype": "<U0", "shape": [9], "bytes": ""}',
+        b'{"$": "numpy", "dtype": "<i4", "shape": [2], "bytes": "00112233"}',
+        b'{"$": "reference"}',
+        b'{"$": 5}',
+        b'{"$": []}',
+        b'{"$": "tuple"}',
+        b"{",
+        b"\xff",
+    ],
 )
 def test_what_it_did_not_make_is_refused(content: bytes) -> None:
     with pytest.raises(MALFORMED):
