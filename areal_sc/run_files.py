@@ -1,8 +1,9 @@
 """The files of the folder that a run lives in, all of which survive a crash.
 
-run.json         marks the folder as a run's, with its format and settings; only such a folder is
-                 emptied. `.run.json` is its copy: see `run_marker`
-config.yaml      the resolved settings, for people
+run.json         marks the folder as a run's, with its format and newest settings; only such a
+                 folder is emptied. `.run.json` is its copy: see `run_marker`
+config.yaml      the resolved settings of the newest start, for people
+begun.json       what the run was begun with: settings, datasets, code, models
 summary.json     written last: the run is finished
 status.json      what the run does now, for `python -m areal_sc status`
 metrics.jsonl    one line a training step
@@ -48,6 +49,7 @@ class RunFiles:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
         self.config_path = self.path / "config.yaml"
+        self.begun_path = self.path / "begun.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.summary_path = self.path / "summary.json"

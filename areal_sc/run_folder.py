@@ -27,6 +27,7 @@ from areal_sc.durable import remove, set_aside, write_atomic
 from areal_sc.errors import RunFolderError
 from areal_sc.file_lock import HeldLock, is_locked, take_lock
 from areal_sc.private_folder import make_private
+from areal_sc.run_begin import SETTINGS, RunBegin
 from areal_sc.run_files import RunFiles
 from areal_sc.run_lineage import LINEAGE
 from areal_sc.run_marker import COPY, MARKER, RunMarker
@@ -40,6 +41,7 @@ OWNER_ONLY = 0o700
 END_LIMIT_S = 10.0
 """An agent ends its workers in a few seconds, and is killed if it takes longer."""
 
+CONFIG = "config.yaml"
 _SUBFOLDERS = ("logs", "checkpoints", "sources")
 _PREVIOUS = "previous"
 _MENDED = f'{{"kind": "areal_sc run", "format_version": {FORMAT_VERSION}}} in it makes it one again'
@@ -169,7 +171,7 @@ class RunFolder(RunFiles):
                 take_folder(self.path).close()
             Owner.read(self.path)  # the next term counts from it
             if opening in _GOES_ON:
-                self._check_resumable(config_text, opening)
+                self._check_settings(config_text, opening)
         return opening
 
     def open(
@@ -199,9 +201,12 @@ class RunFolder(RunFiles):
             elif opening is Opening.restart:
                 self._set_aside()
             elif opening in _GOES_ON:
-                for change in self._check_resumable(config_text, opening):
+                for change in self._check_settings(config_text, opening):
                     _logger.warning("setting changed since the run began: %s", change)
                 self.summary_path.unlink(missing_ok=True)  # a finished run gets more steps
+            if not self._begun_with():
+                begun = self._last_settings() if opening in _GOES_ON else ""
+                RunBegin(self.begun_path).note(SETTINGS, {CONFIG: begun or config_text})
             self._mark(config_text)
             self.write_atomic(self.config_path, config_text.encode())
         return opening
@@ -227,6 +232,7 @@ class RunFolder(RunFiles):
             if opening is Opening.overwrite:
                 self._empty()
             elif opening in (Opening.resume, Opening.restart):
+                self.begun_path.unlink(missing_ok=True)
                 what = "held a run whose workers are gone: this loop starts from nothing"
                 _logger.warning("%s %s", self.path, what)
             self._mark()
@@ -333,18 +339,28 @@ class RunFolder(RunFiles):
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
-    def _check_resumable(self, config_text: str, opening: Opening) -> list[str]:
-        """Checks these settings against those that the run was begun with; see `check_resumable`.
-
-        An older areal_sc kept the latter in `config.yaml` alone.
-        """
-        marker = self.marker()
-        begun_with = None if marker is None else marker.settings
-        if begun_with is None and self.config_path.exists():
-            begun_with = self.config_path.read_text(errors="replace")  # what is no text is shown
-        if begun_with is None:
+    def _check_settings(self, config_text: str, opening: Opening) -> list[str]:
+        """As `check_resumable`."""
+        last = self._last_settings()
+        begun = self._begun_with() or last
+        if not begun:
             return [f"not known, as {self.config_path} is gone; the command's own settings count"]
-        return check_resumable(begun_with, config_text, lives=opening is Opening.attach)
+        lives_with = last if opening is Opening.attach else ""
+        return check_resumable(begun, config_text, lives_with=lives_with)
+
+    def _begun_with(self) -> str:
+        """The settings that the run was begun with; "" where an older areal_sc began it."""
+        return (RunBegin(self.begun_path).noted(SETTINGS) or {}).get(CONFIG, "")
+
+    def _last_settings(self) -> str:
+        """The settings of the start before this one; an older areal_sc kept them in `config.yaml`
+        alone. What is no text in it stays visible; "" if it is gone."""
+        marker = self.marker()
+        if marker is not None and marker.settings is not None:
+            return marker.settings
+        if self.config_path.exists():
+            return self.config_path.read_text(errors="replace")
+        return ""
 
     def _error(self, text: str) -> RunFolderError:
         return RunFolderError(f"run folder {self.path}: {text}")

@@ -1,4 +1,4 @@
-"""What makes a folder a run's, and says what the run was begun with: `run.json`, and its copy.
+"""What makes a folder a run's, with the settings of its newest start: `run.json`, and its copy.
 
     {"kind": "areal_sc run", "format_version": 5, "settings": <YAML>, "sha256": <of the rest>}
 

@@ -85,11 +85,11 @@ def config_differences(old_text: str, new_text: str) -> dict[str, str]:
     }
 
 
-def check_resumable(old_text: str, new_text: str, *, lives: bool = False) -> list[str]:
+def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> list[str]:
     """Checks that a run begun with one configuration can go on with another.
 
     Args:
-        lives: workers of the run live.
+        lives_with: the configuration that workers which live were started with; "": none live.
     Returns: the changed settings that deserve a warning, and what becomes of workers that live.
     Raises: RunFolderError: settings changed that cannot; lists them and the reasons.
     """
@@ -107,10 +107,11 @@ def check_resumable(old_text: str, new_text: str, *, lives: bool = False) -> lis
         for key, change in differences.items()
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     ]
-    if not lives:
+    if not lives_with:
         return warnings
     is_local = _parse(new_text).get("scheduler", {}).get("type") == SchedulerType.local.value
-    return warnings + _started_again(differences, is_local=is_local)
+    since = config_differences(lives_with, new_text)
+    return warnings + _started_again(since, is_local=is_local)
 
 
 def _started_again(differences: Iterable[str], *, is_local: bool) -> list[str]:

@@ -22,6 +22,9 @@ RANGE = "range"
 TEMPLATE = "template"
 ALONE = "alone"
 
+MAX_BITS = 63
+"""Of every integer, its sign aside: larger ones neither reach workers, nor does torch take them."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -132,10 +135,16 @@ def check_ranges(config: Any) -> None:
     Raises: ConfigError: names the setting, its value, and what is allowed.
     """
     for key, found, _ in schema_fields(type(config)):
+        value = value_at(config, key)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and number.bit_length() > MAX_BITS:
+                raise ConfigError(
+                    f"{key}: expected an integer below 2^{MAX_BITS}, got one of "
+                    f"{number.bit_length()} bits"
+                )
         allowed = found.metadata.get(RANGE)
         if allowed is None:
             continue
-        value = value_at(config, key)
         if not isinstance(value, int | float):  # only settings built in Python have other types
             raise ConfigError(f"{key}: expected a number, got {value!r}")
         if value not in allowed:

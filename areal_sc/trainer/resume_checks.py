@@ -7,12 +7,16 @@ is on the disk before its snapshot begins; and no lineage may get a number for a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.journal import ledger_on_disk
 from areal_sc.disk import Disk
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.run_begin import RunBegin, content_of
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_lineage import check_lineage
 from areal_sc.trainer.checkpoints import newest_ledger, readable_states
@@ -44,6 +48,21 @@ def describe_resume(folder: RunFolder, actor: TrainHandle) -> Iterator[str]:
             )
         return
     raise CheckpointError(f"no snapshot in {folder.checkpoints} can be read")
+
+
+def compare_with_begin(folder: RunFolder, config: GRPOConfig) -> None:
+    """Warns where the models, or the script, are not those that the run began with.
+
+    The first start notes what they are. Raises: RunFolderError: they cannot be read, or noted.
+    """
+    begin = RunBegin(folder.begun_path)
+    found = {f"model {path}": Path(path) for path in (config.actor.path, config.rollout.path)}
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    if script.is_file() and begin.noted(f"code {script}") is None:  # else the sources compare it
+        found[f"script {script}"] = script
+    for name, path in found.items():
+        if path.exists():
+            begin.compare(name, content_of(path))
 
 
 def check_resumed(folder: RunFolder) -> list[str]:

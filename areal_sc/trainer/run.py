@@ -51,7 +51,7 @@ from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
 from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.outages import Outage, Outages
-from areal_sc.trainer.resume_checks import check_resumed
+from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
@@ -171,6 +171,7 @@ class Run:
             what `start` raises.
         """
         check_models(self.config)  # before any worker is started
+        compare_with_begin(self.folder, self.config)
         if self._has_snapshot:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)

@@ -54,9 +54,11 @@ from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.prompts import packed_row
 from areal_sc.workflows.rejection import Rejection, RejectionKind, last_frames, place_of
 from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.text import describe_unknown
+from areal_sc.workflows.values import loads
 
 logger = logging.getLogger(__name__)
 
@@ -288,10 +290,13 @@ class RolloutWorker(Worker):
                 last_frames(error),
             )
             return [self._noted(rejection, reference.index)] * num_episodes
+        packed = packed_row(prompt, reference.index, type(dataset).__name__)
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(workflow, prompt, reference, name, evaluation))
+                    tasks.create_task(
+                        self._episode(workflow, loads(packed), reference, name, evaluation)
+                    )
                     for _ in range(num_episodes)
                 ]
         except ExceptionGroup as failures:

@@ -19,7 +19,7 @@ from areal_sc.durable import partial_of
 from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
-from areal_sc.errors import StaleCall
+from areal_sc.errors import StaleCall, WorkflowError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import FolderPlace
@@ -364,9 +364,17 @@ async def _written(write: Future[None], bring_back: Callable[[], Awaitable[None]
 
 
 def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat(
-        [torch.as_tensor(row, dtype=dtype) for row in values] or [torch.empty(0, dtype=dtype)]
-    )
+    """Raises: WorkflowError: a number would become another one."""
+    packed = [torch.empty(0, dtype=dtype)]
+    for given in map(torch.as_tensor, values):
+        packed.append(given.to(dtype))
+        if not torch.equal(packed[-1].to(given.dtype), given):
+            raise WorkflowError(
+                f"a row of the dataset has numbers that {dtype} cannot hold: "
+                f"{given.tolist()!r:.80}; expected input_ids of integers, and loss_mask of bools, "
+                "or of 0 and 1"
+            )
+    return torch.cat(packed)
 
 
 def _memory_name(lineage: int, version: int) -> str:

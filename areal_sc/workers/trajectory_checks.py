@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from operator import index
+from typing import Any, Final
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import TRAJECTORY_FIELDS
 from areal_sc.workflows.base import Trajectory
 from areal_sc.workflows.rejection import Rejection, RejectionKind
+
+_FITS: Final[dict[str, Callable[[Any], bool]]] = {
+    "int32": lambda value: -(2**31) <= index(value) < 2**31,
+    "bool": lambda value: value in (0, 1),
+    "float32": math.isfinite,
+}
 
 
 def checked_episode(
@@ -57,6 +65,13 @@ def _problem(row: Any, *, is_trained: bool) -> str:
     lengths = {name: len(getattr(row, name)) for name in TRAJECTORY_FIELDS}
     if len(set(lengths.values())) != 1:
         return f"the trajectory's fields differ in length: {lengths}"
+    for name, dtype in TRAJECTORY_FIELDS.items():
+        try:
+            fits = all(map(_FITS[dtype], getattr(row, name)))
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # those of torch, too
+            fits = False
+        if not fits:
+            return f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
     if not any(row.loss_mask):
         return "the trajectory has no trained token (loss_mask)"
     if is_trained and not all(t > 0 and _is_finite(t) for t in row.temperatures):
@@ -66,6 +81,8 @@ def _problem(row: Any, *, is_trained: bool) -> str:
             "trained; sample it, or add it to the transcript as context, which is not trained"
         )
     for name, value in row.metrics.items():
+        if type(name) is not str or not name.isprintable():
+            return f"the name of a metric must be printable text, got {name!r}"
         if not _is_finite(value):
             return f"metric {name!r} must be finite, got {value!r}"
     return ""
@@ -74,5 +91,5 @@ def _problem(row: Any, *, is_trained: bool) -> str:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False

@@ -163,7 +163,8 @@ class Workflow(Referable):
 class Prompts(Referable):
     """Base class of datasets that a script gives by reference; workers read the rows.
 
-    `len()` is the number of prompts; one epoch is a seeded permutation of it.
+    `len()` is the number of prompts; one epoch is a seeded permutation of it. A row holds what
+    `values` can send to other processes as it is; another one ends the run when it is read.
     """
 
     def __len__(self) -> int:

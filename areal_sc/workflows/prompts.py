@@ -6,7 +6,6 @@ Controllers need a dataset's length and `prompt_at` only; the rows are read by w
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,8 @@ from typing import Any, Final
 from areal_sc.durable import write_atomic
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Prompts
+from areal_sc.workflows.text_files import read_rows
+from areal_sc.workflows.values import MALFORMED, UnfitValue, dumps, from_wire
 
 MAX_COPIED_ROWS: Final = 100_000
 """Every worker holds a copied list in memory, about a kilobyte a row."""
@@ -31,7 +32,9 @@ class JsonlPrompts(Prompts):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._rows = _read_jsonl(self.path)
+        self._rows = list(read_rows(self.path, ".jsonl"))
+        if not self._rows:
+            raise WorkflowError(f"empty dataset: {self.path} has no row; expected at least 1")
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self.path,), {}  # absolute: workers have another working directory
@@ -44,7 +47,7 @@ class JsonlPrompts(Prompts):
 
 
 class CopiedPrompts(JsonlPrompts):
-    """Rows that `write_prompts` has copied.
+    """Rows that `write_prompts` has copied; they come back equal, see `values`.
 
     Args:
         digest: of the file's content.
@@ -60,21 +63,20 @@ class CopiedPrompts(JsonlPrompts):
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self.path, self._digest), {}
 
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return row_of(self._rows[index], f"row {index} of {self.path}")
+
 
 def write_prompts(rows: Sequence[Mapping[str, Any]], folder: Path) -> CopiedPrompts:
     """Copies a list of prompts to where workers can read it. Blocks.
 
     The file is named by its content, so an equal list replaces the copy that an earlier start left.
 
-    Raises: WorkflowError: it is empty, or one of them is not a dict of JSON values.
+    Raises: WorkflowError: it is empty, or one of them is no dict, or would not come back equal.
         OSError: the file cannot be written.
     """
     kind = type(rows).__name__
-    # surrogates: half of a pair may stand in text that was cut, and JSON can say so
-    content = b"".join(
-        f"{json_row(row, index, kind)}\n".encode(errors="surrogatepass")
-        for index, row in enumerate(rows)
-    )
+    content = b"".join(packed_row(row, index, kind) + b"\n" for index, row in enumerate(rows))
     digest = _digest_of(content)
     path = folder / f"prompts-{digest}.jsonl"
     write_atomic(path, content)
@@ -85,20 +87,36 @@ def _digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def json_row(row: Any, index: int, kind: str) -> str:
-    """The JSON of row `index` of a dataset of this kind.
+def packed_row(row: Any, index: int, kind: str) -> bytes:
+    """Row `index` of a dataset of this kind, as other processes get it.
 
-    Raises: WorkflowError: it is not a dict of JSON values.
+    Raises: WorkflowError: it is not a dict, or would not come back equal; names the value.
+    """
+    where = f"row {index} of the dataset ({kind})"
+    if not isinstance(row, Mapping):
+        raise WorkflowError(
+            f'{where} is a {type(row).__name__}: expected a dict such as {{"prompt": "...", '
+            '"answer": "..."}'
+        )
+    try:
+        return dumps(dict(row))
+    except UnfitValue as error:
+        raise WorkflowError(f"{where}: {error.located('')}") from None
+
+
+def row_of(wire: Any, where: str) -> dict[str, Any]:
+    """Inverse of `packed_row`, of what JSON makes of it.
+
+    Raises: WorkflowError: another version of areal_sc wrote it.
     """
     try:
-        if not isinstance(row, Mapping):
-            raise TypeError(f"a {type(row).__name__} is no dict")
-        return json.dumps(dict(row), ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+        row: dict[str, Any] = from_wire(wire)
+    except MALFORMED as error:
         raise WorkflowError(
-            f"row {index} of the dataset ({kind}) cannot be written as JSON: {error}; "
-            'expected a dict such as {"prompt": "...", "answer": "..."}'
+            f"{where} was written by another version of areal_sc ({error}): go on with that one, "
+            "or start another run"
         ) from error
+    return row
 
 
 def prompt_at(position: int, length: int, seed: int) -> int:
@@ -130,29 +148,3 @@ def _permuted(value: int, half_bits: int, key: bytes) -> int:
         ).digest()
         left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
     return (left << half_bits) | right
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="surrogatepass")
-    except FileNotFoundError:
-        raise WorkflowError(f"the dataset {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkflowError(f"the dataset {path} cannot be read: {error}") from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() also cuts at U+2028
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkflowError(f"{path}:{number}: no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise WorkflowError(
-                f"{path}:{number}: expected a JSON object such as "
-                f'{{"prompt": "...", "answer": "..."}}, got {line.strip()[:80]!r}'
-            )
-        rows.append(row)
-    if not rows:
-        raise WorkflowError(f"empty dataset: {path} has no row; expected at least 1")
-    return rows

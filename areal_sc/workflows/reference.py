@@ -32,6 +32,7 @@ from typing import Annotated, Any, Self
 import msgspec
 
 from areal_sc.errors import WorkflowError
+from areal_sc.workflows.values import UnfitValue, from_wire, to_wire
 
 _SCRIPT_PREFIX = "areal_sc_script_"
 """Module names of loaded scripts; `sys.modules` is the registry of what is loaded."""
@@ -40,8 +41,9 @@ _SCRIPT_PREFIX = "areal_sc_script_"
 class Referable:
     """Base of what a script hands to workers: remembers its constructor's arguments.
 
-    An argument may be None, a bool, int, float, str or Path, a list, tuple or dict of these, a
-    dataclass instance, an enum member, a function or class of a module, or another Referable.
+    An argument may be what `values` can send (None, numbers, text, dates, lists, dicts, ...), a
+    Path, a dataclass instance, an enum member, a function or class of a module, or another
+    Referable.
     """
 
     _constructor_arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -112,8 +114,8 @@ def reference_of(obj: Any) -> ObjectReference:
     owner = type(obj).__qualname__
     return ObjectReference(
         target,
-        [_encode(value, f"argument {i} of {owner}") for i, value in enumerate(args)],
-        {name: _encode(value, f"argument {name!r} of {owner}") for name, value in kwargs.items()},
+        [_argument(value, f"argument {i} of {owner}") for i, value in enumerate(args)],
+        {name: _argument(value, f"argument {name!r} of {owner}") for name, value in kwargs.items()},
         search_path,
     )
 
@@ -138,8 +140,8 @@ def resolve(reference: ObjectReference) -> Any:
     found = _import_target(reference.target, reference.search_path)
     if reference.args is None:
         return found
-    args = [_decode(value) for value in reference.args]
-    kwargs = {name: _decode(value) for name, value in reference.kwargs.items()}
+    args = [from_wire(value, _made) for value in reference.args]
+    kwargs = {name: from_wire(value, _made) for name, value in reference.kwargs.items()}
     try:
         return found(*args, **kwargs)
     except TypeError as error:
@@ -246,53 +248,32 @@ def _load_script(path: Path) -> types.ModuleType:
     return module
 
 
-# JSON form of arguments: None, bool, int, float, str and lists stand for themselves, a dict with
-# str keys too; everything else is a dict with the tag "$", which says what it is.
+def _argument(value: Any, where: str) -> Any:
+    """The JSON form of an argument, see `values`."""
+    try:
+        return to_wire(value, _named)
+    except UnfitValue as error:
+        raise WorkflowError(
+            f"{error.located(where)}; build the rest from them in the constructor, or pass "
+            "dataclasses, enums, and functions or classes of a module"
+        ) from None
 
 
-def _encode(value: Any, where: str) -> Any:
-    if not isinstance(value, enum.Enum) and isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, list):
-        return [_encode(item, where) for item in value]
-    if type(value) is tuple:
-        return {"$": "tuple", "items": [_encode(item, where) for item in value]}
-    if isinstance(value, dict):
-        if all(type(key) is str for key in value) and "$" not in value:
-            return {key: _encode(item, f"{where}, key {key!r}") for key, item in value.items()}
-        items = [[_encode(key, where), _encode(item, where)] for key, item in value.items()]
-        return {"$": "dict", "items": items}
-    if isinstance(value, Path):
+def _named(value: Any) -> dict[str, Any] | None:
+    """What is found by its name, or its path, in another process."""
+    if isinstance(value, Path):  # absolute: workers have another working directory
         return {"$": "path", "path": str(value.absolute())}
     if isinstance(
         value, Referable | enum.Enum | types.FunctionType | types.BuiltinFunctionType | type
     ) or dataclasses.is_dataclass(value):
         return {"$": "reference", "reference": reference_of(value).to_wire()}
-    raise WorkflowError(
-        f"{where} is {_short(value)}, which cannot be sent to workers: pass plain values (numbers, "
-        "strings, lists, dicts, dataclasses, functions of a module) and build the rest from them "
-        "in the constructor"
-    )
+    return None
 
 
-def _decode(wire: Any) -> Any:
-    if isinstance(wire, list):
-        return [_decode(item) for item in wire]
-    if not isinstance(wire, dict):
-        return wire
-    match wire.get("$"):
-        case None:
-            return {key: _decode(item) for key, item in wire.items()}
-        case "tuple":
-            return tuple(_decode(item) for item in wire["items"])
-        case "dict":
-            return {_decode(key): _decode(item) for key, item in wire["items"]}
-        case "path":
-            return Path(wire["path"])
-        case "reference":
-            return resolve(ObjectReference.from_wire(wire["reference"]))
-        case tag:
-            raise WorkflowError(f"an argument of unknown kind {tag!r} in an object reference")
+def _made(wire: dict[str, Any]) -> Any:
+    if wire["$"] != "reference":
+        raise WorkflowError(f"an argument of unknown kind {wire['$']!r} in an object reference")
+    return resolve(ObjectReference.from_wire(wire["reference"]))
 
 
 def _short(obj: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -23,9 +25,29 @@ def script_files(wire: dict[str, Any]) -> set[str]:
     return {file for it in references_in(wire) if (file := _file_of(it))}
 
 
+def code_files(wire: dict[str, Any]) -> set[str]:
+    """Files of the user's code that define the targets, in the process that named them."""
+    modules = (it["target"].rpartition(":")[0] for it in references_in(wire) if it["search_path"])
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
+    return script_files(wire) | {file for file in files if file}
+
+
 def data_paths(wire: dict[str, Any]) -> set[str]:
     """Arguments that are paths."""
     return {it["path"] for it in _paths_in(wire)}
+
+
+def named_files(wire: dict[str, Any]) -> set[str]:
+    """Files that there are, and that an argument names as a path or as a text."""
+    values: list[Any] = [wire["args"], wire["kwargs"]]
+    found = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str) and os.path.isfile(value):
+            found.add(value)
+    return found
 
 
 def moved(wire: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 Messages are msgpack lists on a stream socket, one request at a time:
 
-    ["load", key, reference]                  -> ["loaded", key] | ["failed", what, details]
-    ["call", key, prompt, completion, extra]  -> ["value", number] | ["failed", what, details]
+    ["load", key, reference]   -> ["loaded", key] | ["failed", what, details]
+    ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
 
-where the details are the attributes of a RewardError; and one ["ready"] at the start. The process
-ends with the connection, or by SIGKILL.
+where the arguments are `values.dumps([prompt, completion, extra])`, and the details are the
+attributes of a RewardError; and one ["ready"] at the start. The process ends with the
+connection, or by SIGKILL.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from areal_sc.errors import RewardError
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration
 from areal_sc.workflows.reference import ObjectReference, resolve
 from areal_sc.workflows.rejection import RejectionKind, last_frames, place_of
+from areal_sc.workflows.values import loads
 
 MAX_MESSAGE_BYTES = 256 << 20
 _MAX_TEXT = 2000
@@ -113,7 +115,7 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[
             if declaration is not None:
                 declaration.prepare()
             return ["loaded", key]
-        prompt, completion, extra = rest
+        prompt, completion, extra = loads(rest[0])
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
     except (Exception, SystemExit) as error:  # the user's code: whatever it raises is its answer
         return ["failed", describe(error), details_of(error)]

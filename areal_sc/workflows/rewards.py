@@ -39,6 +39,7 @@ from areal_sc.workflows.reward_process import (
     make_unpacker,
     pack,
 )
+from areal_sc.workflows.values import UnfitValue, dumps, loads
 
 log = logging.getLogger(__name__)
 
@@ -171,18 +172,16 @@ class RewardPool:
             WorkerError: reward processes cannot be had; says nothing about the completion.
         """
         name = name or name_of(reward)
+        try:
+            arguments = dumps([dict(prompt), completion, extra])
+        except UnfitValue as error:
+            raise WorkflowError(error.located(f"reward {name}: argument ")) from None
         if _is_async(reward):
-            return await self._score_on_loop(reward, name, prompt, completion, extra)
+            return await self._score_on_loop(reward, name, arguments)
         if self._broken is not None:
             raise self._broken
         key = self._key_of(reward)
-        try:
-            request = pack(["call", key, dict(prompt), completion, extra])
-        except (TypeError, ValueError, OverflowError) as error:
-            raise WorkflowError(
-                f"reward {name}: its prompt or arguments cannot be given to a reward "
-                f"process: {error}; use numbers, strings, lists and dicts"
-            ) from error
+        request = pack(["call", key, arguments])
         verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         declaration = getattr(reward, DECLARATION, None)
         call = _Call(key, name, _place_of(reward), request, declaration, verdict)
@@ -349,16 +348,12 @@ class RewardPool:
         return self._keys[id(reward)]
 
     async def _score_on_loop(
-        self,
-        reward: Callable[..., Any],
-        name: str,
-        prompt: Mapping[str, Any],
-        completion: str,
-        extra: Mapping[str, Any],
+        self, reward: Callable[..., Any], name: str, arguments: bytes
     ) -> float:
+        prompt, completion, extra = loads(arguments)  # its own, as a reward process has them
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                value = await reward(dict(prompt), completion, **extra)
+                value = await reward(prompt, completion, **extra)
             return finite_reward(value)
         except Exception as error:  # the user's code: whatever it raises is its answer
             if isinstance(error, TimeoutError) and limit.expired():

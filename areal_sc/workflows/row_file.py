@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +29,12 @@ from typing import Any, Final, Protocol
 
 from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
 from areal_sc.workflows.base import Prompts
-from areal_sc.workflows.prompts import json_row
+from areal_sc.workflows.prompts import packed_row, row_of
 
 GROWING: Final = "rows-"
 """Begins the names of files that get further rows while the run goes on."""
+_logger = logging.getLogger(__name__)
+
 READ_TIMEOUT_S: Final = 600.0
 """The user's code may take so long for one row; more than that, and the row will not come."""
 
@@ -84,8 +87,7 @@ class WrittenRows(Prompts):
             line = _loads(file.readline())
         if "error" in line:
             raise WorkflowError(line["error"])
-        row: dict[str, Any] = line["row"]
-        return row
+        return row_of(line["row"], f"row {index} of {self._path}")
 
     def _look_on(self, file: Any) -> None:
         file.seek(self._end)
@@ -123,6 +125,7 @@ class RowWriter:
         self._wanted: queue.SimpleQueue[tuple[Sequence[int], Future[None]] | None]
         self._wanted = queue.SimpleQueue()
         self._is_closed = False
+        self._has_told = False
         threading.Thread(target=self._serve, name=f"rows of {self._kind}", daemon=True).start()
 
     def write_first(self) -> None:
@@ -138,7 +141,8 @@ class RowWriter:
     async def write(self, indices: Sequence[int]) -> None:
         """Returns when workers can read these rows.
 
-        Raises: WorkflowError: a stream has ended, or failed. WaitTimeout: nothing was read for
+        Raises: WorkflowError: a stream has ended, or failed; or a row is none that workers could
+            get as it is. WaitTimeout: nothing was read for
             `READ_TIMEOUT_S`. RunFolderError: the file cannot be written.
         """
         if self._written.issuperset(indices):
@@ -188,29 +192,40 @@ class RowWriter:
     def _write_up_to(self, index: int) -> None:
         if self.num_rows is None:
             for following in range(len(self._written), index + 1):  # a stream has no gaps
-                self._write(following, "row", self._read(following, index))
+                self._write_row(following, self._read(following, index))
         elif index not in self._written:
             try:
-                self._write(index, "row", self._read(index, index))
+                row = self._read(index, index)
             except WorkflowError as error:
                 if not self._written:
                     raise  # the first one: it is not this row alone
-                self._write(index, "error", json.dumps(str(error)))
+                self._write(index, b"error", json.dumps(str(error)).encode())
+            else:
+                self._write_row(index, row)
 
-    def _write(self, index: int, key: str, text: str) -> None:
-        # surrogates: half of a pair may stand in text that was cut, and JSON can say so
-        line = f'{{"index": {index}, "{key}": {text}}}\n'
-        encoded = line.encode(errors="surrogatepass")
-        if self._earlier.pop(index, None) != _digest(encoded):
-            self._file.write(encoded)
+    def _write_row(self, index: int, row: Any) -> None:
+        self._write(index, b"row", packed_row(row, index, self._kind))
+
+    def _write(self, index: int, key: bytes, text: bytes) -> None:
+        line = b'{"index": %d, "%s": %s}\n' % (index, key, text)
+        earlier = self._earlier.pop(index, None)
+        if earlier != _digest(line):
+            self._file.write(line)
+            if earlier is not None and not self._has_told:
+                self._has_told = True
+                _logger.warning(
+                    "row %d of the dataset (%s) changed since an earlier start has read it, and so "
+                    "may others",
+                    *(index, self._kind),
+                )
         self._written.add(index)
 
-    def _read(self, index: int, wanted: int) -> str:
-        """The JSON of a row; calls the user's code."""
+    def _read(self, index: int, wanted: int) -> Any:
+        """A row; calls the user's code."""
         if self._is_closed:
             raise CancelledError
         try:
-            row = next(self._rows) if self.num_rows is None else self._rows[index]
+            return next(self._rows) if self.num_rows is None else self._rows[index]
         except StopIteration:
             raise WorkflowError(
                 f"the dataset ({self._kind}) ended after {index} rows, but row {wanted} is needed: "
@@ -223,7 +238,6 @@ class RowWriter:
                 f"row {index} of the dataset ({self._kind}) cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return json_row(row, index, self._kind)
 
 
 def _found_rows(path: Path) -> dict[int, bytes]:

@@ -5,7 +5,7 @@ function or class is copied from there, with the imports and definitions that it
 that it uses are written down as they are now. Nothing else of a cell runs in a worker.
 
     In [1]: import re                                 import re
-            THRESHOLD = 0.5                  ->       THRESHOLD = 0.5
+            THRESHOLD = 0.5                  ->       THRESHOLD = ...loads(b'0.5')
     In [2]: def reward(prompt, answer): ...           def reward(prompt, answer): ...
             PPOTrainer(config).fit(...)
 """
@@ -25,6 +25,7 @@ from types import NoneType
 from typing import Any
 
 from areal_sc.errors import WorkflowError
+from areal_sc.workflows import values
 
 SESSION = "__main__"
 """Module name of what has no file."""
@@ -73,8 +74,8 @@ class _Copy:
             statement = self._definition(name, value)
             for used in sorted(_global_names(symtable.symtable(statement, name, "exec"))):
                 self.add(used, name)
-        elif type(value) in _PLAIN and _is_literal(value):
-            statement = f"{name} = {value!r}"
+        elif type(value) in _PLAIN and (packed := _packed(value)):
+            statement = f"{name} = __import__({values.__name__!r}, fromlist=[1]).loads({packed!r})"
         elif isinstance(value, re.Pattern):
             statement = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})"
         else:
@@ -148,9 +149,9 @@ def _global_names(table: symtable.SymbolTable) -> set[str]:
     return names.union(*map(_global_names, table.get_children()))
 
 
-def _is_literal(value: Any) -> bool:
-    """Whether its `repr` says all of it."""
+def _packed(value: Any) -> bytes:
+    """The value as bytes; none if it would not come back equal."""
     try:
-        return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError):
-        return False
+        return values.dumps(value)
+    except values.UnfitValue:
+        return b""

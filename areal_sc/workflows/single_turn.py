@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import EpisodeEngine, Reward, Trajectory, Workflow
-from areal_sc.workflows.text import decode_completion, encode_chat, encode_text
+from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
 from areal_sc.workflows.weighted import weighted_functions
 
@@ -22,11 +22,15 @@ class SingleTurnWorkflow(Workflow):
             sum, and `reward/NAME` among the metrics is what each of them gave.
         generation: how to sample; None takes the run's `generation` section.
         use_chat_template: puts the prompt into the model's chat format; it may then also be a
-            list of messages.
+            list of messages. If the last one is the assistant's, the answer goes on from there,
+            and the reward sees what comes after it.
+        chat_template_arguments: what the model's template reads beside the messages, by name, such
+            as `{"enable_thinking": False}` or `{"tools": [...]}`.
         prompt_key: the row's key that holds the prompt.
         accuracy: which of several functions decides the metric `accuracy`; the first one, unless
             another one is named.
-    Raises: WorkflowError: the reward is none, or `accuracy` is not the name of one of several.
+    Raises: WorkflowError: the reward is none, `accuracy` is not the name of one of several, or
+        `chat_template_arguments` would have no effect.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class SingleTurnWorkflow(Workflow):
         use_chat_template: bool = False,
         prompt_key: str = "prompt",
         accuracy: str = "",
+        chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         names = list(weighted_functions(reward))
         if accuracy and accuracy not in names:
@@ -46,6 +51,16 @@ class SingleTurnWorkflow(Workflow):
                 else f"accuracy={accuracy!r} names one of several rewards, but there is one alone, "
                 "which decides it"
             )
+        arguments = dict(chat_template_arguments or {})
+        if arguments and not use_chat_template:
+            raise WorkflowError(
+                "chat_template_arguments: use_chat_template=True is needed for them"
+            )
+        if own := OWN_ARGUMENTS & set(arguments):
+            raise WorkflowError(
+                f"chat_template_arguments: {', '.join(sorted(own))} follows from the messages"
+            )
+        self.chat_template_arguments = arguments
         self.reward = reward
         self.generation = generation
         self.use_chat_template = use_chat_template
@@ -85,10 +100,7 @@ class SingleTurnWorkflow(Workflow):
         self.check_row(prompt)
         content = prompt[self.prompt_key]
         if self.use_chat_template:
-            messages = (
-                [{"role": "user", "content": content}] if isinstance(content, str) else content
-            )
-            return encode_chat(engine.tokenizer, messages)
+            return encode_chat(engine.tokenizer, content, self.chat_template_arguments)
         if not isinstance(content, str):
             raise WorkflowError(
                 f"the prompt is a {type(content).__name__}, expected a string; "

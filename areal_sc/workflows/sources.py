@@ -13,14 +13,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, WorkflowError
+from areal_sc.run_begin import RunBegin, content_of
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.workflows.base import Prompts, Workflow
-from areal_sc.workflows.prompts import MAX_COPIED_ROWS, write_prompts
+from areal_sc.workflows.prompts import MAX_COPIED_ROWS, CopiedPrompts, write_prompts
 from areal_sc.workflows.reference import (
     ObjectReference,
     Referable,
@@ -29,11 +30,20 @@ from areal_sc.workflows.reference import (
     references_in,
     resolve,
 )
-from areal_sc.workflows.reference_paths import code_folders, data_paths, moved
+from areal_sc.workflows.reference_paths import (
+    code_files,
+    code_folders,
+    data_paths,
+    moved,
+    named_files,
+)
 from areal_sc.workflows.row_file import GROWING, PromptSource, RowWriter, WrittenRows, num_rows_of
 from areal_sc.workflows.session import SESSION, session_module
 
 T = TypeVar("T")
+
+MAX_COMPARED: Final = 4
+"""Datasets, and workflows, that are compared with the run's begin: a loop may make ever more."""
 
 
 class SourceRegistry:
@@ -54,6 +64,9 @@ class SourceRegistry:
         self._num_rows: dict[int, int | None] = {}
         self._file_numbers = itertools.count()
         self._writers: dict[int, RowWriter] = {}  # of the datasets that the script reads
+        self._begin_path = RunFolder(run_dir).begun_path
+        self._compared: dict[str, dict[int, str]] = {}  # kind -> number -> what it is called
+        self._compared_code: set[str] = set()
 
     def register_workflow(self, workflow: Workflow) -> int:
         """Number of the workflow; an equal one gets the same number.
@@ -66,7 +79,9 @@ class SourceRegistry:
                 f"expected an instance of areal_sc.Workflow, got {type(workflow).__name__}"
             )
         if id(workflow) not in self._numbers:
-            self._keep(workflow, self._write(workflow))
+            number = self._write(workflow)
+            self._keep(workflow, number)
+            self._compare("workflow", number, workflow, {})
         return self._numbers[id(workflow)]
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
@@ -84,8 +99,8 @@ class SourceRegistry:
         A list is copied to the run folder, unless it is very long. Blocks.
 
         Raises: WorkflowError: it is empty, its first row cannot be read, a row of a list is no dict
-            of JSON values, or a worker cannot build it again. RunFolderError: its file cannot be
-            written.
+            or would not come back equal, or a worker cannot build it again. RunFolderError: its
+            file cannot be written.
         """
         if id(prompts) not in self._numbers:
             num_rows = num_rows_of(prompts)
@@ -112,6 +127,7 @@ class SourceRegistry:
                 self._writers[number] = writer
             self._num_rows[number] = num_rows
             self._keep(prompts, number)
+            self._compare("dataset", number, dataset, {"number of rows": str(num_rows)})
         return self._numbers[id(prompts)]
 
     def num_rows(self, number: int) -> int | None:
@@ -137,6 +153,26 @@ class SourceRegistry:
     def _keep(self, source: object, number: int) -> None:
         self._kept.append(source)
         self._numbers[id(source)] = number
+
+    def _compare(self, what: str, number: int, source: Referable, facts: dict[str, str]) -> None:
+        """Says what of it, and of the code that it needs, is not as it was at the run's begin."""
+        numbers = self._compared.setdefault(what, {})
+        if number in numbers or len(numbers) == MAX_COMPARED:
+            return
+        wire = reference_of(source).to_wire()
+        own = json.dumps(moved(wire, lambda path: Path(path).name))  # folders may move
+        content = "content" if isinstance(source, CopiedPrompts) else "arguments"
+        facts[content] = hashlib.blake2b(own.encode(), digest_size=6).hexdigest()
+        for path in map(Path, named_files(wire)):
+            if path.parent != self._folder:  # whose names say what is in it
+                facts |= content_of(path)
+        name = numbers[number] = f"{what} {len(numbers)} of {self._owner}"
+        found = {name: facts}
+        for file in code_files(wire) - self._compared_code:
+            self._compared_code.add(file)
+            found[f"code {file}"] = content_of(Path(file))
+        for name, now in found.items():
+            RunBegin(self._begin_path).compare(name, now)
 
     def _copy(self, rows: Sequence[Any]) -> Prompts:
         with _writing(self._folder / "prompts-*.jsonl"):

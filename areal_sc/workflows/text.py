@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.engines.base import Completion
 from areal_sc.errors import WorkflowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+OWN_ARGUMENTS: Final = frozenset(
+    ["messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"]
+)
+"""What `encode_chat` gives a chat template itself."""
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = True) -> list[int]:
@@ -32,24 +38,71 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool =
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, messages: Any, arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Tokens of a conversation in the model's chat format, up to where its answer begins.
 
-    Raises: WorkflowError: the tokenizer has no chat template.
+    A last message of the assistant is the beginning of that answer.
+
+    Args:
+        messages: a list of those, or the text of one of the user.
+        arguments: what the template reads beside them, by name.
+    Raises: WorkflowError: the tokenizer has no chat template, or the template does not read one of
+        the arguments, or it cannot be filled with the messages; or they are none.
     """
     if not tokenizer.chat_template:
         raise WorkflowError(
             "use_chat_template is set, but the model's tokenizer has no chat template: "
             "use a chat model, or plain prompts"
         )
-    encoded: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-    )
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    _check_messages(messages)
+    arguments = dict(arguments or {})
+    template = tokenizer.get_chat_template(tools=arguments.get("tools"))
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise WorkflowError(
+                f"chat_template_arguments: the model's chat template does not read {name!r}, which "
+                "would have no effect"
+            )
+    is_begun = messages[-1]["role"] == "assistant"
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=not is_begun,
+            continue_final_message=is_begun,
+            tokenize=True,
+            return_dict=True,
+            **arguments,
+        )
+    except Exception as error:  # the model's own code, which jinja runs
+        raise WorkflowError(
+            f"the model's chat template refuses the messages: {type(error).__name__}: {error}"
+        ) from error
     return [int(token) for token in encoded["input_ids"]]
+
+
+def _check_messages(messages: Any) -> None:
+    """Raises: WorkflowError: templates would write something else than was meant."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise WorkflowError(f"the prompt is {messages!r:.80}: {_MESSAGES}")
+    for number, message in enumerate(messages):
+        where = f"message {number} of the prompt"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise WorkflowError(f"{where} is {message!r:.80}: {_MESSAGES}")
+        content = message.get("content")
+        is_call = content is None and message.get("tool_calls")
+        if not (is_call or isinstance(content, str | list)):
+            raise WorkflowError(
+                f"the content of {where} ({message['role']}) is {content!r:.80}: expected a text, "
+                "or a list of parts"
+            )
+
+
+_MESSAGES: Final = (
+    'expected a text, or a list of messages such as {"role": "user", "content": "..."}'
+)
 
 
 def describe_unknown(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int]) -> str:

@@ -209,7 +209,10 @@ def may_be_quiet(file: Path, kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_run_goes_on_from_right_state_or_says_why_not(
-    killed_run: KilledRun, kind: str, capsys: pytest.CaptureFixture[str]
+    killed_run: KilledRun,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     faults, folder = [], killed_run.folder
     for file in killed_run.files:
@@ -217,6 +220,7 @@ def test_a_run_goes_on_from_right_state_or_says_why_not(
         DAMAGES[kind](folder.path / file)
         foretold = killed_run.foretold()
         capsys.readouterr()
+        caplog.clear()
         try:
             step = killed_run.go_on()
         except ArealError as error:
@@ -224,6 +228,8 @@ def test_a_run_goes_on_from_right_state_or_says_why_not(
             said, is_right = str(error), file.parts[0] in str(error)
         else:
             said = "".join(x for x in capsys.readouterr().out.splitlines(True) if "WARN" in x)
+            told = (file.name, "since the run began")
+            said += "".join(x for x in caplog.messages if any(part in x for part in told))
             is_right = killed_run.ranks.digest() == killed_run.digests[step]
         if foretold != step and file.name != "tracker_id":  # which a run only writes
             faults.append(f"{file}: a dry run foretold {foretold}, not {step}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from areal_sc import SingleTurnWorkflow
+from areal_sc import Prompts, SingleTurnWorkflow
 from areal_sc.errors import WorkflowError
 
 
@@ -18,7 +19,27 @@ def row_number(prompt: dict[str, Any], completion: str) -> float:
     return float(prompt["row"])
 
 
+async def judged(prompt: dict[str, Any], completion: str) -> float:
+    return float(prompt["row"] == 0 and prompt["span"] == (0, {2: 2**70}))
+
+
+def checked(prompt: dict[str, Any], completion: str) -> float:
+    return float(prompt["row"] == 0 and prompt["span"] == (0, {2: 2**70}))
+
+
+class OwnRows(Prompts):
+    """Only the first row arrives in other processes as it is."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        span = (index, {2: 2**70})
+        return {"prompt": "ba=", "row": index, "span": Counter("ab") if index else span}
+
+
 WORKFLOW = SingleTurnWorkflow(row_number)
+BOTH = SingleTurnWorkflow({"judged": judged, "checked": checked})
 
 
 def stream(num_rows: int) -> Iterator[dict[str, Any]]:
@@ -64,8 +85,15 @@ def test_a_stream_goes_on_after_a_resume(start_rollout: Callable[..., Any]) -> N
     assert set.union(*rewards) == set(range(8))
 
 
-def test_a_stream_that_ends_ends_the_run(start_rollout: Callable[..., Any]) -> None:
+def test_a_stream_that_ends_and_a_row_that_does_not_arrive_end_the_run(
+    start_rollout: Callable[..., Any],
+) -> None:
     with start_rollout() as rollout:
+        assert rollout.evaluate(OwnRows(), BOTH, num_prompts=1).reward == 2.0
+        with pytest.raises(
+            WorkflowError, match=r"row 1 of the dataset \(OwnRows\): \['span'\] is "
+        ):
+            rollout.evaluate(OwnRows(), BOTH)
         with pytest.raises(WorkflowError, match="a stream of prompts has no length: give num_gro"):
             rollout.rollout_batch(stream(100), WORKFLOW)
         batch = rollout.rollout_batch(stream(100), WORKFLOW, 3)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
@@ -83,6 +84,14 @@ def sleeps(prompt, completion):
 async def asynchronous(prompt, completion):
     await asyncio.sleep(0)
     return same(prompt, completion)
+
+def judges_types(prompt, completion, by):
+    prompt["seen"].append(1)  # which no other call sees
+    return float(repr((prompt, by)) == "({'span': (1, {2: 7.0}), 'raw': b'\\\\xff', 'value': "
+        "1180591620717411303424, 'n': np.int64(3), 'seen': [1]}, {3: (4,)})")
+
+async def judges_types_asynchronously(prompt, completion, by):
+    return judges_types(prompt, completion, by)
 
 async def asynchronous_hang(prompt, completion):
     await asyncio.sleep(600)
@@ -363,8 +372,23 @@ async def test_what_cannot_be_sent_is_refused(
     pool = make_pool(server, tmp_path)
     with pytest.raises(WorkflowError, match="make it a function with a name"):
         await pool.score(lambda prompt, completion: 1.0, {}, "")
-    with pytest.raises(WorkflowError, match="reward same: its prompt or arguments cannot be given"):
-        await pool.score(user.same, {"answer": object()}, "")
+    for reward in (user.same, user.asynchronous):
+        with pytest.raises(
+            WorkflowError, match=r"reward .*: argument \[0\]\['answer'\] is <object"
+        ):
+            await pool.score(reward, {"answer": object()}, "")
+    await pool.close()
+
+
+async def test_sync_and_async_rewards_see_the_row_as_it_is_and_each_its_own(
+    server: ForkServer, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    row = {"span": (1, {2: 7.0}), "raw": b"\xff", "value": 2**70, "n": np.int64(3), "seen": []}
+    for reward in (user.judges_types, user.judges_types_asynchronously):
+        for _ in range(2):
+            assert await pool.score(reward, row, "", by={3: (4,)}) == 1.0
+    assert row["seen"] == []
     await pool.close()
 
 

@@ -33,6 +33,7 @@ FLOORS = {
     "fork_server_process": 0,
     "private_folder": 0,
     "process": 0,
+    "run_begin": 0,
     "run_files": 0,
     "run_folder": 0,
     "run_lineage": 0,

@@ -220,7 +220,8 @@ def test_overwrite_empties_a_run_folder(path: Path, state: dict[str, bool]) -> N
         assert folder.open(config_text=CONFIG, overwrite=True) is Opening.overwrite
         names = sorted(entry.name for entry in path.iterdir())
     assert names == [
-        ".lock", ".run.json", ".term", "checkpoints", "config.yaml", "logs", "run.json", "sources",
+        ".lock", ".run.json", ".term", "begun.json", "checkpoints", "config.yaml", "logs",
+        "run.json", "sources",
     ]  # fmt: skip
     assert (outside / "file").exists()
 
@@ -261,6 +262,31 @@ def test_resume_with_changed_settings(path: Path, caplog: pytest.LogCaptureFixtu
         "setting changed since the run began: actor.lr: (not set) -> 2"
     ]
     assert (path / "config.yaml").read_text() == changed
+    caplog.clear()
+    with RunFolder(path) as folder:  # compared with the begin, not with the start before
+        folder.open(config_text=changed)
+    assert len(caplog.records) == 1
+    caplog.clear()
+    with RunFolder(path) as folder:  # only the settings of the begin are those of the begin
+        folder.open(config_text=CONFIG)
+    assert caplog.records == []
+
+
+def test_a_run_of_an_older_version_was_begun_with_its_last_settings(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_once(path, snapshot=True)
+    (path / "begun.json").unlink()
+    changed = CONFIG + "actor: {lr: 2}\n"
+    for text, num_warnings in ((changed, 1), (changed, 1), (CONFIG, 0)):
+        caplog.clear()
+        with RunFolder(path) as folder:
+            folder.open(config_text=text)
+        assert len(caplog.records) == num_warnings
+    (path / "begun.json").write_text("{")  # damaged: the last settings are the best that is known
+    with RunFolder(path) as folder:
+        folder.open(config_text=CONFIG)
+    assert "begun.json cannot be read" in caplog.text
 
 
 def test_second_process_names_the_first(path: Path) -> None:

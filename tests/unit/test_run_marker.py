@@ -55,8 +55,9 @@ def test_where_both_are_damaged_the_message_says_what_helps(path: Path) -> None:
 
 
 def make_old(path: Path) -> None:
-    """As before there were copies."""
+    """The folder as it was before there were copies."""
     (path / ".run.json").unlink()
+    (path / "begun.json").unlink()
     marker = {"kind": "areal_sc run", "format_version": FORMAT_VERSION}
     (path / "run.json").write_text(json.dumps(marker))
 

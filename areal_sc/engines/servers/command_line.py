@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from areal_sc.errors import ConfigError
+
+NUM_SEEDS: Final = 1 << 32
+"""Servers seed NumPy, too, which takes 32 bits."""
 
 
 def given_arguments(

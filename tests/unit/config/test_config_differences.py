@@ -77,9 +77,10 @@ def test_workers_that_live_are_started_again_if_their_settings_changed(
     load: Load, override: str, sections: list[str]
 ) -> None:
     old, new = config_text(load()), config_text(load(override))
-    told = check_resumable(old, new, lives=True)[len(check_resumable(old, new)) :]
+    told = check_resumable(old, new, lives_with=old)[len(check_resumable(old, new)) :]
     expected = [STARTED_AGAIN[section] for section in sections]
     assert [line.partition(":")[0] for line in told] == expected
+    assert check_resumable(old, new, lives_with=new) == check_resumable(old, new)
 
 
 @pytest.mark.parametrize(

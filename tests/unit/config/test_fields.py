@@ -42,7 +42,12 @@ def test_ranges_of_a_schema_of_ones_own_hold() -> None:
     @dataclass
     class Game:
         size: int = setting(3, "fields a side", ge=2)
+        fields: list[int] = setting(list)
 
     check_ranges(Game())
+    check_ranges(Game(size=2**63 - 1, fields=[-(2**63) + 1]))
+    for wrong in (Game(size=2**63), Game(fields=[0, 2**64]), Game(fields=[-(2**70)])):
+        with pytest.raises(ConfigError, match=r"expected an integer below 2\^63, got one of"):
+            check_ranges(wrong)
     with pytest.raises(ConfigError, match=r"^size: expected an integer at least 2, got 1$"):
         check_ranges(Game(size=1))

@@ -6,7 +6,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
@@ -26,6 +28,7 @@ def row(num_tokens: int, **changes: Any) -> Trajectory:
         (row(8), [8]),
         ([row(8)], [8]),
         ((row(8), row(8), row(4)), [8, 8, 4]),  # the limit
+        (row(2, input_ids=np.array([3, 4]), loss_mask=torch.tensor([True, False])), [2]),
     ],
 )
 def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
@@ -45,6 +48,14 @@ def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
         ([row(2, reward=float("nan")), row(3)], "bad_reward", "row 1 of 2: the reward must"),
         ([row(7)] * 3, "too_long", "3 rows have 21 tokens together, expected at most 20"),
         ([row(9)], "too_long", "^the trajectory has 9 tokens"),
+        (row(2, input_ids=[3, 3.7]), "workflow_error", "input_ids are not what int32 can hold"),
+        (row(2, input_ids=[3, 2**31]), "workflow_error", "input_ids are not what int32 can hold"),
+        (row(2, versions=[0, None]), "workflow_error", "versions are not what int32 can hold"),
+        (row(2, loss_mask=[1, 0.5]), "workflow_error", "loss_mask are not what bool can hold"),
+        (row(2, behavior_logprobs=[0.0, float("nan")]), "workflow_error", "behavior_logprobs are"),
+        (row(2, metrics={1: 0.5}), "workflow_error", "must be printable text, got 1"),
+        (row(2, metrics={"\ud83d": 0.5}), "workflow_error", "must be printable text"),
+        (row(2, metrics={"n": 10**400}), "workflow_error", "metric 'n' must be finite"),
     ],
 )
 def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str) -> None:

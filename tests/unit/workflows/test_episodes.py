@@ -18,6 +18,7 @@ from areal_sc.engines.base import Completion
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import RewardFunction
 from areal_sc.workflows.math_reward import exact_match
+from areal_sc.workflows.reference import reference_of, resolve
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 from areal_sc.workflows.text import describe_unknown, encode_text
 
@@ -139,6 +140,75 @@ async def test_a_chat_template_wraps_the_question(tokenizer: Any, tiny_model_fol
 
     with pytest.raises(WorkflowError, match="has no chat template"):
         await workflow.run_episode(question, ScriptedEngine(tokenizer, ["abc$"]))
+
+
+@pytest.fixture
+def chat(tiny_model_folder: Path) -> Any:
+    chat = AutoTokenizer.from_pretrained(tiny_model_folder)
+    chat.chat_template = (
+        "{% if tools %}{% for t in tools %}{{ t['function']['name'] }}{% endfor %}z{% endif %}"
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m['content'] or '' }}z{% endfor %}"
+        "{% if add_generation_prompt %}={% if enable_thinking is false %}x{% endif %}{% endif %}"
+    )
+    return chat
+
+
+def question_of(chat: Any, prompt: Any, **settings: Any) -> str:
+    """What the model reads."""
+    workflow = SingleTurnWorkflow(exact_match, use_chat_template=True, **settings)
+    token_ids = workflow._prompt_tokens({"prompt": prompt}, ScriptedEngine(chat, []))
+    return str(chat.decode(token_ids)).replace(" ", "")
+
+
+def test_a_last_message_of_the_assistant_is_continued(chat: Any) -> None:
+    begun = [{"role": "user", "content": "cab"}, {"role": "assistant", "content": "ab"}]
+    assert question_of(chat, begun) == "cabzab"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert question_of(chat, [call, {"role": "user", "content": "c"}]) == "zcz="
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "the prompt is None: expected a text, or a list of messages"),
+        ([], r"the prompt is \[\]: expected"),
+        ({"role": "user", "content": "c"}, "the prompt is {'role': 'user'"),
+        (["c"], "message 0 of the prompt is 'c'"),
+        ([{"content": "c"}], "message 0 of the prompt is {'content': 'c'}"),
+        ([{"role": "user", "content": None}], r"content of message 0 .* \(user\) is None"),
+        ([{"role": "user"}], r"content of message 0 .* is None"),
+        (
+            [{"role": "user", "content": "c"}, {"role": "assistant", "content": None}],
+            r"content of message 1 .* \(assistant\) is None",
+        ),
+        ([{"role": "user", "content": 7}], "is 7: expected a text"),
+        ([{"role": "tool", "content": "c"}], "template refuses the messages: .*no tools"),
+    ],
+)
+def test_messages_that_a_template_would_read_as_something_else_are_refused(
+    chat: Any, prompt: Any, message: str
+) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        question_of(chat, prompt)
+
+
+def test_a_chat_template_gets_further_arguments(chat: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "fg"}}]
+    off = {"enable_thinking": False}
+    assert question_of(chat, "cab") == "cabz="
+    assert question_of(chat, "cab", chat_template_arguments=off) == "cabz=x"
+    assert question_of(chat, "cab", chat_template_arguments={"tools": tools}) == "fgzcabz="
+    with pytest.raises(WorkflowError, match="does not read 'enable_thinkng'"):
+        question_of(chat, "cab", chat_template_arguments={"enable_thinkng": False})
+    with pytest.raises(WorkflowError, match="use_chat_template=True is needed"):
+        SingleTurnWorkflow(exact_match, chat_template_arguments=off)
+    with pytest.raises(WorkflowError, match="add_generation_prompt follows from the messages"):
+        question_of(chat, "cab", chat_template_arguments={"add_generation_prompt": False})
+    workflow = SingleTurnWorkflow(
+        exact_match, use_chat_template=True, chat_template_arguments={"tools": tools}
+    )
+    assert resolve(reference_of(workflow)).chat_template_arguments == {"tools": tools}
 
 
 @pytest.mark.parametrize(

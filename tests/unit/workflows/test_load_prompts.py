@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import subprocess
@@ -156,14 +157,140 @@ def test_files_of_all_kinds_give_the_same_prompts(
         writer.writeheader()
         writer.writerows(ROWS)
     for ending in ("json", "jsonl", "parquet", "csv"):
-        rows = load_prompts(tmp_path / f"rows.{ending}", template="{question} ")
-        assert list(rows) == [{**row, "prompt": f"{row['question']} "} for row in ROWS], ending  # type: ignore[arg-type]
+        rows = list(load_prompts(tmp_path / f"rows.{ending}", template="{question} "))
+        expected = [{**row, "prompt": f"{row['question']} "} for row in ROWS]
+        if ending == "csv":
+            expected = [{key: str(value) for key, value in row.items()} for row in expected]
+        assert rows == expected, ending
+
+
+WRITTEN = [
+    {"prompt": "a", "answer": 2**70 + 1, "day": "2024-01-05", "code": "007", "n": 9007199254740993},
+    {"prompt": "b\u2028\n,", "answer": "00", "day": "2024-01-05T00:00:00Z", "n": [1, {"a": None}]},
+]
+
+
+def write_rows(path: Path, rows: list[Any]) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        with path.open("w", encoding="utf-8-sig") as file:  # as spreadsheets write it
+            csv.writer(file).writerows(
+                [list(rows[0]), *([row[k] for k in rows[0]] for row in rows)]
+            )
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_json_stays_what_is_written(tmp_path: Path, ending: str, is_streamed: bool) -> None:
+    write_rows(tmp_path / f"rows.{ending}", WRITTEN)
+    assert list(load_prompts(tmp_path / f"rows.{ending}", streaming=is_streamed)) == WRITTEN
+
+
+def test_cells_of_a_csv_stay_the_texts_that_they_are(tmp_path: Path) -> None:
+    row = {
+        "prompt": 'a\n"b",\r\nc',
+        "answer": "007",
+        "n": str(2**70),
+        "day": "2024-01-05",
+        "x": "1e3",
+    }
+    write_rows(tmp_path / "rows.csv", [row, {**row, "answer": "x" * 200_000, "n": "", "x": "NA"}])
+    first, second = load_prompts(tmp_path / "rows.csv")
+    assert first == row
+    assert (second["n"], second["x"], len(second["answer"])) == (None, "NA", 200_000)
+
+
+def test_a_folder_of_text_files_is_read_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", WRITTEN)
+    write_rows(folder / "test.json", WRITTEN[:1])
+    assert load_prompts(folder) == WRITTEN
+    assert load_prompts(folder, split="test+train[1:]") == WRITTEN
+    assert list(load_prompts(folder, split="test", streaming=True)) == WRITTEN[:1]
+    with pytest.raises(WorkflowError, match=r"no split 'dev': expected train or test, or a part"):
+        load_prompts(folder, split="dev")
+    with pytest.raises(WorkflowError, match=r"expected a whole split \(train, test\)"):
+        load_prompts(folder, split="train[:1]", streaming=True)
+
+
+def test_types_that_the_library_guesses_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    with gzip.open(tmp_path / "data" / "train.csv.gz", "wt") as file:
+        file.write("prompt,answer\na,007\n")
+    assert next(iter(load_prompts(tmp_path / "data")))["answer"] == 7
+    assert "`datasets` has guessed the types {'answer': 'int64'} from text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [
+        ("train", range(10)),
+        ("train[:3]", range(3)),
+        ("train[-2:]", range(8, 10)),
+        ("train[10%:35%]", range(1, 4)),
+        ("train[8:] + train[:1]", [8, 9, 0]),
+    ],
+)
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv"])
+def test_a_part_of_a_file(tmp_path: Path, ending: str, split: str, numbers: list[int]) -> None:
+    rows = [{"prompt": "a", "answer": str(n)} for n in range(10)]
+    write_rows(tmp_path / f"rows.{ending}", rows)
+    assert load_prompts(tmp_path / f"rows.{ending}", split=split) == [rows[n] for n in numbers]
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("column", ["prompt", "answer", "hint"])
+def test_a_row_without_what_is_needed_is_refused_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, column: str
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    row = {"prompt": "a", "answer": "b", "hint": "c", "note": ""}
+    rows = [row, {**row, column: None}, row]
+    path = tmp_path / f"rows.{ending}"
+    if ending == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        write_rows(path, rows)
+    settings: dict[str, Any] = {"template": "{prompt} Hint: {hint}"} if column == "hint" else {}
+    told = f"row 1 has nothing in its column '{column}'; leave the row out"
+    with pytest.raises(WorkflowError, match=told):
+        load_prompts(path, **settings)
+    if ending != "parquet":
+        with pytest.raises(WorkflowError, match=told):
+            list(load_prompts(path, streaming=True, **settings))
+    others = {"prompt_key": "note" if ending != "csv" else "hint", "answer_key": ""}
+    if column != "hint":
+        assert len(list(load_prompts(path, **others))) == 3
 
 
 @pytest.mark.parametrize(
     ("path", "settings", "told"),
     [
-        ("rows.csv", {}, "no such file or folder"),
+        ("rows.csv", {}, "rows.csv does not exist"),
+        ("rows.parquet", {}, "no such file or folder"),
+        ("rows.jsonl", {"split": "test"}, "no split 'test': expected train, or a part such as"),
+        ("rows.jsonl", {"split": "train[1]"}, r"no split 'train\[1\]'"),
+        ("rows.jsonl", {"split": "train[5:]"}, "it has no row"),
+        ("rows.jsonl", {"name": "main"}, "name='main' is of folders and of the hub alone"),
+        ("rows.jsonl", {"revision": "v1"}, "revision='v1' is of data sets of the hub alone"),
+        ("rows.parquet", {"revision": "v1"}, "revision='v1' is of data sets of the hub alone"),
+        ("wide.csv", {}, "wide.csv:3: expected 2 cells .prompt, answer., got 3"),
+        ("short.csv", {}, "short.csv:2: expected 2 cells"),
+        ("twice.csv", {}, "two columns have one name"),
+        ("list.json", {}, "list.json: row 1: expected a JSON object"),
+        ("broken.json", {}, "broken.json: no JSON"),
+        ("rows.jsonl", {"template": "{question} {answer[a]}"}, "row 0: template"),
+        ("none.json", {"template": "{question[hint]}"}, r"nothing in 'question\[hint\]'"),
         ("rows.jsonl", {"prompt_key": "text"}, "row 0 has no column 'text'; it has answer, que"),
         ("rows.jsonl", {"template": "{question"}, "expected '}'"),
     ],
@@ -172,6 +299,12 @@ def test_a_file_that_does_not_fit_is_refused(
     tmp_path: Path, path: str, settings: dict[str, str], told: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "wide.csv").write_text("prompt,answer\n1,2\n1,2,3\n")
+    (tmp_path / "short.csv").write_text("prompt,answer\n1\n")
+    (tmp_path / "twice.csv").write_text("prompt,prompt\n1,2\n")
+    (tmp_path / "list.json").write_text('[{"prompt": "a", "answer": "b"}, 3]')
+    (tmp_path / "broken.json").write_text('[{"prompt": "a"},]')
+    (tmp_path / "none.json").write_text('[{"question": {"hint": null}, "answer": "b"}]')
     with pytest.raises(WorkflowError, match=told):
         load_prompts(tmp_path / path, **settings)  # type: ignore[arg-type]
 

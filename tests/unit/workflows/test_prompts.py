@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_sc.errors import WorkflowError
@@ -58,15 +59,19 @@ def test_rows_keep_their_keys_and_text(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a\u2028b", "answer": "ä"},
         {"prompt": "\ud83d", "n": 3, "nested": {"x": [1, None]}},
+        {"span": (1, 2), "scores": {2: 7.0}, "value": 2**70, "$": np.float32(0.1)},
     ]
     prompts = write_prompts(rows, tmp_path)
     assert [prompts[i] for i in range(len(prompts))] == rows
+    assert type(prompts[2]["$"]) is np.float32
 
 
 def test_a_row_given_out_can_be_changed(tmp_path: Path) -> None:
-    prompts = write_prompts([{"prompt": "x"}], tmp_path)
-    prompts[0]["prompt"] = "changed"
-    assert prompts[0] == {"prompt": "x"}
+    prompts = write_prompts([{"prompt": "x", "more": [1]}], tmp_path)
+    row = prompts[0]
+    row["prompt"] = "changed"
+    row["more"].append(2)
+    assert prompts[0] == {"prompt": "x", "more": [1]}
 
 
 def test_a_relative_path_is_referenced_absolutely(

@@ -136,7 +136,7 @@ class NotReferable:
         (NotReferable(), "an instance of a Workflow"),
         (NotReferable().method, "a function defined at the top level"),
         (Task(NotReferable()), "argument 0 of Task"),
-        (Task(nested={"key": [NotReferable()]}), "argument 'nested' of Task, key 'key'"),
+        (Task(nested={"key": [NotReferable()]}), r"argument 'nested' of Task\['key'\]\[0\] is"),
         (Task(lambda: 1), "make it a function with a name"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,30 @@ async def test_a_row_that_cannot_be_read_is_an_error_of_its_group_alone(tmp_path
         rows[17]
 
 
+async def test_a_row_that_would_arrive_as_another_one_ends_the_run(tmp_path: Path) -> None:
+    class Spans(Squares):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"span": (index, {2: b"x"}), "more": [Counter() if index == 6 else None]}
+
+    registry = SourceRegistry(tmp_path, "rollout")
+    number = registry.register_prompts(Spans())
+    await registry.make_readable(number, 5)
+    assert SourceReader(tmp_path).prompts(number)[5] == {"span": (5, {2: b"x"}), "more": [None]}
+    with pytest.raises(WorkflowError, match=r"row 6 of the dataset \(Spans\): \['more'\]\[0\] is"):
+        await registry.make_readable(number, 6)
+
+
+def test_rows_of_an_older_version_are_read_or_refused_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"index": 0, "row": {"n": [1, {"a": null}]}}\n{"index": 1, "row": {"$": 1}}\n')
+    rows = WrittenRows(path)
+    assert rows[0] == {"n": [1, {"a": None}]}
+    with pytest.raises(
+        WorkflowError, match=r"row 1 of .*rows\.jsonl was written by another version"
+    ):
+        rows[1]
+
+
 async def test_a_stream_gives_its_rows_in_order_and_each_once(tmp_path: Path) -> None:
     registry = SourceRegistry(tmp_path, "rollout")
     number = registry.register_prompts(stream(10))
@@ -131,8 +156,8 @@ async def test_a_dataset_of_hugging_face_is_used_as_it_is(tmp_path: Path) -> Non
         (stream(0), "ended after 0 rows"),
         (7, "the dataset is a int: expected a list of dicts"),
         ({"a": 1}, r"row 0 of the dataset \(dict\) cannot be read: KeyError: 0"),
-        (iter(["x"]), "row 0 of the dataset .*: a str is no dict"),
-        (iter([{"prompt": object()}]), "row 0 of the dataset .* cannot be written as JSON"),
+        (iter(["x"]), "row 0 of the dataset .* is a str: expected a dict"),
+        (iter([{"prompt": object()}]), r"row 0 of the dataset .*: \['prompt'\] is <object"),
     ],
 )
 def test_what_gives_no_rows_is_refused_at_once(tmp_path: Path, rows: Any, message: str) -> None:
@@ -172,6 +197,24 @@ def test_a_line_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('ow": {"prompt": "five"}}\n')
     assert rows[5] == {"prompt": "five"}
+
+
+async def test_rows_that_changed_between_two_starts_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Cubes(Squares):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            row = super().__getitem__(index)
+            return row | {"answer": str(index**3)} if index > 2 else row
+
+    for rows in (Squares(), Squares(), Cubes()):
+        registry = SourceRegistry(tmp_path, "rollout")
+        number = registry.register_prompts(rows)
+        await registry.make_readable(number, 2, 3, 4)
+        messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "row 3 of the dataset (Cubes) changed since an earlier start has read it, and so may others"
+    ]
 
 
 async def test_another_start_goes_on_with_the_file_that_workers_read(tmp_path: Path) -> None:

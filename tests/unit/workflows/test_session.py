@@ -114,15 +114,17 @@ def test_a_cell_may_hold_what_is_no_python_and_what_awaits(run_cell: RunCell) ->
 
 
 def test_an_object_that_cannot_be_written_down_is_named(run_cell: RunCell) -> None:
-    run_cell("client = object()\nnan = float('nan')\n")
+    run_cell("client = object()\nscale = float('inf')\nnames = [type('Name', (str,), {})('a')]\n")
     run_cell("def inner(c):\n    return client\n\ndef reward(p, c):\n    return inner(c)\n")
     with pytest.raises(
         WorkflowError, match=r"inner uses client, .*of type object.*%%writefile rewards\.py"
     ):
         session_module(["reward"])
-    run_cell("def other(p, c):\n    return nan\n")
-    with pytest.raises(WorkflowError, match=r"other uses nan, .*float"):
+    run_cell("def other(p, c):\n    return names\n")
+    with pytest.raises(WorkflowError, match=r"other uses names, .*list"):
         session_module(["other"])
+    run_cell("def third(p, c):\n    return scale\n")
+    assert copied("third")["third"]({}, "") == math.inf
 
 
 def test_a_name_that_means_something_else_by_now_is_not_taken_for_what_it_was(

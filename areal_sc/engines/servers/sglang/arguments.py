@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_sc.config.schema import Dtype, RolloutConfig
-from areal_sc.engines.servers.command_line import as_command_line, given_arguments
+from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
 
 OLDEST_VERSION = (0, 5, 11)
@@ -61,7 +61,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "host": servers.host,
         "port": instance.port,
         "tp_size": servers.tp_size,
-        "random_seed": config.seed + instance.index,
+        "random_seed": (config.seed + instance.index) % NUM_SEEDS,
         "context_length": context_tokens,
         "max_running_requests": slots,
         "skip_tokenizer_init": True,  # token ids go in and come out

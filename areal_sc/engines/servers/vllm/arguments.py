@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.worker_plan import DTYPE_BYTES
-from areal_sc.engines.servers.command_line import as_command_line, given_arguments
+from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.errors import ModelError
 
@@ -68,7 +68,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "port": instance.port,
         "tensor_parallel_size": servers.tp_size,
         "distributed_executor_backend": "mp",
-        "seed": config.seed + instance.index,
+        "seed": (config.seed + instance.index) % NUM_SEEDS,
         "max_model_len": config.max_context_tokens,
         "max_num_seqs": slots,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from

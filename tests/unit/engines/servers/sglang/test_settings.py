@@ -21,7 +21,12 @@ ON_GPU = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=True)
 
 
 def rollout(**settings: Any) -> RolloutConfig:
-    plain = {"path": "/model", "dtype": Dtype.bfloat16, "seed": 7, "max_context_tokens": 100}
+    plain = {
+        "path": "/model",
+        "dtype": Dtype.bfloat16,
+        "seed": 7 + 2**40,
+        "max_context_tokens": 100,
+    }
     return RolloutConfig(**{**plain, "max_running_sequences": 10, **settings})
 
 

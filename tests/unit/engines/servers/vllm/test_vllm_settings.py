@@ -25,7 +25,12 @@ GIB = 1 << 30
 
 
 def rollout(**settings: Any) -> RolloutConfig:
-    plain = {"path": "/model", "dtype": Dtype.bfloat16, "seed": 7, "max_context_tokens": 100}
+    plain = {
+        "path": "/model",
+        "dtype": Dtype.bfloat16,
+        "seed": 7 + 2**40,
+        "max_context_tokens": 100,
+    }
     return RolloutConfig(**{**plain, "max_running_sequences": 10, "engine": "vllm", **settings})
 
 

@@ -1,0 +1,99 @@
+"""What a run was begun with: settings, datasets, code and models, by name and content.
+
+The file `begun.json` of a run folder keeps what each of them was when it was first seen. A later
+start compares with that, not with the start before it: what has changed once stays changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.durable import write_atomic
+from areal_sc.errors import RunFolderError
+
+SETTINGS: Final = "settings"
+MAX_HASHED_BYTES: Final = 64 << 20
+"""A larger file is compared by its size alone: each start waits for it."""
+
+_one_compares: Final = threading.Lock()
+"""Datasets are registered by several threads."""
+
+_logger = logging.getLogger(__name__)
+
+
+class RunBegin:
+    """The file; construct it anywhere. Damaged, it counts as not written yet, with a warning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def noted(self, name: str) -> dict[str, str] | None:
+        """What was noted of it; None: nothing yet. Raises: RunFolderError: it cannot be read."""
+        found = self._read().get(name)
+        return dict(found) if isinstance(found, dict) else None
+
+    def note(self, name: str, now: Mapping[str, str]) -> None:
+        """Raises: RunFolderError: it cannot be read, or written."""
+        content = json.dumps({**self._read(), name: dict(now)}, indent=1)
+        try:
+            write_atomic(self._path, content.encode())
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def compare(self, name: str, now: Mapping[str, str]) -> None:
+        """Warns where something is not what it was at the begin of the run; what is new is noted.
+
+        Raises: RunFolderError: as of `note`.
+        """
+        with _one_compares:
+            begun = self.noted(name)
+            if begun is None:
+                self.note(name, now)
+                return
+        changed = [
+            f"{key} {begun.get(key, '(none)')} -> {now.get(key, '(none)')}"
+            for key in sorted({*begun, *now})
+            if begun.get(key) != now.get(key)
+        ]
+        if changed:
+            _logger.warning("%s changed since the run began: %s", name, ", ".join(changed))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self._path}: {error.strerror}") from error
+        except ValueError as error:
+            _logger.warning(
+                "%s cannot be read (%s): what the run was begun with is not known any more",
+                *(self._path, error),
+            )
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+def content_of(path: Path) -> dict[str, str]:
+    """A file, or the files of a folder, by name and content; nothing where there is none.
+
+    Raises: RunFolderError: one of them cannot be read.
+    """
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    try:
+        return {file.name: _digest(file) for file in files if file.is_file()}
+    except OSError as error:
+        raise RunFolderError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _digest(path: Path) -> str:
+    num_bytes = path.stat().st_size
+    if num_bytes > MAX_HASHED_BYTES:
+        return f"{num_bytes} bytes"
+    return hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
