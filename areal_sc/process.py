@@ -18,6 +18,7 @@ MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_NAME_CHARS: Final = 15
 
 IS_STOPPED: Final = "is stopped (SIGSTOP)"
@@ -116,6 +117,32 @@ def machine_id() -> str:
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
+def num_killed_for_memory() -> int:
+    """Processes of this machine that the kernel has killed since its start, for lack of memory."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def become_subreaper() -> None:
+    """Makes this process the parent of what its descendants leave, daemons too, until it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def children_of(parent_pid: int) -> list[int]:
+    """Process ids of a process's children; those that it has to reap are among them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent_pid:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def is_stopped(pid: int) -> bool:

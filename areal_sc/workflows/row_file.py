@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
+from areal_sc.user_code import describe
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.prompts import json_row
 
@@ -218,10 +219,9 @@ class RowWriter:
                 "itertools.cycle), give a dataset with a length, whose rows come again in each "
                 "epoch, or lower total_steps"
             ) from None
-        except Exception as error:
+        except BaseException as error:  # the user's code may raise anything
             raise WorkflowError(
-                f"row {index} of the dataset ({self._kind}) cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"row {index} of the dataset ({self._kind}) cannot be read: {describe(error)}"
             ) from error
         return json_row(row, index, self._kind)
 

@@ -40,6 +40,7 @@ FLOORS = {
     "status_board": 0,
     "samples": 0,
     "stacks": 0,
+    "user_code": 0,
     "weights": 0,
     "config": 0,
     "transport": 1,

@@ -55,6 +55,17 @@ def behave(spec):
             grandchild = subprocess.Popen(["sleep", "600"])
             os.write(spec["fd"], str(grandchild.pid).encode())
             time.sleep(600 if what == "with_grandchild" else 0)
+        case "with_daemon" | "leave_daemon" as what:
+            if (first := os.fork()) == 0:
+                os.setsid()
+                if os.fork() == 0:  # an orphan of a session that has no leader
+                    shell = ["sh", "-c", "sleep 600; true"]
+                    below = subprocess.Popen(shell, start_new_session=True)
+                    os.write(spec["fd"], f"{os.getpid()} {below.pid}".encode())
+                    time.sleep(600)
+                os._exit(0)
+            os.waitpid(first, 0)
+            time.sleep(600 if what == "with_daemon" else 0)
         case "sleep":
             time.sleep(600)
 
@@ -202,6 +213,20 @@ async def test_what_a_child_leaves_ends_with_it(tmp_path: Path) -> None:
         child, reply = await spawn_and_hear(server, "leave_grandchild", tmp_path / "child.log")
         assert await code_of(child) == 0
         await wait_until_ended(int(reply))
+
+
+async def test_daemons_and_sessions_of_a_child_end_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    async with started() as server:
+        lasting, daemons = await spawn_and_hear(server, "with_daemon", log)
+        killed, reply = await spawn_and_hear(server, "with_daemon", log)
+        server.kill(killed)
+        await wait_until_ended(killed.pid, *map(int, reply.split()))
+        left, reply = await spawn_and_hear(server, "leave_daemon", log)
+        await wait_until_ended(left.pid, *map(int, reply.split()))
+        pids = [lasting.pid, *map(int, daemons.split())]
+        assert all(map(is_running, pids)), "those of another child stay"
+    assert not any(map(is_running, pids)), "they are gone when the server is"
 
 
 async def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
