@@ -3,6 +3,7 @@
 Rewards, workflows, losses, datasets and trackers may raise anything: `SystemExit` and what else
 derives from BaseException, a CancelledError though nobody has cancelled them, an exception whose
 text cannot be had. None of it may end a process, an event loop or a run in another name.
+Ctrl-C reaches a script's main thread alone: elsewhere a KeyboardInterrupt is the user's code's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Raised(Exception):
         self.is_late = is_late
 
 
-async def await_limited(code: Callable[[], Awaitable[T]], limit_s: float) -> T:
+async def await_user_code(code: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
     """Awaits code of the user, which runs in a task of its own.
 
     So there is no doubt about a cancellation: that of the caller's task is real, and the code's
@@ -120,8 +121,7 @@ def user_code(what: str) -> Iterator[None]:
     except WorkflowError:
         raise
     except BaseException as error:  # the user's code may raise anything
-        at = f" at {place_of(error)}" if _users(error) or isinstance(error, SyntaxError) else ""
-        raise WorkflowError(f"{what} raised {describe(error)}{at}") from error
+        raise WorkflowError(f"{what} raised {blame(error)}") from error
 
 
 def first_of(error: BaseException) -> BaseException:
@@ -141,7 +141,13 @@ def text_of(value: object, how: Callable[[Any], str] = str) -> str:
 
 def describe(error: BaseException) -> str:
     """`ValueError: the message`, shortened."""
-    return f"{type(error).__name__}: {text_of(error)[:MAX_TEXT_CHARS]}"
+    return f"{type(error).__name__}: {text_of(error)[:MAX_TEXT_CHARS]}".removesuffix(": ")
+
+
+def blame(error: BaseException) -> str:
+    """`ValueError: the message at file.py:line`, where the user's code has to do with it."""
+    is_users = isinstance(error, SyntaxError) or _users(error)
+    return f"{describe(error)} at {place_of(error)}" if is_users else describe(error)
 
 
 def last_frames(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.errors import WorkerError, WorkflowError
+from areal_sc.errors import ConfigError, WorkerError, WorkflowError
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workflows.base import Reward, RewardFunction, Score
 from areal_sc.workflows.rejection import Rejection
@@ -56,12 +56,15 @@ class WorkerEpisodeEngine:
         self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
     ) -> Completion:
         sampling = sampling or self._sampling
+        if not isinstance(sampling, GenerationConfig):
+            found = type(sampling).__name__
+            raise WorkflowError(f"expected a GenerationConfig or None to sample by, got {found}")
         if self._temperature is not None:
             sampling = replace(sampling, temperature=self._temperature)
         try:
             with self._waiting("generation"):
                 return await self._engine.generate(input_ids, sampling, prefix_group=self._group)
-        except WorkflowError:
+        except (WorkflowError, ConfigError):  # by what the user's code asked for
             raise
         except Exception as error:  # the user's code may catch it; it is no result of the episode
             self.failure = error

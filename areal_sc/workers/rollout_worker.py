@@ -40,7 +40,7 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
-from areal_sc.user_code import Raised, await_limited, describe, last_frames, place_of, text_of
+from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of
 from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
@@ -319,7 +319,7 @@ class RolloutWorker(Worker):
         episode: Episode | Rejection
         try:
             with self._all_episodes.running(engine):
-                episode = await await_limited(run, limit_s)
+                episode = await await_user_code(run, limit_s)
         except Raised as raised:
             episode = Rejection.of(raised.error)
             if raised.is_late:

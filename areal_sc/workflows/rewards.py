@@ -32,7 +32,7 @@ from typing import Any, Final
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.fork_server import Child, ForkServer
 from areal_sc.process import num_killed_for_memory
-from areal_sc.user_code import Raised, await_limited, last_frames, place_of
+from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of
 from areal_sc.workflows.rejection import RejectionKind
@@ -372,7 +372,7 @@ class RewardPool:
             return finite_reward(await reward(dict(prompt), completion, **extra))
 
         try:
-            return await await_limited(call, self._timeout_s)
+            return await await_user_code(call, self._timeout_s)
         except Raised as raised:
             if raised.is_late:
                 where = {"place": place_of(raised.error), "frames": last_frames(raised.error)}

@@ -10,7 +10,7 @@ import pytest
 from areal_sc import user_code as border
 from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.transport.rpc.codec import failure_of
-from areal_sc.user_code import Raised, await_limited, describe, run_worker_loop, user_code
+from areal_sc.user_code import Raised, await_user_code, describe, run_worker_loop, user_code
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 
@@ -51,7 +51,7 @@ async def test_what_awaited_code_raises_is_its_own(error: BaseException) -> None
         fail(error)
 
     with pytest.raises(Raised) as raised:
-        await await_limited(code, 60.0)
+        await await_user_code(code, 60.0)
     assert raised.value.error is error
     assert not raised.value.is_late
     if not isinstance(error, ExceptionGroup):
@@ -90,7 +90,7 @@ async def await_what_was_given_up() -> None:
 @pytest.mark.parametrize("code", [cancel_itself, cancel_itself_and_return, await_what_was_given_up])
 async def test_who_cancels_itself_cancels_nobody_else(code: Callable[[], object]) -> None:
     with pytest.raises(Raised, match="CancelledError"):
-        await await_limited(code, 60.0)  # type: ignore[arg-type]
+        await await_user_code(code, 60.0)  # type: ignore[arg-type]
 
 
 async def test_a_real_cancellation_reaches_the_code_and_goes_on() -> None:
@@ -103,7 +103,7 @@ async def test_a_real_cancellation_reaches_the_code_and_goes_on() -> None:
             told.append("cancelled")
             raise SystemExit from None  # what it makes of that is of no interest
 
-    task = asyncio.create_task(await_limited(code, 60.0))
+    task = asyncio.create_task(await_user_code(code, 60.0))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()
@@ -126,7 +126,7 @@ async def test_code_that_swallows_its_cancellation_is_left_behind(
                 continue
 
     with pytest.raises(Raised) as raised:
-        await await_limited(code, 0.01)
+        await await_user_code(code, 0.01)
     assert raised.value.is_late
     is_over.set()
 
@@ -136,7 +136,7 @@ async def test_the_place_of_late_code_is_where_it_waited() -> None:
         await asyncio.sleep(600)
 
     with pytest.raises(Raised) as late:
-        await await_limited(tool, 0.01)
+        await await_user_code(tool, 0.01)
     assert late.value.is_late
     place = f"test_user_code.py:{tool.__code__.co_firstlineno + 1}"
     assert border.place_of(late.value.error) == place
@@ -164,7 +164,7 @@ def test_tasks_of_the_user_do_not_end_a_workers_loop() -> None:
             await asyncio.wait([task])
             told.append(type(task.exception()).__name__)
         try:
-            await await_limited(code, 60.0)
+            await await_user_code(code, 60.0)
         except Raised as raised:
             told.append(type(raised.error).__name__)
 
