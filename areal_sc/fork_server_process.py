@@ -33,7 +33,14 @@ from typing import Any, Final, NoReturn
 from msgspec import msgpack
 
 from areal_sc.errors import ArealError
-from areal_sc.process import be_deaf, become_subreaper, children_of, die_with, name_process
+from areal_sc.process import (
+    be_deaf,
+    become_subreaper,
+    children_of,
+    die_with,
+    name_process,
+    outlive_parent,
+)
 from areal_sc.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -63,6 +70,9 @@ class ForkServerProcess:
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         if len(os.listdir("/proc/self/task")) > 1:
             log.warning("the fork server has other threads: its children can deadlock")
+        # The connection tells of the owner's end. Killed with it, this process would leave what
+        # its children have started.
+        outlive_parent()
         try:
             self._serve_requests()
         finally:

@@ -119,6 +119,11 @@ def machine_id() -> str:
     return f"{socket.gethostname()} {boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
+def outlive_parent() -> None:
+    """Takes `die_with` back, for a process that notices the end of its parent and cleans up."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def num_killed_for_memory() -> int:
     """Processes of this machine that the kernel has killed since its start, for lack of memory."""
     with suppress(OSError, ValueError):

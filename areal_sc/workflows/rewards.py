@@ -329,6 +329,8 @@ class RewardPool:
         log.warning("reward_process pid=%d ended by itself: %s", process.child.pid, how)
         if call.num_ends >= _MAX_ATTEMPTS or call.num_kills >= _MAX_KILLS:
             why = "; the kernel killed processes for lack of memory" if lacked_memory else ""
+            if ended.done() and ended.result() >= 0:
+                why = ": the code ended it, as os._exit does"
             call.fail(
                 RewardError(
                     f"reward {call.name}: its process ended {call.num_ends + call.num_kills} times "

@@ -77,13 +77,16 @@ def hangs_with_the_lock_held(prompt, completion):
         ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
 
 def hangs_with_a_child(prompt, completion):
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     pathlib.Path(prompt["pid_file"]).write_text(str(child.pid))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child.wait()
 
 def aborts(prompt, completion):
     os.abort()
+
+def leaves(prompt, completion):
+    os._exit(7)
 
 def kills_itself(prompt, completion):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -430,6 +433,8 @@ async def test_a_reward_that_ends_two_processes_is_to_blame(
     server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
+    with pytest.raises(RewardError, match=r"ended 2 times .*exit code 7: the code ended it, as os"):
+        await pool.score(user.leaves, {}, "")
     with pytest.raises(RewardError, match=r"ended 2 times .*signal 6 \(SIGABRT\).*reward\.log"):
         await pool.score(user.aborts, {}, "")
     log_text = (tmp_path / "reward.log").read_text()

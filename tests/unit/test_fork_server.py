@@ -296,15 +296,16 @@ from areal_sc.fork_server import ForkServer
 
 async def main():
     server = ForkServer("fork_targets:behave")
-    child = await server.spawn({"do": "sleep"}, sys.argv[1] + "/child.log")
-    print(server.pid, child.pid, flush=True)
+    child = await server.spawn({"do": "with_daemon"}, sys.argv[1] + "/child.log")
+    daemons = await asyncio.get_running_loop().sock_recv(child.connection, 4096)
+    print(server.pid, child.pid, daemons.decode(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
 """
 
 
-async def test_server_and_children_end_with_their_owner(tmp_path: Path) -> None:
+async def test_server_children_and_their_daemons_end_with_their_owner(tmp_path: Path) -> None:
     paths = [str(tmp_path), str(Path(__file__).parents[2])]
     finished = await asyncio.to_thread(
         subprocess.run,
