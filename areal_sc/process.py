@@ -9,6 +9,7 @@ import resource
 import select
 import signal
 import socket
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -148,6 +149,24 @@ def children_of(parent_pid: int) -> list[int]:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent_pid:
                 found.append(int(stat.parent.name))
     return found
+
+
+def bury_left(known: Set[int]) -> set[int]:
+    """Reaps children that ended long ago: what a subreaper gets, nobody else waits for.
+
+    Args: known: what the call before returned.
+    Returns: children that have ended since, and that whoever has started them may wait for.
+    """
+    ended = set()
+    for pid in children_of(os.getpid()):
+        with suppress(ChildProcessError):  # it has been waited for meanwhile
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            if pid in known:
+                os.waitpid(pid, 0)
+            else:
+                ended.add(pid)
+    return ended
 
 
 def is_stopped(pid: int) -> bool:

@@ -15,7 +15,8 @@ from areal_sc.errors import ConfigError, WorkerError, WorkflowError
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workflows.base import Reward, RewardFunction, Score
 from areal_sc.workflows.rejection import Rejection
-from areal_sc.workflows.rewards import RewardPool, name_of
+from areal_sc.workflows.reward_functions import name_of
+from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.weighted import weighted_functions
 
 OWN_CODE: Final = "the workflow's own code, or a tool"

@@ -276,13 +276,8 @@ class RolloutWorker(Worker):
         try:
             prompt = dict(dataset[reference.index])
         except BaseException as error:  # the user's code may raise anything
-            rejection = Rejection(
-                RejectionKind.dataset_error,
-                f"row {reference.index} of the dataset: {describe(error)}",
-                type(error).__name__,
-                place_of(error),
-                last_frames(error),
-            )
+            what = f"row {reference.index} of the dataset: {describe(error)}"
+            rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
             return [self._noted(rejection, reference.index)] * num_episodes
         try:
             async with asyncio.TaskGroup() as tasks:

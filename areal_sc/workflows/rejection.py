@@ -109,13 +109,12 @@ class Rejection(Struct, frozen=True, array_like=True):
             )
         if isinstance(error, WorkflowError):
             return cls(RejectionKind.prompt_error, message)
-        return cls(
-            RejectionKind.workflow_error,
-            message,
-            type(error).__name__,
-            place_of(error),
-            last_frames(error),
-        )
+        return cls.raised(RejectionKind.workflow_error, message, error)
+
+    @classmethod
+    def raised(cls, kind: RejectionKind, message: str, error: BaseException) -> Rejection:
+        """That of code which raised this."""
+        return cls(kind, message, type(error).__name__, place_of(error), last_frames(error))
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:

@@ -19,7 +19,6 @@ CPU seconds, and passing it is a verdict.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import os
@@ -36,6 +35,7 @@ from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of
 from areal_sc.workflows.rejection import RejectionKind
+from areal_sc.workflows.reward_functions import is_async, name_of, place_of_definition
 from areal_sc.workflows.reward_process import failure_of, finite_reward, make_unpacker, pack
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class RewardPool:
             WorkerError: reward processes cannot be had; says nothing about the completion.
         """
         name = name or name_of(reward)
-        if _is_async(reward):
+        if is_async(reward):
             return await self._score_on_loop(reward, name, prompt, completion, extra)
         if self._broken is not None:
             raise self._broken
@@ -190,7 +190,7 @@ class RewardPool:
             ) from error
         verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         declaration = getattr(reward, DECLARATION, None)
-        call = _Call(key, name, _place_of(reward), request, declaration, verdict)
+        call = _Call(key, name, place_of_definition(reward), request, declaration, verdict)
         self._calls.add(call)
         self._waiting.put_nowait(call)
         if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
@@ -381,7 +381,7 @@ class RewardPool:
                 raise _took_too_long(name, self._timeout_s, **where) from raised.error
             what, details = failure_of(raised.error)
             raise RewardError(
-                f"reward {name}: {what}", **{"place": _place_of(reward), **details}
+                f"reward {name}: {what}", **{"place": place_of_definition(reward), **details}
             ) from raised.error
 
 
@@ -392,22 +392,3 @@ def _took_too_long(name: str, limit_s: float, doing: str = "", **where: str) -> 
         kind=RejectionKind.reward_timeout,
         **where,
     )
-
-
-def _is_async(reward: Any) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-        getattr(type(reward), "__call__", None)  # noqa: B004  # the method, not callable()
-    )
-
-
-def name_of(reward: Any, part: str = "") -> str:
-    """As messages call a reward. Args: part: its name among several."""
-    name = str(getattr(reward, "__qualname__", type(reward).__qualname__))
-    return name if part in ("", name) else f"{part} ({name})"
-
-
-def _place_of(reward: Any) -> str:
-    """Where a reward is defined, "" if Python does not know."""
-    function = inspect.unwrap(reward) if inspect.isroutine(reward) else type(reward).__call__
-    code = getattr(function, "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
