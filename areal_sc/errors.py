@@ -270,10 +270,10 @@ class ModelError(ArealError):
 
 
 class WorkflowError(ArealError):
-    """The user's workflow, reward or dataset cannot be used."""
+    """The user's workflow, reward, loss or dataset cannot be used."""
 
     exit_code = 7
-    title = "The workflow, the reward or the dataset cannot be used"
+    title = "The workflow, the reward, the loss or the dataset cannot be used"
 
 
 class RewardError(WorkflowError):

@@ -11,7 +11,8 @@ workers this way, and a rollout worker its reward processes.
     waits for    a reply, with a limit
     unblocked by the server, or its end
 
-A child dies with the server, and the server with its owner, however that ends. This is the owner's
+A child dies with the server, and the server with its owner, however that ends; with a child dies
+all that it has started. This is the owner's
 side; `fork_server_process` is the server's.
 """
 
@@ -127,7 +128,7 @@ class ForkServer:
             raise WorkerStartError(f"no process was forked within {timeout_s:g} s") from None
 
     def kill(self, child: Child) -> None:
-        """Kills the child's process group; nothing happens when the child has ended."""
+        """Kills the child, and all that it has started; nothing happens when it has ended."""
         if not child.ended.done():
             with suppress(WorkerLost):
                 self._send(["kill", child.pid])

@@ -5,8 +5,11 @@
     unblocked by its owner, its children, or the clock when its owner is silent for too long
 
 It is single-threaded, and forked before its owner has threads: a lock that another thread holds
-during a fork stays locked in the child. Each child leads a session of its own, and what is left of
-its process group is killed when it ends.
+during a fork stays locked in the child.
+
+Nothing that a child has started outlives it, daemons and sessions of their own included. Each child
+is the parent of all that its descendants leave, and this process of what an ended child leaves: so
+whoever becomes a child here without having been forked here is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,14 @@ from typing import Any, Final, NoReturn
 from msgspec import msgpack
 
 from areal_sc.errors import ArealError
-from areal_sc.process import die_with, leave_signals_to_script, name_process
+from areal_sc.process import (
+    become_subreaper,
+    children_of,
+    die_with,
+    leave_signals_to_script,
+    name_process,
+    outlive_parent,
+)
 from areal_sc.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -57,6 +67,9 @@ class ForkServerProcess:
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         if len(os.listdir("/proc/self/task")) > 1:
             log.warning("the fork server has other threads: its children can deadlock")
+        # The connection tells of the owner's end. Killed with it, this process would leave what
+        # its children have started.
+        outlive_parent()
         try:
             self._serve_requests()
         finally:
@@ -106,20 +119,37 @@ class ForkServerProcess:
         with suppress(ConnectionError):  # the owner is gone: the next read says so
             self._connection.send(msgpack.encode(message))
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
+        """Buries the dead, and kills what they leave; whether this process has children then."""
         with suppress(BlockingIOError):
             while os.read(self._wakeup_read, 4096):
                 pass
-        while self._children:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                return
+        has_ended = False
+        try:
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                has_ended = True
+                self._bury(ended.si_pid)
+        except ChildProcessError:
+            return False
+        if has_ended:
+            self._kill_orphans()
+        return True
+
+    def _bury(self, pid: int) -> None:
+        if pid in self._children:
             # its number is its group's until it is reaped
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(ended.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(ended.si_pid, 0)
-            self._children.discard(ended.si_pid)
-            self._tell("ended", ended.si_pid, os.waitstatus_to_exitcode(status))
+                os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if pid in self._children:
+            self._children.discard(pid)
+            self._tell("ended", pid, os.waitstatus_to_exitcode(status))
+
+    def _kill_orphans(self) -> None:
+        """Their own children become this process's when they end, so their turn comes then."""
+        for pid in set(children_of(os.getpid())) - self._children:
+            with suppress(ProcessLookupError, PermissionError):  # it may be another user by now
+                os.kill(pid, signal.SIGKILL)
 
     def _kill(self, pid: int) -> None:
         try:
@@ -147,6 +177,7 @@ class ForkServerProcess:
         leave_signals_to_script()
         os.setsid()
         die_with(server_pid)
+        become_subreaper()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._connection.close()  # the owner must see its end when the server dies
@@ -170,12 +201,12 @@ class ForkServerProcess:
     def _end_children(self) -> None:
         for pid in self._children:
             self._kill(pid)
+        self._kill_orphans()
         deadline = time.monotonic() + KILL_GRACE_S
-        while self._children and (left_s := deadline - time.monotonic()) > 0:
+        while (has_children := self._reap()) and (left_s := deadline - time.monotonic()) > 0:
             select.select([self._wakeup_read], [], [], left_s)
-            self._reap()
-        if self._children:
-            log.error("pids=%s did not die of SIGKILL", sorted(self._children))
+        if has_children:
+            log.error("pids=%s did not die of SIGKILL", children_of(os.getpid()))
 
 
 def run_fork_server(server: ForkServerProcess, preload: Sequence[str], owner_pid: int) -> NoReturn:
@@ -190,6 +221,7 @@ def run_fork_server(server: ForkServerProcess, preload: Sequence[str], owner_pid
         # not in its owner's process group: a signal to that is the owner's to answer
         os.setpgid(0, 0)
         die_with(owner_pid)
+        become_subreaper()
         name_process("forks")
         # numpy would start a thread of OpenBLAS when it is imported
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

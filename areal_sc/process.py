@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ _POLL_S: Final = 0.02
 _ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
 """CAP_SYS_ADMIN and CAP_SYS_RESOURCE: processes are not counted for who has one of them."""
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_NAME_CHARS: Final = 15
 
 IS_STOPPED: Final = "is stopped (SIGSTOP)"
@@ -121,6 +123,55 @@ def machine_id() -> str:
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
+def outlive_parent() -> None:
+    """Takes `die_with` back, for a process that notices the end of its parent and cleans up."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def num_killed_for_memory() -> int:
+    """Processes of this machine that the kernel has killed since its start, for lack of memory."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def become_subreaper() -> None:
+    """Makes this process the parent of what its descendants leave, daemons too, until it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def children_of(parent_pid: int) -> list[int]:
+    """Process ids of a process's children; those that it has to reap are among them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent_pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def bury_left(known: Set[int]) -> set[int]:
+    """Reaps children that ended long ago: what a subreaper gets, nobody else waits for.
+
+    Args: known: what the call before returned.
+    Returns: children that have ended since, and that whoever has started them may wait for.
+    """
+    ended = set()
+    for pid in children_of(os.getpid()):
+        with suppress(ChildProcessError):  # it has been waited for meanwhile
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            if pid in known:
+                os.waitpid(pid, 0)
+            else:
+                ended.add(pid)
+    return ended
 
 
 def is_stopped(pid: int) -> bool:

@@ -16,10 +16,13 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.user_code import user_code
 
 if TYPE_CHECKING:
-    from areal_sc.algorithms.losses import Loss
+    import torch
+
+    from areal_sc.algorithms.losses import Loss, LossTokens, Metrics
     from areal_sc.config.schema import PPOConfig
 
 BUILT_IN = ("decoupled_ppo", "cross_entropy")
@@ -69,16 +72,26 @@ class NamedLoss:
     def load(self) -> Loss:
         """The function with its settings. Imports torch.
 
-        Raises: ConfigError: there is no such function, or it has other settings.
+        Raises: ConfigError: there is no such function, or it has other settings. The user's own
+            function raises a WorkflowError with its line, whatever it raised.
         """
         is_built_in = self.name in BUILT_IN
         path = f"areal_sc.algorithms.losses:{self.name}" if is_built_in else self.name
         try:
-            found: Callable[..., Any] = resolve_name(path)
+            with user_code("its import"):
+                found: Callable[..., Any] = resolve_name(path)
             inspect.signature(found).bind("tokens", **self.settings)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
+        except (WorkflowError, ValueError, TypeError) as error:
             raise ConfigError(f"loss {self.name!r}: {error}; expected {_EXPECTED}") from error
-        return partial(found, **self.settings)
+        if is_built_in:
+            return partial(found, **self.settings)
+
+        def compute(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
+            with user_code(f"loss {self.name!r}"):
+                value, metrics = found(tokens, **self.settings)
+            return value, metrics
+
+        return compute
 
 
 def loss_of(config: PPOConfig) -> NamedLoss:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ConfigError
+from areal_sc.user_code import blame
 
 _BUILT_IN: Final = [kind.value for kind in SchedulerType]
 
@@ -25,5 +26,7 @@ def own_scheduler(name: str) -> Any:
         raise ConfigError(f"{expected}, got {name!r}")
     try:
         return resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{expected}, got {name!r}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        raise ConfigError(f"{expected}, got {name!r}: {blame(error)}") from error

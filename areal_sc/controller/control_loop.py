@@ -55,9 +55,17 @@ class ControlLoop:
         self.takes_over = can_take_over(controllers)
         self._loop = PausableLoop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="areal-controllers", daemon=True
+            target=self._run_loop, name="areal-controllers", daemon=True
         )
         self._thread.start()
+
+    def _run_loop(self) -> None:
+        """A SystemExit of the user's code, a scheduler say, is its caller's, not the loop's end."""
+        is_running = True
+        while is_running:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+                is_running = False
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, needs_all_workers: bool = False) -> T:
         """Result of the coroutine. Ctrl-C in the calling thread cancels it, and lets it unwind.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import ConfigError, PromptTooLong, WorkflowError
 
 
 def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_tokens: int) -> None:
-    """Raises WorkflowError: the prompt is empty, leaves no room, or holds an unknown token."""
+    """Raises WorkflowError: the prompt is no tokens, empty, too long, or holds an unknown token."""
+    try:
+        input_ids = [index(token) for token in input_ids]
+    except TypeError as error:
+        raise WorkflowError(f"expected a prompt's token ids: {error}") from None
     if len(input_ids) == 0:
         raise WorkflowError("the prompt is empty: generation needs at least one token")
     if len(input_ids) >= max_context_tokens:

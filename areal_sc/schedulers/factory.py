@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
 
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.errors import ArealError, SchedulerSilent
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.schedulers.no_nodes import NoNodes
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
+from areal_sc.user_code import Raised, await_user_code, blame
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ _BUILT_IN: Final[dict[str, MakeScheduler]] = {
     SchedulerType.local: LocalScheduler,
     SchedulerType.slurm: SlurmScheduler,
 }
+_AWAITED: Final = ("nodes", "ended_nodes", "renew", "ask_node", "give_back")
 
 
 def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> Scheduler:
@@ -36,7 +39,7 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
         ConfigError: there is none of that name.
         RunFolderError: another process runs in the folder, or it cannot be used.
     """
-    make: MakeScheduler = own_scheduler(config.type) or _BUILT_IN[config.type]
+    own: MakeScheduler | None = own_scheduler(config.type)
     if folder is None and config.run_only:
         logger.warning(
             "only a `Run` reads these settings, and this loop has none: %s; write it with "
@@ -44,5 +47,27 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
             ", ".join(config.run_only),
         )
     if config.dry_run:
-        make = NoNodes
-    return make(config, folder)
+        return NoNodes(config, folder)
+    if own is None:
+        return _BUILT_IN[config.type](config, folder)
+    scheduler = own(config, folder)
+    for name in _AWAITED:
+        if method := getattr(scheduler, name, None):
+            setattr(scheduler, name, _bordered(method, f"{config.type}: {name}"))
+    return scheduler
+
+
+def _bordered(
+    method: Callable[..., Awaitable[Any]], what: str
+) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method of the user's scheduler; beside errors of this package it raises SchedulerSilent."""
+
+    async def call(*args: Any) -> Any:
+        try:
+            return await await_user_code(lambda: method(*args))
+        except Raised as raised:
+            if isinstance(raised.error, ArealError):
+                raise raised.error from None
+            raise SchedulerSilent(f"{what} raised {blame(raised.error)}") from raised.error
+
+    return call

@@ -30,6 +30,7 @@ from areal_sc.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.process import be_deaf, open_files_advice
 from areal_sc.run_folder import Opening, RunFolder
 from areal_sc.telling import Outlet, end_outlets
+from areal_sc.user_code import describe, first_of, text_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
@@ -112,14 +113,12 @@ def report_failure(
             block.text(f"stopped by {by}", style="yellow")
             _show_way_on(block, run_dir, is_stopped=True)
         return exit_code_of(error)
-    cause = error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
+    cause = first_of(error)
     title, text, exit_code = "The run ended with an unexpected error", "", exit_code_of(cause)
     if isinstance(cause, ArealError):
         title, text = cause.title, str(cause)
     block.text(f"ERROR {title}", style="bold red")
-    block.text(text or f"{type(cause).__name__}: {cause}", "  ")
+    block.text(text or describe(cause), "  ")
     if isinstance(cause, ConfigError):
         return exit_code
 
@@ -203,10 +202,10 @@ def _show_way_on(block: _Block, run_dir: Path | None, *, is_stopped: bool) -> No
 
 def _reasons(error: BaseException) -> Iterator[str]:
     """The explicit causes below an error whose text it does not contain already."""
-    told = str(error)
+    told = text_of(error)
     cause = error.__cause__
     while cause is not None:
-        text = str(cause)
+        text = text_of(cause)
         if text and text not in told:
             yield f"{type(cause).__name__}: {text}"
             told += text

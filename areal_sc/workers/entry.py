@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import MutableMapping
 from typing import Any, Final
@@ -11,6 +10,7 @@ import msgspec
 
 from areal_sc.log import setup_logging
 from areal_sc.transport.sockets.interface import Interface
+from areal_sc.user_code import run_worker_loop
 from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerSpec
 
 PRELOAD: Final = (
@@ -72,5 +72,5 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = RolloutWorker if is_rollout else TrainWorker
-    asyncio.run(kind(spec, agent).serve())
+    run_worker_loop(kind(spec, agent).serve())
     return 0

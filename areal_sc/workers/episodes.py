@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.errors import PromptTooLong, WorkerError, WorkflowError
+from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workflows.base import Reward, RewardFunction, Score
 from areal_sc.workflows.rejection import Rejection
-from areal_sc.workflows.rewards import RewardPool, name_of
+from areal_sc.workflows.reward_functions import name_of
+from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.weighted import weighted_functions
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -57,6 +58,9 @@ class WorkerEpisodeEngine:
         self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
     ) -> Completion:
         sampling = sampling or self._sampling
+        if not isinstance(sampling, GenerationConfig):
+            found = type(sampling).__name__
+            raise WorkflowError(f"expected a GenerationConfig or None to sample by, got {found}")
         if self._temperature is not None:
             sampling = replace(sampling, temperature=self._temperature)
         try:
@@ -68,7 +72,7 @@ class WorkerEpisodeEngine:
             if self._has_answered:  # not the prompt is too long: its episode has grown
                 raise WorkflowError(str(error)) from error
             raise
-        except WorkflowError:
+        except (WorkflowError, ConfigError):  # by what the user's code asked for
             raise
         except Exception as error:  # the user's code may catch it; it is no result of the episode
             self.failure = error

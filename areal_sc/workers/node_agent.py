@@ -239,7 +239,7 @@ class Agent:
         processes = self._processes
         self._note_replaced(watch.replaced)
         known = watch.num_ended, watch.num_wishes
-        if known == (len(processes.ended), len(self._wishes)):
+        if known == (processes.num_ended, len(self._wishes)):
             with suppress(TimeoutError):
                 async with asyncio.timeout(watch.hold_s):
                     await processes.end_noted.wait()
@@ -255,8 +255,8 @@ class Agent:
                 for worker in processes.living.values()
                 if worker.order.role == watch.role and worker.reported.done()
             ],
-            ended=[e for e in processes.ended[watch.num_ended :] if e.name.startswith(prefix)],
-            num_ended=len(processes.ended),
+            ended=[e for e in processes.ended_since(watch.num_ended) if e.name.startswith(prefix)],
+            num_ended=processes.num_ended,
             wishes=self._wishes.since(watch.num_wishes),
             num_wishes=len(self._wishes),
         )

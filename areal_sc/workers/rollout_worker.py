@@ -42,6 +42,7 @@ from areal_sc.metadata import (
 )
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of
 from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
@@ -55,7 +56,7 @@ from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.prompts import packed_row
-from areal_sc.workflows.rejection import Rejection, RejectionKind, last_frames, place_of
+from areal_sc.workflows.rejection import Rejection, RejectionKind
 from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.text import describe_unknown
 from areal_sc.workflows.values import loads
@@ -281,14 +282,9 @@ class RolloutWorker(Worker):
         dataset = self.sources.prompts(reference.dataset)
         try:
             prompt = dict(dataset[reference.index])
-        except Exception as error:  # the user's code may raise anything
-            rejection = Rejection(
-                RejectionKind.dataset_error,
-                f"row {reference.index} of the dataset: {error!r}",
-                type(error).__name__,
-                place_of(error),
-                last_frames(error),
-            )
+        except BaseException as error:  # the user's code may raise anything
+            what = f"row {reference.index} of the dataset: {describe(error)}"
+            rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
             return [self._noted(rejection, reference.index)] * num_episodes
         packed = packed_row(prompt, reference.index, type(dataset).__name__)
         try:
@@ -320,20 +316,23 @@ class RolloutWorker(Worker):
             None if evaluation is None else evaluation.temperature,
         )
         limit_s = config.group_timeout_s
+
+        async def run() -> Episode | Rejection:
+            returned = await workflow.run_episode(dict(prompt), engine)
+            return checked_episode(returned, config, is_trained=evaluation is None)
+
+        episode: Episode | Rejection
         try:
             with self._all_episodes.running(engine):
-                async with asyncio.timeout(limit_s) as limit:
-                    returned = await workflow.run_episode(dict(prompt), engine)
-            episode = checked_episode(returned, config, is_trained=evaluation is None)
-        except Exception as error:  # the user's code may raise anything
-            episode = Rejection.of(error)
-            if isinstance(error, TimeoutError) and limit.expired():
-                waited = error.__cause__ or error  # the cancellation knows where it waited
+                episode = await await_user_code(run, limit_s)
+        except Raised as raised:
+            episode = Rejection.of(raised.error)
+            if raised.is_late:
                 episode = Rejection(
                     RejectionKind.timeout,
                     f"the episode took longer than group_timeout_s={limit_s:g} s",
-                    place=place_of(waited),
-                    frames=last_frames(waited),
+                    place=place_of(raised.error),
+                    frames=last_frames(raised.error),
                 )
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
@@ -350,7 +349,7 @@ class RolloutWorker(Worker):
         context = row.input_ids[: list(row.loss_mask).index(True)]
         if not (what := describe_unknown(self.engine.tokenizer, context)):
             return ""
-        content = str(self.sources.prompts(prompt.dataset)[prompt.index])
+        content = text_of(self.sources.prompts(prompt.dataset)[prompt.index])
         return (
             f"the model's tokenizer does not know most of prompt {prompt.index}, {content:.200}: "
             f"{what}; use a model whose tokenizer knows such text"

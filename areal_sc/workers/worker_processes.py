@@ -13,6 +13,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +39,9 @@ KILL_LIMIT_S: Final = 10.0
 
 MAX_STOPPED: Final = 5
 """Heartbeat intervals in which a worker that has not reported yet may be stopped."""
+
+_MAX_ENDED: Final = 1024
+"""Ends that are kept, each with the end of its log: far more than come between two answers."""
 
 _NAMES_PER_MESSAGE: Final = 500
 _MESSAGE_BYTES: Final = 64 << 10
@@ -72,7 +76,7 @@ class WorkerProcesses:
 
     Attributes:
         living: by incarnation.
-        ended: those that were, in order.
+        num_ended: of those that were.
         end_noted: set, and replaced, at the next end, and by `note`.
         begun_s: Unix time; younger files that killed servers left are deleted.
         replaced: workers of the run whose earlier passes are void; see `Passes`.
@@ -86,7 +90,8 @@ class WorkerProcesses:
         shown: Callable[[str], str] = str,
     ) -> None:
         self.living: dict[str, WorkerProcess] = {}
-        self.ended: list[EndedWorker] = []
+        self.num_ended = 0
+        self._ended: deque[EndedWorker] = deque(maxlen=_MAX_ENDED)
         self.end_noted = asyncio.Event()
         self.begun_s = time.time()
         self.replaced: dict[str, int] = {}
@@ -242,10 +247,16 @@ class WorkerProcesses:
         del self.living[order.incarnation]
         loop = asyncio.get_running_loop()
         loop.call_later(SERVERS_END_S, lambda: delete_left_files(self.begun_s))
-        self.ended.append(
+        self.num_ended += 1
+        self._ended.append(
             EndedWorker(order.name, order.incarnation, how, self._shown(str(path)), log_tail(path))
         )
         self.note()
+
+    def ended_since(self, num_ended: int) -> list[EndedWorker]:
+        """Those that ended after so many others, in order; of more than `_MAX_ENDED` the newest."""
+        num_new = self.num_ended - num_ended
+        return list(self._ended)[-num_new:] if num_new > 0 else []
 
     def note(self) -> None:
         """Who waits for news gets it now."""

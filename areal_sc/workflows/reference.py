@@ -32,6 +32,7 @@ from typing import Annotated, Any, Self
 import msgspec
 
 from areal_sc.errors import WorkflowError
+from areal_sc.user_code import user_code
 from areal_sc.workflows.values import UnfitValue, from_wire, to_wire
 
 _SCRIPT_PREFIX = "areal_sc_script_"
@@ -142,12 +143,8 @@ def resolve(reference: ObjectReference) -> Any:
         return found
     args = [from_wire(value, _made) for value in reference.args]
     kwargs = {name: from_wire(value, _made) for name, value in reference.kwargs.items()}
-    try:
+    with user_code(f"{reference.target} cannot be constructed with its recorded arguments: it"):
         return found(*args, **kwargs)
-    except TypeError as error:
-        raise WorkflowError(
-            f"{reference.target} cannot be constructed with its recorded arguments: {error}"
-        ) from error
 
 
 def _target_of(obj: Any) -> tuple[str, str | None]:
@@ -211,16 +208,15 @@ def _import_target(target: str, search_path: str | None) -> Any:
     location, _, qualname = target.rpartition(":")
     if search_path is not None and search_path not in sys.path:
         sys.path.insert(0, search_path)
-    try:
-        if location.endswith(".py"):
-            found: Any = _load_script(Path(location))
-        else:
-            found = importlib.import_module(location)
-    except (ImportError, SyntaxError, OSError) as error:
-        raise WorkflowError(
-            f"{target} cannot be loaded: {type(error).__name__}: {error}; workers import it from "
-            "the same file as the script, with the script's folder on sys.path"
-        ) from error
+    with user_code(
+        f"{target} cannot be loaded: workers import it from the same file as the script, with the "
+        "script's folder on sys.path, and the import"
+    ):
+        found: Any = (
+            _load_script(Path(location))
+            if location.endswith(".py")
+            else importlib.import_module(location)
+        )
     try:
         return reduce(getattr, qualname.split("."), found)
     except AttributeError as error:
@@ -235,15 +231,24 @@ def _load_script(path: Path) -> types.ModuleType:
     name = f"{_SCRIPT_PREFIX}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    main = sys.modules["__main__"]
+    # Where this package started the process, the first script takes the part of `__main__` as in a
+    # process that `multiprocessing` has spawned. So it can spawn others, which import it likewise.
+    is_main = main.__spec__ is not None and main.__spec__.name.startswith("areal_sc.")
+    spec = importlib.util.spec_from_file_location("__mp_main__" if is_main else name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the body runs: dataclasses look their module up
+    if is_main:
+        module.__spec__ = None  # it is found by its file
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
+        if is_main:
+            sys.modules["__main__"] = main
         raise
     return module
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from areal_sc.errors import PromptTooLong, RewardError, WorkflowError
+from areal_sc.user_code import describe, first_of, last_frames, place_of, text_of
 
-_MAX_FRAMES: Final = 6
-_MAX_TRACEBACK_CHARS: Final = 2000
 _MAX_MESSAGE_CHARS: Final = 1000
 _MAX_PROMPT_CHARS: Final = 120
-
-_OWN_FOLDER: Final = Path(__file__).resolve().parents[1]
-_OTHER_FOLDERS: Final = tuple(
-    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
-)
 
 
 class RejectionKind(StrEnum):
@@ -106,13 +97,14 @@ class Rejection(Struct, frozen=True, array_like=True):
         )
 
     @classmethod
-    def of(cls, error: Exception) -> Rejection:
+    def of(cls, error: BaseException) -> Rejection:
         """That of an episode whose workflow raised; a RewardError knows its place itself."""
-        message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+        error = first_of(error)
+        message = describe(error)[:_MAX_MESSAGE_CHARS]
         if isinstance(error, RewardError):
             return cls(
                 RejectionKind(error.kind),
-                str(error)[:_MAX_MESSAGE_CHARS],
+                text_of(error)[:_MAX_MESSAGE_CHARS],
                 error.error_type,
                 error.place or place_of(error),
                 error.frames,
@@ -121,13 +113,12 @@ class Rejection(Struct, frozen=True, array_like=True):
             return cls(RejectionKind.prompt_too_long, str(error))
         if isinstance(error, WorkflowError):
             return cls(RejectionKind.prompt_error, message)
-        return cls(
-            RejectionKind.workflow_error,
-            message,
-            type(error).__name__,
-            place_of(error),
-            last_frames(error),
-        )
+        return cls.raised(RejectionKind.workflow_error, message, error)
+
+    @classmethod
+    def raised(cls, kind: RejectionKind, message: str, error: BaseException) -> Rejection:
+        """That of code which raised this."""
+        return cls(kind, message, type(error).__name__, place_of(error), last_frames(error))
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
@@ -138,45 +129,10 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 def _short_prompt(row: Mapping[str, Any]) -> str:
     """How a row of a dataset begins, on one line."""
-    text = repr(row.get("prompt", dict(row)))
+    text = text_of(row.get("prompt", dict(row)), repr)
     return text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
 
 
 def _shown(text: str) -> str:
     """Without what neither a terminal nor UTF-8 should get: models sample such characters, too."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def last_frames(error: BaseException) -> str:
-    """The last frames of a traceback as Python formats them, from the user's code on."""
-    frames = _frames(error)
-    return "".join(traceback.format_list(frames[-_MAX_FRAMES:]))[-_MAX_TRACEBACK_CHARS:]
-
-
-def place_of(error: BaseException) -> str:
-    """`file.py:line` where the user's code was when the error arose; "" without a traceback.
-
-    That is the last frame which is not in a library, if there is one.
-    """
-    frames = _frames(error)
-    users = [frame for frame in frames if not _is_library(frame.filename)]
-    if not frames:
-        return ""
-    frame = (users or frames)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Without those of this package that led to the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, f in enumerate(frames) if not _is_own(f.filename)), 0)
-    return list(frames[first:])
-
-
-def _is_own(file: str) -> bool:
-    return Path(file).resolve().is_relative_to(_OWN_FOLDER)
-
-
-def _is_library(file: str) -> bool:
-    path = Path(file).resolve()
-    return _is_own(file) or any(path.is_relative_to(folder) for folder in _OTHER_FOLDERS)

@@ -20,14 +20,25 @@ from typing import Any
 
 import msgpack
 
-from areal_sc.errors import RewardError
+from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.process import bury_left
+from areal_sc.user_code import (
+    MAX_TEXT_CHARS,
+    describe,
+    first_of,
+    last_frames,
+    place_of,
+    text_of,
+)
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration
 from areal_sc.workflows.reference import ObjectReference, resolve
-from areal_sc.workflows.rejection import RejectionKind, last_frames, place_of
+from areal_sc.workflows.rejection import RejectionKind
 from areal_sc.workflows.values import loads
 
 MAX_MESSAGE_BYTES = 256 << 20
-_MAX_TEXT = 2000
+
+_REQUESTS_A_BURIAL = 256
+"""A reward may leave processes at each call; to look for them takes milliseconds."""
 
 
 def pack(message: list[Any]) -> bytes:
@@ -57,7 +68,7 @@ def finite_reward(value: Any) -> float:
         )
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise RewardError(
-            f"the reward function returned {type(value).__name__} {str(value)[:80]!r}: "
+            f"the reward function returned {type(value).__name__} {text_of(value)[:80]!r}: "
             "expected a finite number",
             kind=RejectionKind.bad_reward,
         )
@@ -70,21 +81,19 @@ def finite_reward(value: Any) -> float:
     return number
 
 
-def describe(error: BaseException) -> str:
-    """`ValueError: the message`, shortened; a RewardError's message alone."""
-    text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-    return text[:_MAX_TEXT]
-
-
-def details_of(error: BaseException) -> dict[str, str]:
-    """What a RewardError says beside its message about a reward that raised this."""
+def failure_of(error: BaseException) -> tuple[str, dict[str, str]]:
+    """The message and the attributes of the RewardError for a reward that raised this."""
+    error = first_of(error)
     if isinstance(error, RewardError):
-        return {"kind": error.kind}
-    return {
+        return text_of(error)[:MAX_TEXT_CHARS], {"kind": error.kind}
+    raised = error
+    if isinstance(error, WorkflowError) and error.__cause__ is not None:
+        raised = error.__cause__  # by the user's module, while it was imported
+    return describe(error), {
         "kind": RejectionKind.reward_error.value,
-        "error_type": type(error).__name__,
-        "place": place_of(error),
-        "frames": last_frames(error),
+        "error_type": type(raised).__name__,
+        "place": place_of(raised),
+        "frames": last_frames(raised),
     }
 
 
@@ -94,8 +103,11 @@ def run_reward_process(spec: dict[str, Any]) -> int:
     with socket.socket(fileno=spec["fd"]) as connection:
         connection.setblocking(True)
         connection.sendall(pack(["ready"]))
-        for request in _requests(connection):
+        left: set[int] = set()
+        for number, request in enumerate(_requests(connection), start=1):
             connection.sendall(pack(_answer(request, rewards)))
+            if number % _REQUESTS_A_BURIAL == 0:
+                left = bury_left(left)
     return 0
 
 
@@ -117,5 +129,5 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[
             return ["loaded", key]
         prompt, completion, extra = loads(rest[0])
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
-    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is its answer
-        return ["failed", describe(error), details_of(error)]
+    except BaseException as error:  # the user's code: whatever it raises is its answer
+        return ["failed", *failure_of(error)]

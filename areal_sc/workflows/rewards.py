@@ -9,7 +9,8 @@ hang its worker. Here it runs in a process of its own, and passing its time limi
 
 Each process runs one call at a time, so a call's time starts when it begins to execute. A process
 that ends by itself is an infrastructure failure: its call runs once more on a fresh process. Only
-a call that ends two processes is blamed on the reward.
+a call that ends two processes is blamed on the reward. Signals that others send, as people, systemd
+and clusters do, are no work of the reward: they count only when call after call is hit.
 
 A reward may declare what it means by taking long (`RewardDeclaration`): then the limit is one of
 CPU seconds, and passing it is a verdict.
@@ -18,10 +19,10 @@ CPU seconds, and passing it is a verdict.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,13 @@ from typing import Any, Final
 
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.fork_server import Child, ForkServer
+from areal_sc.process import num_killed_for_memory
+from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of
-from areal_sc.workflows.rejection import RejectionKind, last_frames, place_of
-from areal_sc.workflows.reward_process import (
-    describe,
-    details_of,
-    finite_reward,
-    make_unpacker,
-    pack,
-)
+from areal_sc.workflows.rejection import RejectionKind
+from areal_sc.workflows.reward_functions import is_async, name_of, place_of_definition
+from areal_sc.workflows.reward_process import failure_of, finite_reward, make_unpacker, pack
 from areal_sc.workflows.values import UnfitValue, dumps, loads
 
 log = logging.getLogger(__name__)
@@ -49,6 +47,11 @@ LOAD_TIMEOUT_S: Final = 120.0
 START_TIMEOUT_S: Final = 60.0
 _MAX_STARTS: Final = 3
 _MAX_ATTEMPTS: Final = 2
+_MAX_KILLS: Final = 5
+"""Of one call from outside: a reward that sends itself such a signal must end, too."""
+_SIGNALS_OF_OTHERS: Final = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+)
 _EXIT_WAIT_S: Final = 2.0
 
 
@@ -58,6 +61,7 @@ class _Call:
 
     Attributes:
         place: where the reward is defined, as of a RewardError.
+        num_ends, num_kills: processes that ended while it ran, by themselves or by others.
     """
 
     key: int
@@ -66,7 +70,8 @@ class _Call:
     request: bytes
     declaration: RewardDeclaration | None
     verdict: asyncio.Future[float]
-    num_attempts: int = 0
+    num_ends: int = 0
+    num_kills: int = 0
 
     def fail(self, error: Exception) -> None:
         if not self.verdict.done():
@@ -176,7 +181,7 @@ class RewardPool:
             arguments = dumps([dict(prompt), completion, extra])
         except UnfitValue as error:
             raise WorkflowError(error.located(f"reward {name}: argument ")) from None
-        if _is_async(reward):
+        if is_async(reward):
             return await self._score_on_loop(reward, name, arguments)
         if self._broken is not None:
             raise self._broken
@@ -184,7 +189,7 @@ class RewardPool:
         request = pack(["call", key, arguments])
         verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         declaration = getattr(reward, DECLARATION, None)
-        call = _Call(key, name, _place_of(reward), request, declaration, verdict)
+        call = _Call(key, name, place_of_definition(reward), request, declaration, verdict)
         self._calls.add(call)
         self._waiting.put_nowait(call)
         if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
@@ -248,7 +253,7 @@ class RewardPool:
 
     async def _attempt(self, process: _Process, call: _Call) -> bool:
         """Runs a call; False when the process has ended."""
-        call.num_attempts += 1
+        killed_before = num_killed_for_memory()
         try:
             if call.key not in process.loaded:
                 load = pack(["load", call.key, self._references[call.key]])
@@ -265,7 +270,7 @@ class RewardPool:
             what = "importing its module "
             call.fail(_took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place))
         except ConnectionError:
-            await self._mourn(process, call)
+            await self._mourn(process, call, num_killed_for_memory() > killed_before)
         return False
 
     async def _limited(self, process: _Process, call: _Call) -> bool:
@@ -309,17 +314,26 @@ class RewardPool:
         elif not call.verdict.done():
             call.verdict.set_result(rest[0])
 
-    async def _mourn(self, process: _Process, call: _Call) -> None:
-        """A process has ended that nobody asked to end; its second call is to blame."""
+    async def _mourn(self, process: _Process, call: _Call, lacked_memory: bool) -> None:
+        """A process has ended that the pool did not end; its second call is to blame.
+
+        Args: lacked_memory: meanwhile the kernel has killed processes for lack of memory.
+        """
         await process.end()
         self._processes.discard(process)
-        how = process.child.how
+        how, ended = process.child.how, process.child.ended
+        is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
+        call.num_kills += is_killed
+        call.num_ends += not is_killed
         log.warning("reward_process pid=%d ended by itself: %s", process.child.pid, how)
-        if call.num_attempts >= _MAX_ATTEMPTS:
+        if call.num_ends >= _MAX_ATTEMPTS or call.num_kills >= _MAX_KILLS:
+            why = "; the kernel killed processes for lack of memory" if lacked_memory else ""
+            if ended.done() and ended.result() >= 0:
+                why = ": the code ended it, as os._exit does"
             call.fail(
                 RewardError(
-                    f"reward {call.name}: its process ended {call.num_attempts} times while it "
-                    f"ran ({how}); see {self._log_path}",
+                    f"reward {call.name}: its process ended {call.num_ends + call.num_kills} times "
+                    f"while it ran ({how}{why}); see {self._log_path}",
                     kind=RejectionKind.reward_process_died,
                     place=call.place,
                 )
@@ -351,18 +365,20 @@ class RewardPool:
         self, reward: Callable[..., Any], name: str, arguments: bytes
     ) -> float:
         prompt, completion, extra = loads(arguments)  # its own, as a reward process has them
+
+        async def call() -> float:
+            return finite_reward(await reward(prompt, completion, **extra))
+
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                value = await reward(prompt, completion, **extra)
-            return finite_reward(value)
-        except Exception as error:  # the user's code: whatever it raises is its answer
-            if isinstance(error, TimeoutError) and limit.expired():
-                waited = error.__cause__ or error  # the cancellation knows where it waited
-                raise _took_too_long(
-                    name, self._timeout_s, place=place_of(waited), frames=last_frames(waited)
-                ) from error
-            details = {"place": _place_of(reward), **details_of(error)}
-            raise RewardError(f"reward {name}: {describe(error)}", **details) from error
+            return await await_user_code(call, self._timeout_s)
+        except Raised as raised:
+            if raised.is_late:
+                where = {"place": place_of(raised.error), "frames": last_frames(raised.error)}
+                raise _took_too_long(name, self._timeout_s, **where) from raised.error
+            what, details = failure_of(raised.error)
+            raise RewardError(
+                f"reward {name}: {what}", **{"place": place_of_definition(reward), **details}
+            ) from raised.error
 
 
 def _took_too_long(name: str, limit_s: float, doing: str = "", **where: str) -> RewardError:
@@ -372,22 +388,3 @@ def _took_too_long(name: str, limit_s: float, doing: str = "", **where: str) -> 
         kind=RejectionKind.reward_timeout,
         **where,
     )
-
-
-def _is_async(reward: Any) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-        getattr(type(reward), "__call__", None)  # noqa: B004  # the method, not callable()
-    )
-
-
-def name_of(reward: Any, part: str = "") -> str:
-    """As messages call a reward. Args: part: its name among several."""
-    name = str(getattr(reward, "__qualname__", type(reward).__qualname__))
-    return name if part in ("", name) else f"{part} ({name})"
-
-
-def _place_of(reward: Any) -> str:
-    """Where a reward is defined, "" if Python does not know."""
-    function = inspect.unwrap(reward) if inspect.isroutine(reward) else type(reward).__call__
-    code = getattr(function, "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
+from areal_sc.user_code import describe
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.prompts import packed_row, row_of
 
@@ -233,10 +234,9 @@ class RowWriter:
                 "itertools.cycle), give a dataset with a length, whose rows come again in each "
                 "epoch, or lower total_steps"
             ) from None
-        except Exception as error:
+        except BaseException as error:  # the user's code may raise anything
             raise WorkflowError(
-                f"row {index} of the dataset ({self._kind}) cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"row {index} of the dataset ({self._kind}) cannot be read: {describe(error)}"
             ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -46,6 +47,26 @@ def gives(prompt, completion):
 def ends_itself(prompt, completion):
     sys.exit(3)
 
+class Outcome(BaseException):
+    pass
+
+class Nameless(Exception):
+    def __str__(self):
+        raise SystemExit
+
+def raises_base(prompt, completion):
+    raise {"own": Outcome("wrong"), "cancelled": asyncio.CancelledError(), "ctrl-c":
+        KeyboardInterrupt(), "nameless": Nameless(), "close": GeneratorExit(),
+        "group": BaseExceptionGroup("several", [Outcome("inner")])}[completion]
+
+async def raises_base_later(prompt, completion):
+    await asyncio.sleep(0)
+    raises_base(prompt, completion)
+
+async def cancels_itself(prompt, completion):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+
 def coroutine(prompt, completion):
     return asyncio.sleep(0)
 
@@ -57,13 +78,26 @@ def hangs_with_the_lock_held(prompt, completion):
         ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
 
 def hangs_with_a_child(prompt, completion):
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     pathlib.Path(prompt["pid_file"]).write_text(str(child.pid))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child.wait()
 
 def aborts(prompt, completion):
     os.abort()
+
+def leaves(prompt, completion):
+    os._exit(7)
+
+def kills_itself(prompt, completion):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def waits_for(prompt, completion):
+    gate = pathlib.Path(prompt["gate"])
+    gate.with_suffix(f".{os.getpid()}").touch()
+    while not gate.exists():
+        time.sleep(0.01)
+    return 0.5
 
 def is_killed_once(prompt, completion):
     """As when the kernel is out of memory."""
@@ -155,6 +189,16 @@ def wait_until_ended(pid: int, timeout_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def wait_until_begun(folder: Path, timeout_s: float = 30.0) -> int:
+    """The process that runs `waits_for` now."""
+    deadline = time.monotonic() + timeout_s
+    while not (begun := list(folder.glob("gate.*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    begun[0].unlink()
+    return int(begun[0].suffix[1:])
+
+
 def children_of(pid: int) -> list[int]:
     """Of a fork server: all its reward processes."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
@@ -203,6 +247,16 @@ async def test_one_hundred_calls_at_a_time(
         ("coroutine", "", "returned an awaitable: declare it with `async def`"),
         ("asynchronous_raise", "", "reward asynchronous_raise: TimeoutError: of the judge"),
         ("asynchronous_nan", "", "returned nan"),
+        ("raises_base", "own", "reward raises_base: Outcome: wrong"),
+        ("raises_base", "cancelled", "reward raises_base: CancelledError"),
+        ("raises_base", "ctrl-c", "reward raises_base: KeyboardInterrupt"),
+        ("raises_base", "nameless", "reward raises_base: Nameless: .its text cannot be had"),
+        ("raises_base", "close", "reward raises_base: GeneratorExit"),
+        ("raises_base", "group", "reward raises_base: Outcome: inner"),
+        ("raises_base_later", "own", "reward raises_base_later: Outcome: wrong"),
+        ("raises_base_later", "cancelled", "reward raises_base_later: CancelledError"),
+        ("raises_base_later", "nameless", "Nameless: .its text cannot be had"),
+        ("cancels_itself", "", "reward cancels_itself: CancelledError"),
     ],
 )
 async def test_a_bad_verdict_is_told_and_its_process_goes_on(
@@ -330,10 +384,66 @@ async def test_a_killed_process_is_no_verdict(
     await pool.close()
 
 
+async def test_a_process_that_others_kill_is_not_blamed_on_its_call(
+    server: ForkServer, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path)
+    gate = tmp_path / "gate"
+    call = asyncio.create_task(pool.score(user.waits_for, {"gate": str(gate)}, ""))
+    for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        pid = await asyncio.to_thread(wait_until_begun, tmp_path)
+        os.kill(pid, signum)
+        wait_until_ended(pid)
+    gate.touch()
+    assert await call == 0.5
+    with pytest.raises(RewardError, match=r"ended 5 times .*signal 9 \(SIGKILL\)"):
+        await pool.score(user.kills_itself, {}, "")
+    await pool.close()
+
+
+SPAWNING = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+
+def double(number):
+    return 2.0 * number
+
+def reward(prompt, completion):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        spawned = pool.map(double, [1])[0]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        return spawned + pool.submit(double, 10).result()
+"""
+
+
+async def test_a_reward_in_a_script_spawns_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's module has no name that it could be imported by."""
+    path = tmp_path / "a script.py"
+    path.write_text(SPAWNING)
+    spec = importlib.util.spec_from_file_location("made_up", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "made_up", script)
+    spec.loader.exec_module(script)
+    agent = ModuleType("__main__")
+    agent.__spec__ = importlib.util.find_spec("areal_sc.workers.agent")
+    monkeypatch.setitem(sys.modules, "__main__", agent)  # as in a reward process of a run
+    server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+    pool = make_pool(server, tmp_path, timeout_s=60.0)
+    assert await pool.score(script.reward, {}, "") == 22.0
+    await pool.close()
+    await server.close()
+
+
 async def test_a_reward_that_ends_two_processes_is_to_blame(
     server: ForkServer, user: ModuleType, tmp_path: Path
 ) -> None:
     pool = make_pool(server, tmp_path)
+    with pytest.raises(RewardError, match=r"ended 2 times .*exit code 7: the code ended it, as os"):
+        await pool.score(user.leaves, {}, "")
     with pytest.raises(RewardError, match=r"ended 2 times .*signal 6 \(SIGABRT\).*reward\.log"):
         await pool.score(user.aborts, {}, "")
     log_text = (tmp_path / "reward.log").read_text()

@@ -44,6 +44,7 @@ FLOORS = {
     "samples": 0,
     "stacks": 0,
     "telling": 0,
+    "user_code": 0,
     "weights": 0,
     "config": 0,
     "transport": 1,

@@ -63,6 +63,17 @@ def behave(spec):
             grandchild = subprocess.Popen(["sleep", "600"])
             os.write(spec["fd"], str(grandchild.pid).encode())
             time.sleep(600 if what == "with_grandchild" else 0)
+        case "with_daemon" | "leave_daemon" as what:
+            if (first := os.fork()) == 0:
+                os.setsid()
+                if os.fork() == 0:  # an orphan of a session that has no leader
+                    shell = ["sh", "-c", "sleep 600; true"]
+                    below = subprocess.Popen(shell, start_new_session=True)
+                    os.write(spec["fd"], f"{os.getpid()} {below.pid}".encode())
+                    time.sleep(600)
+                os._exit(0)
+            os.waitpid(first, 0)
+            time.sleep(600 if what == "with_daemon" else 0)
         case "sleep":
             time.sleep(600)
 
@@ -228,6 +239,20 @@ async def test_what_a_child_leaves_ends_with_it(tmp_path: Path) -> None:
         await wait_until_ended(int(reply))
 
 
+async def test_daemons_and_sessions_of_a_child_end_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    async with started() as server:
+        lasting, daemons = await spawn_and_hear(server, "with_daemon", log)
+        killed, reply = await spawn_and_hear(server, "with_daemon", log)
+        server.kill(killed)
+        await wait_until_ended(killed.pid, *map(int, reply.split()))
+        left, reply = await spawn_and_hear(server, "leave_daemon", log)
+        await wait_until_ended(left.pid, *map(int, reply.split()))
+        pids = [lasting.pid, *map(int, daemons.split())]
+        assert all(map(is_running, pids)), "those of another child stay"
+    assert not any(map(is_running, pids)), "they are gone when the server is"
+
+
 async def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     async with started() as server:
@@ -295,15 +320,16 @@ from areal_sc.fork_server import ForkServer
 
 async def main():
     server = ForkServer("fork_targets:behave")
-    child = await server.spawn({"do": "sleep"}, sys.argv[1] + "/child.log")
-    print(server.pid, child.pid, flush=True)
+    child = await server.spawn({"do": "with_daemon"}, sys.argv[1] + "/child.log")
+    daemons = await asyncio.get_running_loop().sock_recv(child.connection, 4096)
+    print(server.pid, child.pid, daemons.decode(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
 """
 
 
-async def test_server_and_children_end_with_their_owner(tmp_path: Path) -> None:
+async def test_server_children_and_their_daemons_end_with_their_owner(tmp_path: Path) -> None:
     paths = [str(tmp_path), str(Path(__file__).parents[2])]
     finished = await asyncio.to_thread(
         subprocess.run,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_sc.process import max_more_tasks
+from areal_sc.process import bury_left, max_more_tasks
 
 RAISE = """
 import resource
@@ -39,3 +39,13 @@ def test_processes_and_threads_are_counted_where_the_user_has_a_limit(
     assert 0 <= max_more_tasks() <= 1000
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
     assert max_more_tasks() == math.inf
+
+
+def test_the_dead_that_nobody_waits_for_are_reaped_at_the_second_look() -> None:
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    left = bury_left(set())
+    assert pid in left, "who has started it may wait for it now"
+    assert pid not in bury_left({pid})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)

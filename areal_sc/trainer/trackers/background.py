@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_sc.trainer.trackers.base import Tracker
+from areal_sc.user_code import describe
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class BackgroundTracker:
         self._warned: set[str] = set()
         self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
         self._busy_since_s: float | None = None
-        self._first_error: Exception | None = None
+        self._first_error = ""
         self._num_failed = 0
         self._num_untold = 0
         self._thread = threading.Thread(
@@ -82,8 +83,8 @@ class BackgroundTracker:
 
     def _look(self) -> None:
         """Says once what is wrong with the tracker."""
-        if self._first_error is not None:
-            self._warn_once("failure", f"failed: {self._first_error!r}")
+        if self._first_error:
+            self._warn_once("failure", f"failed: {self._first_error}")
         since_s = self._busy_since_s
         if since_s is not None and time.monotonic() - since_s > HANGING_AFTER_S:
             self._warn_once("hang", f"has been busy with one call for {HANGING_AFTER_S:g} s")
@@ -100,11 +101,11 @@ class BackgroundTracker:
             self._busy_since_s = time.monotonic()
             try:
                 event(self._tracker)
-            except Exception as error:  # the boundary to code of users and of other libraries
+            except BaseException as error:  # the border of code of users and of other libraries
                 self._num_failed += 1
-                if self._first_error is None:
+                if not self._first_error:
                     logger.warning("tracker=%s", self.name, exc_info=True)
-                    self._first_error = error
+                    self._first_error = describe(error)
             self._busy_since_s = None
 
 

@@ -22,6 +22,7 @@ from areal_sc.errors import ArealError, ProtocolError, RemoteError
 from areal_sc.transport.rpc.method import UNDECODABLE, short_text
 from areal_sc.transport.security.passes import MAX_PASS_BYTES
 from areal_sc.transport.sockets.zmq_socket import FRAME_BYTES, Buffer, Frame
+from areal_sc.user_code import text_of
 
 PROTOCOL_VERSION: Final = 6
 _MAGIC: Final = b"SC"
@@ -171,7 +172,7 @@ def _refusal(frame: Buffer, error: Exception) -> ProtocolError:
 
 def failure_of(error: BaseException, request_id: str) -> Failure:
     """The wire form of an exception; long texts keep their end, where the cause is."""
-    text = str(error)
+    text = text_of(error)
     if len(text) > _MAX_MESSAGE_CHARS:
         text = text[:_MAX_MESSAGE_CHARS] + " …"
     if isinstance(error, RemoteError):

@@ -45,6 +45,7 @@ from areal_sc.transport.security.curve import CurveServer, Guard
 from areal_sc.transport.security.passes import Caller
 from areal_sc.transport.sockets.refusals import Refusals
 from areal_sc.transport.sockets.zmq_socket import AsyncSocket, Context, Frame, configure_socket
+from areal_sc.user_code import describe
 
 logger = logging.getLogger(__name__)
 
@@ -358,8 +359,8 @@ class RpcServer:
 
     def _failure(self, request: Request, error: BaseException) -> bytes:
         logger.warning(
-            "method_failed node=%s method=%s request=%s error=%r",
-            *(self.node_id, request.method, request.request_id, error),
+            "method_failed node=%s method=%s request=%s error=%s",
+            *(self.node_id, request.method, request.request_id, describe(error)),
         )
         return encode(failure_of(error, request.request_id))
 

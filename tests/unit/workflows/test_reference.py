@@ -261,3 +261,24 @@ def test_a_script_that_fails_while_loading_can_be_loaded_again(tmp_path: Path) -
     for _ in range(2):
         with pytest.raises(WorkflowError, match="No module named 'no_such_module_anywhere'"):
             resolve(reference)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit('no tag')\n", r"the import raised SystemExit: no tag at it\.py:2"),
+        ("raise BaseException('so')\n", r"the import raised BaseException: so at it\.py:1"),
+        ("def f(:\n", r"the import raised SyntaxError: .* at it\.py:1"),
+        (
+            "from areal_sc.workflows.reference import Referable\nclass Task(Referable):\n"
+            "    def __init__(self):\n        raise KeyError('gold')\n",
+            r"recorded arguments: it raised KeyError: 'gold' at it\.py:4",
+        ),
+    ],
+)
+def test_what_a_script_raises_in_a_worker_is_told_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "it.py").write_text(text)
+    with pytest.raises(WorkflowError, match=message):
+        resolve(ObjectReference(f"{tmp_path}/it.py:Task", []))

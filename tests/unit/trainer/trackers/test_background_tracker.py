@@ -54,6 +54,20 @@ def test_everything_is_told_in_order_before_the_end() -> None:
     assert not warnings
 
 
+def test_a_tracker_that_ends_its_thread_is_told_of_the_rest() -> None:
+    class Exits(Failing):
+        def on_model(self, step: int, folder: Path) -> None:
+            self.told.append(step)
+            raise SystemExit(3)
+
+    exits, warnings = Exits(), list[str]()
+    tracker = BackgroundTracker(exits, warnings.append)
+    tell_steps(tracker, range(3))
+    tracker.close()
+    assert exits.told == [0, 1, 2, "closed"]
+    assert "Exits failed: SystemExit: 3" in warnings[0]
+
+
 def test_failures_are_told_once_with_their_cause_and_the_rest_is_tried() -> None:
     failing, warnings = Failing(), list[str]()
     tracker = BackgroundTracker(failing, warnings.append)
@@ -61,7 +75,7 @@ def test_failures_are_told_once_with_their_cause_and_the_rest_is_tried() -> None
     tracker.close()
     assert failing.told == [0, 1, 2, "closed"]
     assert len(warnings) == 2
-    assert "Failing failed: RuntimeError('no such project')" in warnings[0]
+    assert "Failing failed: RuntimeError: no such project" in warnings[0]
     assert "3 calls failed" in warnings[1]
 
 

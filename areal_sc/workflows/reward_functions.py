@@ -1,0 +1,27 @@
+"""What is known of a reward function without a call of it. No torch."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+
+def is_async(reward: Any) -> bool:
+    """Whether it runs on the event loop."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
+        getattr(type(reward), "__call__", None)  # noqa: B004  # the method, not callable()
+    )
+
+
+def name_of(reward: Any, part: str = "") -> str:
+    """As messages call a reward. Args: part: its name among several."""
+    name = str(getattr(reward, "__qualname__", type(reward).__qualname__))
+    return name if part in ("", name) else f"{part} ({name})"
+
+
+def place_of_definition(reward: Any) -> str:
+    """Where a reward is defined, "" if Python does not know."""
+    function = inspect.unwrap(reward) if inspect.isroutine(reward) else type(reward).__call__
+    code = getattr(function, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
