@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Final
 
 import torch
 
 from areal_sc.algorithms.losses import LossTokens, Metric
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.errors import ConfigError
+from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.user_code import user_code
 
 _NUM_TOKENS: Final = 4
 _EXPECTED: Final = "a scalar loss that depends on the tokens, and a dict of areal_sc's `Metric`"
@@ -32,13 +32,10 @@ def try_loss(loss: NamedLoss) -> None:
     fields = _MadeUpFields(versions=torch.zeros(_NUM_TOKENS, dtype=torch.int32))
     where = f"actor.ppo.loss: {loss.name} with actor.ppo.loss_settings={dict(loss.settings)}"
     try:
-        returned = compute(LossTokens(values * 1, -values, fields, _NUM_TOKENS))
-    except (Exception, SystemExit) as error:  # the user's code
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{where}: tried on one row it raised {type(error).__name__}: {error} "
-            f"({frame.filename}:{frame.lineno})"
-        ) from error
+        with user_code("it"):
+            returned = compute(LossTokens(values * 1, -values, fields, _NUM_TOKENS))
+    except WorkflowError as error:
+        raise ConfigError(f"{where}: tried on one row, {error}") from error
     match returned:
         case (torch.Tensor() as value, dict() as metrics) if (
             value.numel() == 1

@@ -88,8 +88,8 @@ class NamedLoss:
 
         def compute(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
             with user_code(f"loss {self.name!r}"):
-                value, metrics = found(tokens, **self.settings)
-            return value, metrics
+                returned: tuple[torch.Tensor, Metrics] = found(tokens, **self.settings)
+            return returned
 
         return compute
 

@@ -66,7 +66,7 @@ Load = Callable[..., GRPOConfig]
         ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
         ("run_dir=''", "run_dir: expected a name, got an empty one"),
         ("scheduler.type=kubernetes", "expected local, slurm or package.module:Class, got 'kub"),
-        ("scheduler.type=no_such:Scheduler", "got 'no_such:Scheduler': No module named 'no_such'"),
+        ("scheduler.type=no_such:Scheduler", "'no_such:Scheduler': ModuleNotFoundError: No module"),
         ("--overwrite --resume", "resume: must needs the run that overwrite=true would delete"),
         (
             "scheduler.orphan_timeout_s=3",

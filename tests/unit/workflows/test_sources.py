@@ -88,6 +88,7 @@ def changes(
 ) -> list[str]:
     """What a start with these sources is told."""
     caplog.clear()
+    run_dir.mkdir(exist_ok=True)
     registry = SourceRegistry(run_dir, owner)
     for source in sources:
         is_workflow = isinstance(source, Workflow)
