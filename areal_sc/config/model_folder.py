@@ -58,9 +58,10 @@ def is_model_folder(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def check_model_folder(path: str | Path) -> None:
+def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
     """Checks, in milliseconds, that a folder holds a model: to be called before workers start.
 
+    Args: needs_weights: False: `config.json` alone describes a model whose weights are drawn.
     Raises: ModelError: no folder, no config.json, no weights, or weights that are truncated or
         lack a file; names what is missing. Or a model of more than text, with an encoder, or
         with an adapter beside it.
@@ -90,6 +91,8 @@ def check_model_folder(path: str | Path) -> None:
             f"model folder {path}: the model has an encoder (its config.json says "
             "is_encoder_decoder); expected a decoder alone"
         )
+    if not needs_weights:
+        return
     if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
         raise ModelError(
             f"model folder {path}: it has no weights; "

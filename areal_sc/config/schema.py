@@ -248,6 +248,9 @@ class RolloutConfig(Section):
     engine: RolloutEngine = setting(RolloutEngine.local)
     path: str = shared("${actor.path}", MISSING, "model folder, or its name on the hub")
     revision: str = shared("${actor.revision}", "", "branch, tag or commit on the hub")
+    random_init: bool = shared(
+        "${actor.random_init}", False, "the folder needs no weights: the trainer's come first"
+    )
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)

@@ -85,7 +85,7 @@ async def find_runs(
             _take_over(state, description, wanted, ledger, found)
         elif held is not None:
             found.lost += state.store.note_adopted(held)
-            state.version = 0 if ledger.version == 0 else NO_VERSION
+            state.version = state.built_with if ledger.version == 0 else NO_VERSION
     return found
 
 
@@ -106,7 +106,7 @@ def _take_over(
         found.owners[run] = state
     state.version = NO_VERSION
     if description.policy is None:  # as it was built; every lineage begins from that model
-        state.version = 0 if ledger.version == 0 else NO_VERSION
+        state.version = state.built_with if ledger.version == 0 else NO_VERSION
     elif description.policy[0] == ledger.lineage:
         state.version = description.policy[1]
 

@@ -3,7 +3,7 @@
     each TrainController    finds its ranks where the journal says that the run is, or new ones
     each RolloutController  goes on from the journal if the ranks do, and takes over what its
                             workers run and hold; else it gives all of that up
-    both                    workers without the newest weights get them
+    both                    workers without the newest weights, or with drawn ones, get them
 
 What the script then asks for is what it asked for before: the same batch, with the same rows in the
 same order, the same updates and the same publication. So it joins what is done, or goes on.
@@ -88,6 +88,6 @@ async def take_over(controllers: Sequence[Controller]) -> TakenOver | None:
                 time.monotonic() - began,
             )
             logger.info("%s", taken)
-        elif found.num_workers:
+        elif found.num_workers or actor.config.random_init:  # weights that only the ranks have
             await actor.share_weights_async(rollout)
     return taken

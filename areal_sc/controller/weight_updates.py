@@ -58,6 +58,7 @@ class RolloutWorkerState:
     Attributes:
         number: its index within its role; no other worker has it as long as this one is there.
         store: the groups that take room in its store.
+        built_with: the policy version of its engine as it was built, or NO_VERSION.
         version: the policy version that its engine holds; NO_VERSION: it must get one first.
         is_up: its engine is built, so that all its methods can be called.
         are_rows_known: it is known which shards its present life holds.
@@ -73,6 +74,7 @@ class RolloutWorkerState:
     member: Member
     number: int
     store: WorkerStore
+    built_with: int = 0
     version: int = 0
     is_up: bool = True
     are_rows_known: bool = True
@@ -117,8 +119,8 @@ class WeightUpdates:
         self._background = background
         self._on_version = on_version
         self._weights: WeightsReference | None = None
-        self._is_forgotten = False
-        self._are_held = False
+        # drawn weights are no version's: those of the ranks come before any work
+        self._is_forgotten = self._are_held = config.random_init
         self._round: asyncio.Task[None] | None = None
         # of workers, so that `max_unavailable` servers stand still at one time
         num_servers = config.max_unavailable or _ALL
@@ -153,7 +155,7 @@ class WeightUpdates:
 
         Others do no work before `receive`.
         """
-        self._is_forgotten = version > 0
+        self._is_forgotten = version > 0 or self._config.random_init
 
     def renew(self, weights: WeightsReference) -> None:
         """The weights that workers update to are to be had elsewhere."""

@@ -79,6 +79,8 @@ class WorkerSet:
 
     def _state_of(self, member: Member) -> RolloutWorkerState:
         state = RolloutWorkerState(member, member.index, WorkerStore(self._needs))
+        if self._config.random_init:
+            state.built_with = state.version = NO_VERSION
         if not member.has_lived:
             state.version, state.is_up, state.has_served = NO_VERSION, False, False
         return state

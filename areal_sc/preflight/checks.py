@@ -83,8 +83,9 @@ def check_models(config: GRPOConfig) -> None:
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
         ConfigError: the trained one cannot be spread over its ranks.
     """
-    for path, revision in _models(config):
-        check_model_folder(local_model(path, revision))
+    for model in (config.actor, config.rollout):
+        folder = local_model(model.path, model.revision)
+        check_model_folder(folder, needs_weights=not model.random_init)
     _check_mesh(config.actor)
 
 

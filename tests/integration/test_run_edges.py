@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -35,14 +36,24 @@ def test_the_death_of_the_agent_ends_the_run_and_is_named(
         assert not list(memory.iterdir())
 
 
-def test_a_rank_without_rows_takes_part(tmp_path: Path, tiny_model_folder: Path) -> None:
-    """As many minibatches as rows: in each of them one of two ranks has nothing to train on."""
+def test_a_rank_without_rows_takes_part_and_weights_are_drawn_once(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    """As many minibatches as rows: in each of them one of two ranks has nothing to train on.
+
+    The folder has no weights: those of the ranks are what the first answers are sampled by.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, model, ignore=shutil.ignore_patterns("*.safetensors"))
     with tiny_run(
         tmp_path / "run",
-        tiny_model_folder,
+        model,
         *("total_steps=2", "actor.parallel.data=2", "actor.ppo.num_minibatches=8"),
+        "actor.random_init=true",
     ) as run:
         run.finish()
+        first = run.records("step")[0]["train"]
+        assert abs(first["behavior_kl"]) < 1e-4
         assert run.summary()["num_rows_trained"] == 2 * 8
         assert all(record["train"]["grad_norm"] >= 0 for record in run.records("step"))
         assert "some ranks are idle" in run.output

@@ -67,7 +67,9 @@ class LocalEngine(GenerationThread):
         """
         if loaded is None:
             device = resolved_device(config.device, torch.cuda.device_count(), "rollout.device")
-            loaded = load_folder(config.path, torch.device(device), config.dtype)
+            loaded = load_folder(
+                config.path, torch.device(device), config.dtype, is_drawn=config.random_init
+            )
         model, self.tokenizer = loaded
         check_context(model, config.max_context_tokens)
         local_model = LocalModel(model, has_float32_logits=config.float32_output_layer)

@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,15 +36,32 @@ from areal_sc.errors import ConfigError, ModelError
 
 
 def load_folder(
-    path: str, device: torch.device, dtype: Dtype
+    path: str, device: torch.device, dtype: Dtype, *, is_drawn: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a causal language model and its tokenizer from a local Hugging Face folder.
 
+    Args: is_drawn: the folder needs no weights; the model has random ones until others arrive.
     Raises: ModelError: something is missing or unreadable; names it and the folder.
     """
-    check_model_folder(path)
-    model: Any = _load(Path(path), getattr(torch, dtype))
+    check_model_folder(path, needs_weights=not is_drawn)
+    load = _draw if is_drawn else _load
+    model: Any = load(Path(path), getattr(torch, dtype))
     return model.to(device), load_tokenizer(path)
+
+
+def _draw(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Raises: ModelError: transformers cannot build such a model."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(config, dtype=dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot build the model of {folder}: {error}") from error
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _load(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:

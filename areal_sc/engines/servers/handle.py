@@ -160,6 +160,13 @@ class ServersHandle(GeneratorHandle):
                 f"stop_timeout_s={stop_s:g}, so that a worker can end its servers before it is "
                 f"killed itself, got {shutdown_s:g}"
             )
+        if run.rollout.random_init:
+            raise ConfigError(
+                "actor.random_init: expected false with servers, which load weights from the "
+                "model's folder, got true; write a model there once (transformers: "
+                "AutoModelForCausalLM.from_config(config).save_pretrained(folder)), or use "
+                "rollout.engine=local"
+            )
         self.check_servers()
         self.of_worker(0)
         if self.servers.urls and run.weight_update.method == WeightUpdateMethod.pull:
