@@ -172,8 +172,16 @@ def place_of(error: BaseException) -> str:
 
 
 def _users(error: BaseException) -> list[traceback.FrameSummary]:
-    """Those frames that are in no library."""
-    return [frame for frame in _frames(error) if not _is_library(frame.filename)]
+    """Frames that are in no library, of the error or else of the first cause that has some.
+
+    Python's "coroutine raised StopIteration" has none of its own.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if frames := [frame for frame in _frames(cause) if not _is_library(frame.filename)]:
+            return frames
+        cause = cause.__cause__
+    return []
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -70,8 +70,8 @@ def test_the_run_folder_is_complete(finished_run: RunProcess) -> None:
         *("controller.log", "train-0.log", "train-1.log", "rollout-0.log", "rollout-1.log")
     }
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
-        "step-000002",
         "step-000003",
+        "step-000004",
     ]
     assert finished_run.steps() == [1, 2, 3, 4]
     names = [(r["name"], r["step"]) for r in finished_run.records("evaluation")]

@@ -10,7 +10,14 @@ import pytest
 from areal_sc import user_code as border
 from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.transport.rpc.codec import failure_of
-from areal_sc.user_code import Raised, await_user_code, describe, run_worker_loop, user_code
+from areal_sc.user_code import (
+    Raised,
+    await_user_code,
+    describe,
+    place_of,
+    run_worker_loop,
+    user_code,
+)
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 
@@ -176,3 +183,12 @@ def test_tasks_of_the_user_do_not_end_a_workers_loop() -> None:
 
     with pytest.raises(SystemExit):
         run_worker_loop(end())
+
+
+async def test_a_coroutine_that_raises_stop_iteration_is_told_with_its_line() -> None:
+    async def stops() -> None:
+        raise StopIteration
+
+    with pytest.raises(Raised) as raised:
+        await await_user_code(stops)
+    assert place_of(raised.value.error) == f"test_user_code.py:{stops.__code__.co_firstlineno + 1}"
