@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -26,6 +27,7 @@ Place = tuple[str, str, int, int]
 """job, node, restart and step of an agent."""
 
 _OWNER_ONLY: Final = 0o700
+_LOOK_S: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,14 @@ class AgentFile:
     def path(self, run_dir: Path) -> Path:
         return run_dir / AGENTS / f"{self.incarnation}.json"
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine."""
+        return self.host == socket.gethostname()
+
     def process(self) -> OtherProcess | None:
         """Its process, if that is one of this machine."""
-        is_here = self.host == socket.gethostname()
-        return OtherProcess.find(self.pid, self.start_ticks) if is_here else None
+        return OtherProcess.find(self.pid, self.start_ticks) if self.is_here else None
 
 
 def living_agents(run_dir: Path) -> list[AgentFile]:
@@ -107,20 +113,22 @@ def end_agents(run_dir: Path, grace_s: float, *, but_of_jobs: bool = False) -> N
 
     Args:
         but_of_jobs: those that SLURM has started are left out.
-    Raises: RunFolderError: one is on another machine.
+    Raises: RunFolderError: one is on another machine, or does not end.
     """
     for agent in living_agents(run_dir):
         if but_of_jobs and agent.job:
             continue
-        process = agent.process()
-        if process is None:
-            if not is_locked(agent.path(run_dir)):
-                continue  # it has ended by itself
-            raise RunFolderError(
-                f"run folder {run_dir}: workers of its run live on {agent.host} (agent: process "
-                f"{agent.pid}); end them by `python -m areal_sc stop {run_dir}`"
-            )
-        process.end(grace_s)
+        if process := agent.process():
+            process.end(grace_s)
+        # what an agent has started ends right behind it, and holds its lock until then
+        give_up_s = time.monotonic() + (grace_s if agent.is_here else 0.0)
+        while is_locked(agent.path(run_dir)):
+            if time.monotonic() >= give_up_s:
+                raise RunFolderError(
+                    f"run folder {run_dir}: workers of its run live on {agent.host} (agent: "
+                    f"process {agent.pid}); end them by `python -m areal_sc stop {run_dir}`"
+                )
+            time.sleep(_LOOK_S)
 
 
 def _read(path: Path) -> AgentFile:
