@@ -43,12 +43,12 @@ _TEXT = re.compile(
 _LAYOUT = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (rf"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?){_END}\.?", ""),
+        (rf"\\(?:left|right|displaystyle|limits|[lL]arge|huge|small|[bB]igg?[lr]?){_END}\.?", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
         (rf"\\[dtc]frac{_END}", r"\\frac"),
         (rf"\\(?:lbrace|\{{){_END}", r"\\{"),
         (rf"\\(?:rbrace|\}}){_END}", r"\\}"),
-        (r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))|(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),
-        (r"(?<=\d)(?:\\[,;: ]|\{\\,\})(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?:,\s*\\!\s*|\{\\?,\}|\\[,;: ])(?=\d{3}(?!\d))", ""),
         (r"\\!\s*", ""),
         (rf"(?<!\\)\\[,;: ]|\\q?quad{_END}|~", " "),
         (r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b", "%"),
@@ -81,6 +81,7 @@ _NOTATION = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\s+\^", "^"),
+        (r"(?<=\d)\s+[xX]\s+(?=\$?\d)", r"\\times "),
         (rf"^[A-Za-z]\s*\\in{_END}", ""),
         (rf"(?<![A-Za-z\\])(?:infinity|inf){_END}", r"\\infty "),
         (r"(?<![A-Za-z\\])(?:minus|negative)\s+(?=\d)", "-"),
@@ -104,7 +105,6 @@ _NOTATION = [
         (r"(?<![\d,.])(\d{1,3}(?: \d{3})+)(?=\.\d|$)", lambda m: m.group().replace(" ", "")),
         (r"(?<![.,\d])\.(?=\d)", "0."),
         (r"(\d+)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", _without_repetition),
-        (r"^\{(.*,.*)\}$", r"\\{\1\\}"),
     )
 ]
 _CHOICE = re.compile(
@@ -229,17 +229,18 @@ def _read(text: str) -> Answer | None:
 
 
 def _read_equation(text: str, parts: list[str]) -> Answer | None:
-    """`x = 5` is 5 with the name x; `3 + 4 = 7` and `Sum = 7` are 7."""
+    """`x = 5` is 5 with the name x; `3 + 4 = 7` and `Sum = 7` are 7, `6 = 7` is not."""
     if not all(parts):
         return None
-    name, *others = (re.sub(r"\s", "", part) for part in parts)
+    name, *others = (re.sub(r"\s*([^\w\s])\s*", r"\1", part) for part in parts)
     value = _read(parts[-1])
     if value is not None and not any(_NAME.fullmatch(other) for other in others[:-1]):
         if re.fullmatch(r"[A-Za-z]{3,}", name):
             return value
         if _NAME.fullmatch(name):
             return Equation(text, name, value)
-        if not re.search(r"[A-Za-z]", _COMMAND.sub("", "".join([*parts[:-1], value.latex]))):
+        constants = _COMMAND.sub("", "".join([*parts[:-1], value.latex]))
+        if not re.search(r"[A-Za-z]", constants) and not re.fullmatch(r"-?[\d.]+", name):
             return value
     return Equation(text) if _read_quantity(text) is not None else None
 

@@ -35,8 +35,8 @@ _BASE = re.compile(r"base \d")
 _DECIMAL = re.compile(r"\d+\.\d*")
 _UNPARSED = re.compile(
     r"[A-Za-z]\s*\\(?:cup|cap|setminus)(?![A-Za-z])|\\(?:equiv|pmod|bmod|sim|cong|perp|parallel"
-    r"|subset|subseteq|mid|to|implies|land|lor|neg|lnot|overline|prime)(?![A-Za-z])|'"
-    r"|\d:[0-5]\d(?!\d)"
+    r"|subset|subseteq|mid|to|implies|land|lor|neg|lnot|not|overline|prime|[hv]?phantom|cancel)"
+    r"(?![A-Za-z])|'|\d:[0-5]\d(?!\d)"
 )
 """Sets of letters, relations, times of day: the library refuses them; each equals only itself."""
 

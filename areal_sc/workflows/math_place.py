@@ -72,9 +72,10 @@ class Prose:
         return self.text.translate(self.formulas)
 
     def last_sentence(self) -> Prose:
-        """The last sentence of the last line that is not empty."""
+        """The last sentence of the last line that is not empty; none if that is a question."""
         lines = [line for line in self.text.splitlines() if _CONTENT.search(line)]
-        sentences = _SENTENCE_END.split(lines[-1]) if lines else []
+        is_question = not lines or re.search(r"\?[\s*_]*$", lines[-1])
+        sentences = [] if is_question else _SENTENCE_END.split(lines[-1])
         return self.part(next((s for s in reversed(sentences) if _CONTENT.search(s)), "").strip())
 
     def marked(self) -> list[Prose]:

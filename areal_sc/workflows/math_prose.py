@@ -50,6 +50,8 @@ _BASE = re.compile(r"(?<=\d)\s*_\s*\{?(\d+)\}?$")
 _PER = re.compile(r"\s*/\s*(?=[A-Za-z])|(?<=[A-Za-z])\s+per\s+", re.IGNORECASE)
 _POWER = re.compile(r"\b(sq|cu)(?:uare|bic)?\s+([A-Za-z]+)", re.IGNORECASE)
 _GLUED = re.compile(r"(.*[\d})])(°?[A-Za-z][A-Za-z/]*(?:\^\{?-?\d\}?)?|°)")
+_GLUED_UNIT = re.compile(r"°.*|..+")
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\(?:frac|cdot|times|pi|sqrt)(?![A-Za-z])")
 _OPEN_END = re.compile(r"(?:[-+*/^=<>(,]|\\(?:cdot|times|cup|cap))$")
 _UNIT = re.compile(r"(°?[A-Za-z]+|°|[$€£¥¢])(?:\^?\{?(-?\d)\}?)?")
@@ -124,6 +126,8 @@ def _last_expression(sentence: str, *, is_only: bool) -> str:
     """
     words = sentence.split()
     is_math = [_looks_like_math(word) for word in words]
+    if words and re.fullmatch(r"\W*[A-Z]\W*", words[-1]):  # the last word is no article
+        is_math[-1] = True
     if True not in is_math:
         return ""
     end = len(words) - is_math[::-1].index(True)
@@ -161,7 +165,8 @@ def split_unit(text: str) -> tuple[str, tuple[str, ...]]:
     while len(tokens) > 1 and _is_unit_word(tokens[-1]):
         words.insert(0, tokens.pop())
     glued = _GLUED.fullmatch(tokens[-1]) if tokens else None
-    if glued and (len(glued[2].strip("°")) != 1 or "°" in glued[2]) and _is_known(glued[2]):
+    is_angle = _FUNCTION.search(text) and text.endswith("°")  # of a sine
+    if glued and not is_angle and _GLUED_UNIT.fullmatch(glued[2]) and _is_known(glued[2]):
         tokens[-1] = glued[1]
         words.insert(0, glued[2])
     core = " ".join(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from areal_sc.errors import ConfigError
@@ -87,6 +88,7 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
+@lru_cache(maxsize=256)  # the completions of a group share it
 def _read_reference(text: str) -> Answer:
     """The reference as mathematics, or, where it has letters alone, as words.
 

@@ -7,434 +7,422 @@ import pytest
 from areal_sc.workflows.math_reward import NumericMatch, check_answers, numeric_match
 from areal_sc.workflows.reference import reference_of, resolve
 
-RIGHT = [
-    ("a(b+c)", r"\boxed{ab+ac}"),
-    ("a(b+c)", r"\boxed{ab + ac}"),
-    ("11111111100", r"11,\! 111,\! 111,\! 100"),
-    (r"11,\! 111,\! 111,\! 100", r"\boxed{11111111100}"),
-    (r"\{1,2\}", r"\boxed{{1,2}}"),
-    (r"\{1,2\}", "{1,2}"),
-    ("{1,2}", r"\{2,1\}"),
-    (
-        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-        r"The matrix is $\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$.",
-    ),
-    (
-        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-        r"Hence the inverse is \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}.",
-    ),
-    (
-        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-        "So the answer is\n\\[\n\\begin{pmatrix} 1 & 2 \\\\\n 3 & 4 \\end{pmatrix}.\n\\]",
-    ),
-    ("5", r"\boxed{5\textnormal{ miles}}"),
-    (r"5\textnormal{ miles}", "5"),
-    ("5", "5$"),
-    ("5", "The answer is 5$."),
-    ("34", "Final Answer: The largest $n$ is 34."),
-    ("a^2 - b^2", r"\boxed{(a-b)(a+b)}"),
-    ("a/b", r"\boxed{\frac{a}{b}}"),
-    (r"A \cup B", r"\boxed{A \cup B}"),
-    (r"A \cup B", r"\boxed{A\cup B}"),
-    ("a + b", r"\boxed{b+a}"),
-    ("a = 5", r"\boxed{a=5}"),
-    ("a = 5", r"\boxed{5}"),
-    ("A, B", r"\boxed{A, B}"),
-    ("A, B", r"\boxed{A and B}"),
-    ("A", r"\boxed{\text{(A)}}"),
-    ("42", r"<think>\boxed{7}</think>The result is \boxed{42}"),
-    ("42", "<think>the answer is 7\n\\boxed{7}\n</think>\n42"),
-    ("42", "is 7 \\boxed{7}</think>\nThe answer is 42."),
-    ("42", "So \\boxed{42}.\nThis answer is correct."),
-    ("42", "#### 42\nThis answer is correct."),
-    ("42", "<answer>42</answer>\nThis answer is correct."),
-    ("42", "So \\boxed{42}.\nPlease tell me if this answer is helpful!"),
-    ("42", "#### 42\nThe answer is in euros."),
-    ("42", "<answer>42</answer> I think that the answer is clear now."),
-    ("42", "The final answer is 42. A check: 40+2=42, so this answer is right."),
-    ("2, 3", r"$\boxed{2} \quad \text{and} \quad \boxed{3}$"),
-    ("34", "Final Answer: The final answer is $34$. I hope it is correct."),
-    ("C", "The answer is C because it is."),
-    ("C", "The answer is C."),
-    ("B", "Answer: B"),
-    ("A", "The answer is A."),
-    ("A", r"The correct answer is \textbf{(A)}."),
-    ("3", r"\boxed{3}\boxed{3}"),
-    ("3", "\\boxed{3}\n#### 3"),
-    ("x^2-1", r"\boxed{(x-1)(x+1) = x^2 - 1}"),
-    ("1/3", r"\boxed{0.\overline{3}}"),
-    (r"0.\overline{3}", r"\boxed{\frac13}"),
-    ("-1", r"\boxed{i^2}"),
-    (r"\frac{1}{2}", r"\boxed{\frac12}"),
-    (r"\frac{1}{2}", r"\boxed{0.5}"),
-    (r"10\text{ units}", r"\boxed{10}"),
-    ("x=5", r"\boxed{5}"),
-    ("k = 3", r"\boxed{3}"),
-    (r"\frac{3}{4}", r"\boxed{3/4}"),
-    (r"2\sqrt{2}", r"\boxed{2\sqrt2}"),
-    (r"\$32", r"\boxed{32}"),
-    (r"50\%", r"\boxed{50}"),
-    ("0.5", r"\boxed{.5}"),
-    (r"\left(\frac{1}{2},3\right)", r"\boxed{(\frac{1}{2},3)}"),
-    (r"\dfrac{5}{7}", r"\boxed{\tfrac{5}{7}}"),
-    (r"12^\circ", r"\boxed{12}"),
-    (r"90^{\circ}", r"\boxed{90^\circ}"),
-    (r"x\in[1,2]", r"\boxed{[1,2]}"),
-    (r"4\text{ feet}", r"\boxed{4}"),
-    (r"15\mbox{ cm}^2", r"\boxed{15}"),
-    (r"15\text{ cm}^2", r"\boxed{15\text{ cm}^2}"),
-    (r"\text{June 20}", r"\boxed{\text{June 20}}"),
-    (
-        r"\begin{pmatrix}-7\\16\\5\end{pmatrix}",
-        r"\boxed{\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}}",
-    ),
-    (r"\begin{pmatrix}1/2\\3\end{pmatrix}", r"\boxed{\begin{pmatrix}\frac12\\3\end{pmatrix}}"),
-    (r"\begin{bmatrix}1&2\end{bmatrix}", r"\boxed{\begin{pmatrix}1&2\end{pmatrix}}"),
-    (r"(-\infty,-1)\cup(-1,3)", r"\boxed{(-\infty, -1) \cup (-1, 3)}"),
-    (r"\text{odd}", r"\boxed{odd}"),
-    (r"\text{Carla}", r"\boxed{\text{Carla}}"),
-    ("1,2,3", r"\boxed{3,2,1}"),
-    (r"-\frac{1}{2}", r"\boxed{\frac{-1}{2}}"),
-    (r"-\frac{1}{2}", r"\boxed{-\frac12}"),
-    (r"1 \pm \sqrt{19}", r"\boxed{1 + \sqrt{19}, 1-\sqrt{19}}"),
-    (r"1 \pm \sqrt{19}", r"\boxed{1-\sqrt{19}, 1+\sqrt{19}}"),
-    (r"\frac{1+\sqrt{5}}{2}", r"\boxed{\frac{1}{2}+\frac{\sqrt{5}}{2}}"),
-    ("10{,}000", r"\boxed{10,000}"),
-    ("1{,}000{,}000", r"\boxed{1000000}"),
-    (r"3.14\cdot 10^5", r"\boxed{314000}"),
-    (r"\sqrt[3]{4}", r"\boxed{4^{1/3}}"),
-    ("e^{2x}", r"\boxed{e^{2 x}}"),
-    (r"\ln 2", r"\boxed{\ln(2)}"),
-    (r"\log_{10} 100", r"\boxed{2}"),
-    ("x^3+3x-6", r"\boxed{x^3 + 3x - 6}"),
-    ("(x-2)(x+2)", r"\boxed{x^2-4}"),
-    ("f(x)=x^2", r"\boxed{x^2}"),
-    (r"\text{(A)}", r"\boxed{A}"),
-    (r"\text{A}", r"\boxed{\textbf{(A)}}"),
-    (r"5\sqrt{2}\text{ cm}", r"\boxed{5\sqrt{2}}"),
-    (r"\pi", r"\boxed{\pi}"),
-    (r"36\pi", r"\boxed{36\pi\text{ square units}}"),
-    (r"\frac{\pi}{4}", r"\boxed{\pi/4}"),
-    ("-1 + 2i", r"\boxed{2i-1}"),
-    (r"\frac{1}{i}", r"\boxed{-i}"),
-    (r"\binom{10}{3}", r"\boxed{120}"),
-    ("7!", r"\boxed{5040}"),
-    ("2^{10}", r"\boxed{1024}"),
-    (r"\{1,2,3\}", r"\boxed{1, 2, 3}"),
-    (r"\emptyset", r"\boxed{\varnothing}"),
-    ("3:5", r"\boxed{3 : 5}"),
-    ("10:30", r"\boxed{10:30}"),
-    (r"10\!:\!30", r"\boxed{10:30}"),
-    ("y = -2x + 3", r"\boxed{y=3-2x}"),
-    ("x^2+y^2=4", r"\boxed{x^2 + y^2 - 4 = 0}"),
-    ("x+2y-3=0", r"\boxed{2x+4y=6}"),
-    (r"\overline{AB}", r"\boxed{\overline{AB}}"),
-    ("AB", r"\boxed{AB}"),
-    (r"\frac{a+b}{2}", r"\boxed{\frac{1}{2}(a+b)}"),
-    (r"2\cos x", r"\boxed{2\cos(x)}"),
-    (r"\tan\theta", r"\boxed{\frac{\sin\theta}{\cos\theta}}"),
-    ("n(n+1)/2", r"\boxed{\frac{n(n+1)}{2}}"),
-    (r"\lfloor \pi \rfloor", r"\boxed{3}"),
-    ("|x-1|", r"\boxed{\lvert x-1 \rvert}"),
-    ("|x-1|", r"\boxed{\left|x-1\right|}"),
-    (r"\mathbb{R}", r"\boxed{(-\infty,\infty)}"),
-    ("(0,1]", r"\boxed{\left(0,1\right]}"),
-    ("a^2b", r"\boxed{ba^2}"),
-    ("x>3", r"\boxed{3<x}"),
-    ("x<-1", r"\boxed{(-\infty,-1)}"),
-    (r"\frac{1}{2}", r"Final Answer: The final answer is $\frac{1}{2}$. I hope it is correct."),
-    ("[2,5)", "Final Answer: The final answer is $[2,5)$. I hope it is correct."),
-    (
-        "24",
-        r"$\det(AB) = \boxed{24}.$ Final Answer: The final answer is $24$. I hope it is correct.",
-    ),
-    ("16", "Final Answer: The final answer is $16$ units. I hope it is correct."),
-    (r"\$5", r"Final Answer: The final answer is $\$5$. I hope it is correct."),
-    ("#### 1,080", "She has 1080.\n#### 1080"),
-    ("Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72", "The answer is 72."),
-    ("#### 72", "Natalia sold 48+24 = 72 clips altogether in April and May."),
-    ("#### 10", "Weng earned $10."),
-    ("#### 5", "So Betty needs $5 more."),
-    ("#### 42", "Julie should read 42 pages."),
-    ("#### 624", "James writes 624 pages a year"),
-    ("#### 3", "It takes 3 bolts in total."),
-    ("#### 70000", "#### $70,000"),
-    ("#### 64", r"Kylar needs to pay \$64."),
-    ("#### -5", "#### -5"),
-    ("#### 18", "Janet makes **$18** every day."),
-    ("#### 18", "The answer is **$18**."),
-    ("#### 18", "**Answer:** $18 per day"),
-    ("#### 18", "**Answer: 18**"),
-    ("#### 18", "Answer: **18**"),
-    ("#### 20", "The answer is 20%."),
-    ("#### 25", "#### 25%"),
-    ("#### 18", "A: 18"),
-    ("#### 18", "So the total is 18 dollars."),
-    ("#### 18", "Therefore, she makes $$18$ every day."),
-    ("#### 18", "She makes 9 x 2 = 18 dollars."),
-    ("#### 460", "Eliza's earnings = $400 + $60 = $460"),
-    ("#### 460", r"Eliza's earnings are \( 400 + 60 = 460 \) dollars."),
-    ("#### 366", "So he downloaded 60 + 180 + 126 = 366 programs."),
-    ("#### 694", "Final answer: $694"),
-    ("#### 13", "the answer is: 13."),
-    ("#### 18", "ANSWER: 18"),
-    ("#### 18", r"The final answer is \(18\)."),
-    ("204", "Answer: 204"),
-    ("204", "Answer: $204$"),
-    ("204", "**Answer:** 204"),
-    ("033", r"\boxed{33}"),
-    ("33", r"\boxed{033}"),
-    ("204", "The answer is $\\boxed{204}$.\n\nAnswer: \\boxed{204}"),
-    ("116", r"Answer: \(116\)"),
-    ("540", "m+n = 540\nAnswer: $\\boxed{540}$"),
-    ("34", r"Answer: $\boxed{34}$."),
-    ("204", "#### Step 1: Solve\nWe get 7.\n#### Step 2: Conclude\nThe answer is 204."),
-    ("204", "#### Final Answer\n\n\\boxed{204}"),
-    ("204", "### Final Answer:\n\n204"),
-    ("204", "**Final Answer**\n\n\\[\n\\boxed{204}\n\\]"),
-    ("204", "**Final Answer**\n204"),
-    ("5", "<think>\nx\n</think>\n\n<answer>\n\\boxed{5}\n</answer>"),
-    ("5", "<reasoning>\n6\n</reasoning>\n<answer>\n5\n</answer>"),
-    ("5", "<think>hm</think>\n\n**Final Answer:** $\\boxed{5}$"),
-    ("5", "<think>a</think><answer>The answer is 5</answer>"),
-    ("5", "<answer>5 apples</answer>"),
-    ("5", "<answer>$5$</answer>"),
-    ("x+1", "<answer>x + 1</answer>"),
-    ("5", "<answer>So we have\n2+3 = 5\n</answer>"),
-    (r"\frac{1}{2}", r"<answer>\frac{1}{2}</answer>"),
-    ("5", r"<answer> \( 5 \) </answer>"),
-    ("1,2", r"\boxed{1, 2}"),
-    (r"\{1,2\}", r"\boxed{2,1}"),
-    ("-10", "$-10$"),
-    ("0.1", r"\frac{1}{10}"),
-    ("10", r"The solution is $\boxed{x=10}$"),
-    ("(1, 2)", "$(1,2)$"),
-    ("x=1", "$1$"),
-    ("1/3", "$0.333333$"),
-    ("23", r"23\%"),
-    (r"9\%", "9%"),
-    ("10^{-5}", "0.00001"),
-    ("1.5", r"$1\frac{1}{2}$"),
-    (r"\sqrt{3}/2", r"$\frac{\sqrt3}{2}$"),
-    ("p-q", "$-q+p$"),
-    ("2x+4y+z-19=0", "$2x+4y+z-19=0$"),
-    ("1000000", "$1{,}000{,}000$"),
-    ("1000", "1 000"),
-    (r"\frac{13}{4}", r"$x = \frac{13}{4}$"),
-    ("4", r"$\boxed{\frac{8}{2}}$"),
-    ("(a+b)(c+d)", r"\boxed{ac+ad+bc+bd}"),
-    ("2a", r"\boxed{a+a}"),
-    (r"\begin{cases}x=1\\y=2\end{cases}", r"\boxed{\begin{cases}x=1\\y=2\end{cases}}"),
-    ("x=1,y=2", r"\boxed{x = 1, y = 2}"),
-    ("(1,2)", r"\boxed{(x,y)=(1,2)}"),
-    ("1", r"\boxed{x_1 = 1}"),
-    (r"\theta = 30^\circ", r"\boxed{30^\circ}"),
-    ("3", r"\boxed{\approx 3}"),
-    ("12.5", r"\boxed{12.50}"),
-    (r"\text{Yes}", r"\boxed{yes}"),
-    ("True", r"\boxed{\text{True}}"),
-    ("no solution", r"\boxed{\text{no solution}}"),
-    (r"\text{no solutions}", r"\boxed{no solutions}"),
-    ("5", r"\boxed{\mathbf{5}}"),
-    ("5", r"\boxed{\textbf{5}}"),
-    ("5", r"\boxed{{5}}"),
-    ("5", r"\boxed{ 5 }"),
-    ("5", r"\boxed{5.}"),
-    ("5", r"$\boxed 5$"),
-    ("5", r"\boxed{\boxed{5}}"),
-    ("5", r"\fbox{5}"),
-    ("5", r"\boxed{5}$."),
-    ("5", r"$$\boxed{5}.$$"),
-    ("5", "The answer is\n\n$5$"),
-    ("5", "5\n"),
-    ("5", "x=5."),
-    ("1/2", "one half, that is 1/2"),
-    ("5", r"\boxed{ x = 5 \text{ cm}}"),
-    ("15", r"\boxed{15\,\text{cm}}"),
-    ("15", r"\boxed{15~\mathrm{cm}^2}"),
-    ("15", r"\boxed{15 \; \text{square units}}"),
-    ("50", r"\boxed{\$50}"),
-    ("50", r"\boxed{50 \text{ dollars}}"),
-    ("50", r"The total is $\$50$."),
-    ("5", "Thus the value of $x$ is $5$."),
-    ("5", "Thus $x=5$."),
-    ("5", "Hence, $f(2) = 5$."),
-    ("7", "We have $a+b = 3+4 = 7$, so the answer is $7$."),
-    ("12", "Thus there are **12** ways."),
-    ("12", "So there are 12 ways to do so."),
-    ("12", r"The number of ways is $\binom{4}{2} \cdot 2 = 12$."),
-    ("6", r"$\binom{4}{2}$"),
-]
-
-WRONG = [
-    ("a + b", r"\boxed{b}"),
-    ("a = 5", r"\boxed{b = 5}"),
-    ("A, B", r"\boxed{B}"),
-    ("-b", r"\boxed{a-b}"),
-    ("11a+c", r"\boxed{7 = 11a+c}"),
-    ("11a+c", "7 = 11a+c"),
-    ("2", r"$\boxed{2} \quad \text{or} \quad \boxed{3}$"),
-    ("3", r"$\boxed{2} \quad \text{or} \quad \boxed{3}$"),
-    ("3", r"$\boxed{2}$ or maybe it is $\boxed{3}$"),
-    ("7", r"<think>\boxed{7}</think>The result is \boxed{42}"),
-    ("7", r"<think>\boxed{7}</think>"),
-    ("7", r"<think>\boxed{7}"),
-    ("7", "<think>the answer is 7"),
-    ("7", "<think>7</think> I do not know."),
-    ("7", r"\boxed{7}</think> 8"),
-    ("b", r"\boxed{a b}"),
-    ("5", r"\boxed{a5}"),
-    ("x + h", "x"),
-    ("3", "3 + h"),
-    ("5", r"\boxed{2 + 3 g}"),
-    ("ab", r"\boxed{b}"),
-    ("a - b", r"\boxed{b - a}"),
-    ("A", r"\boxed{A, B}"),
-    ("B", r"\boxed{A \text{ or } B}"),
-    ("B", "The answer is A."),
-    ("a", "A"),
-    ("x=y=3", "x=3"),
-    ("5", r"\boxed{5} or \boxed{6}"),
-    ("5", "<answer>5</answer> or <answer>6</answer>"),
-    ("5", "<answer>5 or 6</answer>"),
-    ("5", "#### 5 or 6"),
-    ("A + B", r"\boxed{A \cup B}"),
-    (r"A \cup B", r"\boxed{A \cap B}"),
-    (r"A \cup B", r"\boxed{a \cup b}"),
-    ("x'", "x"),
-    (r"\frac{1}{2}", r"\boxed{2}"),
-    ("10", r"\boxed{100}"),
-    ("3", r"\boxed{x = 3, 4}"),
-    ("5", r"\boxed{5x}"),
-    ("5", r"\boxed{\sqrt{5}}"),
-    ("2", r"\boxed{-2}"),
-    (r"\frac{3}{4}", r"\boxed{\frac{4}{3}}"),
-    ("(1,2)", r"\boxed{(2,1)}"),
-    ("[1,2]", r"\boxed{(1,2)}"),
-    (r"\{1,2\}", r"\boxed{1}"),
-    ("1,2", r"\boxed{1}"),
-    ("1,2", r"\boxed{1,2,3}"),
-    (r"1 \pm \sqrt{19}", r"\boxed{1 + \sqrt{19}}"),
-    ("x^2", r"\boxed{x^3}"),
-    ("x+1", r"\boxed{x-1}"),
-    ("y=2x", r"\boxed{y=3x}"),
-    ("y = 2x", r"\boxed{y = x}"),
-    (r"\text{even}", r"\boxed{odd}"),
-    (r"\text{(A)}", r"\boxed{(B)}"),
-    ("AB", r"\boxed{BA C}"),
-    ("3:5", r"\boxed{5:3}"),
-    ("3:5", r"\boxed{3}"),
-    ("10:30", r"\boxed{10}"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\end{pmatrix}}"),
-    (r"(-\infty,1)", r"\boxed{(-\infty,1]}"),
-    ("x>3", r"\boxed{x<3}"),
-    (r"x \ge 3", r"\boxed{x=3}"),
-    ("3", r"\boxed{x>3}"),
-    ("100", r"\boxed{10^3}"),
-    ("0.5", r"\boxed{5}"),
-    ("0.05", r"\boxed{0.5}"),
-    ("25", r"\boxed{0.2}"),
-    ("1000", r"\boxed{1,00}"),
-    ("12", r"\boxed{1.2}"),
-    ("1/3", r"\boxed{0.33}"),
-    ("1/3", r"\boxed{0.3}"),
-    ("3.1415", r"\boxed{\pi}"),
-    ("sqrt(2)", r"\boxed{1.41}"),
-    ("7", r"\boxed{7i}"),
-    ("i", r"\boxed{-i}"),
-    ("1+i", r"\boxed{1-i}"),
-    ("2^5", r"\boxed{2^6}"),
-    (r"\log 2", r"\boxed{\log 3}"),
-    (r"\sin x", r"\boxed{\cos x}"),
-    ("a", r"\boxed{A}"),
-    ("x_1", r"\boxed{x_2}"),
-    ("n", r"\boxed{m}"),
-    ("ab", r"\boxed{a}"),
-    ("abc", r"\boxed{ab}"),
-    (r"\mathbb{R}", r"\boxed{\mathbb{Z}}"),
-    (r"\emptyset", r"\boxed{0}"),
-    ("0", r"\boxed{\emptyset}"),
-    (r"\overline{AB}", r"\boxed{AB}"),
-    (r"\overline{AB}", r"\boxed{\overline{CD}}"),
-    (r"\angle A", r"\boxed{A}"),
-    (r"\infty", r"\boxed{0}"),
-    ("33", r"\boxed{33 1/3}"),
-    ("72", "72 - 2 = 70"),
-    ("72", "72 is the number of clips in April, so the answer is 24."),
-    ("72", "The answer is 72 or 24."),
-    ("72", "Natalia sold 72/2 = 36 clips."),
-    ("72", "#### 24\n"),
-    ("72", "72\n#### 24"),
-    ("72", r"\boxed{24} not 72"),
-    ("72", "The answer is not 72."),
-    ("72", "Answer: I can't say; 72 is wrong"),
-    ("18", "She makes 18 * 2 dollars"),
-    ("18", "9 and 18"),
-    ("18", "between 9 and 18"),
-    ("18", "about 9, maybe 18"),
-    ("18", "18, 19"),
-    ("18", "18 19 20"),
-    ("18", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"),
-    ("18", "Answer: 17, 18, 19"),
-    ("18", "#### 17 18"),
-    ("18", r"\boxed{17}, \boxed{18}"),
-    ("18", r"\boxed{17} or \boxed{18} or \boxed{19}"),
-    ("18", "<answer>17</answer><answer>18</answer>"),
-    ("18", "<answer>17, 18</answer>"),
-    ("18", r"\boxed{17/18}"),
-    ("18", r"\boxed{18?}"),
-    ("18", r"\boxed{\text{18 or 19}}"),
-    ("18", r"\boxed{18 \text{ or } 19}"),
-    ("18", r"\boxed{18 \lor 19}"),
-    ("18", r"\boxed{18 | 19}"),
-    ("18", r"\boxed{18; 19}"),
-    ("18", r"\boxed{18\quad 19}"),
-    ("18", r"\boxed{18 \\ 19}"),
-    ("18", r"\boxed{x}"),
-    ("18", r"\boxed{answer}"),
-    ("18", r"\boxed{your answer}"),
-    ("x", r"\boxed{\text{answer}}"),
-    ("18", "<answer></answer>"),
-    ("18", r"<answer>\boxed{}</answer> 18"),
-    ("18", r"The answer is \boxed{}. 18"),
-    ("18", "#### \n"),
-    ("18", r"\boxed{18"),
-    ("18", r"\boxed18}"),
-    ("18", "hink> 19"),
-    ("204", "Answer: 205"),
-    ("204", "Answer: 2040"),
-    ("204", "Answer: 20.4"),
-    ("204", "Answer: 204/2"),
-    ("204", r"Answer: \frac{204}{5}"),
-    ("204", "The answer is 204 minus 4."),
-    ("204", "Answer: 204 + 1"),
-    ("204", "the answer is 204x"),
-    ("33", r"\boxed{0.33}"),
-    ("33", r"\boxed{3 3}"),
-    ("33", r"\boxed{330}"),
-    ("5", "<think>The answer is 5</think>\n<answer>6</answer>"),
-    ("5", "<think>\\boxed{5}</think>\nI think it is \\boxed{6}."),
-    ("5", "<reasoning>5</reasoning><answer>6</answer>"),
-    ("5", r"<answer>6</answer> <think> \boxed{5}"),
-    ("5", "<answer>6</answer>\n5"),
-    ("5", r"\boxed{5}. Hmm, no. The answer is 7."),
-    ("5", "The answer is 5. Wait, the answer is 7."),
-    ("5", r"\boxed{5} Wait: \boxed{7}"),
-    ("1/2", r"\boxed{\frac{1}{2} \text{ or } \frac{1}{3}}"),
-    ("50", r"\boxed{50x}"),
-    ("5 cm", r"\boxed{5\text{ km}}"),
-    ("5", r"\boxed{5^\circ F + 3}"),
-    ("9", r"\boxed{\sqrt{9}^3}"),
-    ("x", r"\boxed{x + 0.001}"),
-    ("x^2+2x+1", r"\boxed{x^2+2x}"),
-    ("2x+3", r"\boxed{y = 2x+4}"),
-    ("5", r"\boxed{2x = 10}"),
-    ("5", r"\boxed{x+y=5}"),
-    ("5", r"\boxed{x \neq 5}"),
-    ("5", r"\boxed{x \le 5}"),
-    ("5", r"\boxed{\lim_{x\to 5} x^2}"),
-]
+# a line is `reference ⇒ completion`; ⏎ is the end of a line
+RIGHT = r"""
+\begin{pmatrix} 1 \\ 3 \end{pmatrix} ⇒ It is $\begin{pmatrix} 1 \\ 3 \end{pmatrix}$.
+\begin{pmatrix} 1 \\ 3 \end{pmatrix} ⇒ The sum is \begin{pmatrix} 1 \\ 3 \end{pmatrix}.
+a(b+c) ⇒ \boxed{ab+ac}
+a(b+c) ⇒ \boxed{ab + ac}
+11111111100 ⇒ 11,\! 111,\! 111,\! 100
+11,\! 111,\! 111,\! 100 ⇒ \boxed{11111111100}
+\{1,2\} ⇒ \boxed{{1,2}}
+\{1,2\} ⇒ {1,2}
+{1,2} ⇒ \{2,1\}
+5 ⇒ \boxed{5\textnormal{ miles}}
+5\textnormal{ miles} ⇒ 5
+5 ⇒ 5$
+5 ⇒ The answer is 5$.
+34 ⇒ Final Answer: The largest $n$ is 34.
+a^2 - b^2 ⇒ \boxed{(a-b)(a+b)}
+a/b ⇒ \boxed{\frac{a}{b}}
+A \cup B ⇒ \boxed{A \cup B}
+A \cup B ⇒ \boxed{A\cup B}
+a + b ⇒ \boxed{b+a}
+a = 5 ⇒ \boxed{a=5}
+a = 5 ⇒ \boxed{5}
+A, B ⇒ \boxed{A, B}
+A, B ⇒ \boxed{A and B}
+A ⇒ \boxed{\text{(A)}}
+42 ⇒ <think>\boxed{7}</think>The result is \boxed{42}
+42 ⇒ <think>the answer is 7⏎\boxed{7}⏎</think>⏎42
+42 ⇒ is 7 \boxed{7}</think>⏎The answer is 42.
+42 ⇒ So \boxed{42}.⏎This answer is correct.
+42 ⇒ #### 42⏎This answer is correct.
+42 ⇒ <answer>42</answer>⏎This answer is correct.
+42 ⇒ So \boxed{42}.⏎Please tell me if this answer is helpful!
+42 ⇒ #### 42⏎The answer is in euros.
+42 ⇒ <answer>42</answer> I think that the answer is clear now.
+42 ⇒ The final answer is 42. A check: 40+2=42, so this answer is right.
+2, 3 ⇒ $\boxed{2} \quad \text{and} \quad \boxed{3}$
+34 ⇒ Final Answer: The final answer is $34$. I hope it is correct.
+C ⇒ The answer is C because it is.
+C ⇒ The answer is C.
+B ⇒ Answer: B
+A ⇒ The answer is A.
+A ⇒ The correct answer is \textbf{(A)}.
+3 ⇒ \boxed{3}\boxed{3}
+3 ⇒ \boxed{3}⏎#### 3
+x^2-1 ⇒ \boxed{(x-1)(x+1) = x^2 - 1}
+1/3 ⇒ \boxed{0.\overline{3}}
+0.\overline{3} ⇒ \boxed{\frac13}
+-1 ⇒ \boxed{i^2}
+\frac{1}{2} ⇒ \boxed{0.5}
+x=5 ⇒ \boxed{5}
+\frac{3}{4} ⇒ \boxed{3/4}
+\$32 ⇒ \boxed{32}
+0.5 ⇒ \boxed{.5}
+\dfrac{5}{7} ⇒ \boxed{\tfrac{5}{7}}
+90^{\circ} ⇒ \boxed{90^\circ}
+4\text{ feet} ⇒ \boxed{4}
+15\text{ cm}^2 ⇒ \boxed{15\text{ cm}^2}
+\begin{pmatrix}-7\\16\\5\end{pmatrix} ⇒ \boxed{\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}}
+\begin{bmatrix}1&2\end{bmatrix} ⇒ \boxed{\begin{pmatrix}1&2\end{pmatrix}}
+\text{odd} ⇒ \boxed{odd}
+1,2,3 ⇒ \boxed{3,2,1}
+-\frac{1}{2} ⇒ \boxed{-\frac12}
+1 \pm \sqrt{19} ⇒ \boxed{1-\sqrt{19}, 1+\sqrt{19}}
+10{,}000 ⇒ \boxed{10,000}
+3.14\cdot 10^5 ⇒ \boxed{314000}
+e^{2x} ⇒ \boxed{e^{2 x}}
+\log_{10} 100 ⇒ \boxed{2}
+(x-2)(x+2) ⇒ \boxed{x^2-4}
+\text{(A)} ⇒ \boxed{A}
+5\sqrt{2}\text{ cm} ⇒ \boxed{5\sqrt{2}}
+36\pi ⇒ \boxed{36\pi\text{ square units}}
+-1 + 2i ⇒ \boxed{2i-1}
+\binom{10}{3} ⇒ \boxed{120}
+2^{10} ⇒ \boxed{1024}
+\emptyset ⇒ \boxed{\varnothing}
+10:30 ⇒ \boxed{10:30}
+y = -2x + 3 ⇒ \boxed{y=3-2x}
+x+2y-3=0 ⇒ \boxed{2x+4y=6}
+AB ⇒ \boxed{AB}
+2\cos x ⇒ \boxed{2\cos(x)}
+n(n+1)/2 ⇒ \boxed{\frac{n(n+1)}{2}}
+|x-1| ⇒ \boxed{\lvert x-1 \rvert}
+\mathbb{R} ⇒ \boxed{(-\infty,\infty)}
+a^2b ⇒ \boxed{ba^2}
+x<-1 ⇒ \boxed{(-\infty,-1)}
+[2,5) ⇒ Final Answer: The final answer is $[2,5)$. I hope it is correct.
+\$5 ⇒ Final Answer: The final answer is $\$5$. I hope it is correct.
+Natalia sold 48/2 = <<48/2=24>>24 clips in May.⏎#### 72 ⇒ The answer is 72.
+#### 10 ⇒ Weng earned $10.
+#### 42 ⇒ Julie should read 42 pages.
+#### 3 ⇒ It takes 3 bolts in total.
+#### 64 ⇒ Kylar needs to pay \$64.
+#### 18 ⇒ Janet makes **$18** every day.
+#### 18 ⇒ **Answer:** $18 per day
+#### 18 ⇒ Answer: **18**
+#### 25 ⇒ #### 25%
+#### 18 ⇒ So the total is 18 dollars.
+#### 18 ⇒ She makes 9 x 2 = 18 dollars.
+#### 460 ⇒ Eliza's earnings are \( 400 + 60 = 460 \) dollars.
+#### 694 ⇒ Final answer: $694
+#### 18 ⇒ ANSWER: 18
+204 ⇒ Answer: 204
+204 ⇒ **Answer:** 204
+33 ⇒ \boxed{033}
+116 ⇒ Answer: \(116\)
+34 ⇒ Answer: $\boxed{34}$.
+204 ⇒ #### Final Answer⏎⏎\boxed{204}
+204 ⇒ **Final Answer**⏎⏎\[⏎\boxed{204}⏎\]
+5 ⇒ <think>⏎x⏎</think>⏎⏎<answer>⏎\boxed{5}⏎</answer>
+5 ⇒ <think>hm</think>⏎⏎**Final Answer:** $\boxed{5}$
+5 ⇒ <answer>5 apples</answer>
+x+1 ⇒ <answer>x + 1</answer>
+\frac{1}{2} ⇒ <answer>\frac{1}{2}</answer>
+1,2 ⇒ \boxed{1, 2}
+-10 ⇒ $-10$
+10 ⇒ The solution is $\boxed{x=10}$
+x=1 ⇒ $1$
+23 ⇒ 23\%
+10^{-5} ⇒ 0.00001
+\sqrt{3}/2 ⇒ $\frac{\sqrt3}{2}$
+2x+4y+z-19=0 ⇒ $2x+4y+z-19=0$
+1000 ⇒ 1 000
+4 ⇒ $\boxed{\frac{8}{2}}$
+2a ⇒ \boxed{a+a}
+x=1,y=2 ⇒ \boxed{x = 1, y = 2}
+1 ⇒ \boxed{x_1 = 1}
+12.5 ⇒ \boxed{12.50}
+True ⇒ \boxed{\text{True}}
+\text{no solutions} ⇒ \boxed{no solutions}
+5 ⇒ \boxed{\textbf{5}}
+5 ⇒ \boxed{ 5 }
+5 ⇒ $\boxed 5$
+5 ⇒ \fbox{5}
+5 ⇒ $$\boxed{5}.$$
+5 ⇒ 5⏎
+1/2 ⇒ one half, that is 1/2
+15 ⇒ \boxed{15\,\text{cm}}
+15 ⇒ \boxed{15 \; \text{square units}}
+50 ⇒ \boxed{50 \text{ dollars}}
+5 ⇒ Thus the value of $x$ is $5$.
+5 ⇒ Hence, $f(2) = 5$.
+12 ⇒ Thus there are **12** ways.
+12 ⇒ The number of ways is $\binom{4}{2} \cdot 2 = 12$.
+5 ⇒ \begin{align*} x + 2 &= 7 \\ x &= 5 \end{align*}⏎The answer is 5.
+5 ⇒ Therefore, the final answer is:⏎\[⏎\boxed{5}⏎\]⏎⏎Let me know if you have questions!
+5 ⇒ $x = \boxed{5}$ cm
+5 ⇒ #### 5⏎⏎I hope this answers your question: it was fun.
+5 ⇒ **The answer is:** 5
+5 ⇒ The answer is $5$ (since $2+3=5$).
+5 ⇒ The answer is x=5.
+x-1 ⇒ The answer is $x - 1$.
+-1 ⇒ The answer is -1.
+1/2 ⇒ \boxed{0.5 = \frac12}
+3 ⇒ \boxed{\lfloor 3.7 \rfloor}
+10 ⇒ \boxed{\dbinom{5}{2}}
+8 ⇒ \boxed{2*4}
+1/4 ⇒ \boxed{2^{-2}}
+4 ⇒ \boxed{\sqrt{16}}
+1 ⇒ \boxed{e^0}
+5 ⇒ \boxed{+5}
+5 ⇒ \boxed{\;5\;}
+5 ⇒ \boxed{\displaystyle 5}
+5 ⇒ \boxed{\color{red}{5}}
+9 ⇒ \boxed{n=9 \text{ ways}}
+-2<x<3 ⇒ \boxed{-2 < x < 3}
+1.2 \times 10^5 ⇒ \boxed{120000}
+120,000 ⇒ \boxed{1.2 \times 10^5}
+\frac{\sqrt{3}}{3} ⇒ \boxed{\frac{1}{\sqrt{3}}}
+\frac{\sqrt{3}}{3} ⇒ \boxed{\tan 30^\circ}
+2\sqrt{5} ⇒ \boxed{\sqrt{20}}
+e^2 ⇒ \boxed{e^{2}}
+\cos^2 x ⇒ \boxed{1-\sin^2 x}
+\frac{1}{x+1} ⇒ \boxed{(x+1)^{-1}}
+C ⇒ \boxed{\text{C}}
+D ⇒ Answer: D
+D ⇒ The correct answer is (D) because of this.
+A ⇒ Therefore, the correct option is A.
+5 ⇒ </think>⏎\boxed{5}
+3 \text{ and } 4 ⇒ \boxed{3, 4}
+3,4 ⇒ The numbers are 3 and 4.
+1,000 ⇒ \boxed{1000}
+3.50 ⇒ \boxed{3.5}
+x^2-4 ⇒ \boxed{(x+2)(x-2)}
+6\text{ units}^2 ⇒ \boxed{6}
+x=\frac{1}{2} ⇒ \boxed{\frac{1}{2}}
+12 ⇒ Answer:⏎12
+12 ⇒ Our final answer is then 12.
+12 ⇒ The answer must be 12
+12 ⇒ Hence the answer is $\frac{24}{2} = 12$.
+12 ⇒ It equals 12.
+12 ⇒ Result: 12
+12 ⇒ That is $12$.
+12 ⇒ $$12$$
+12 ⇒ `12`
+\frac{1}{3} ⇒ The probability of this is 1/3.
+\frac{1}{3} ⇒ P(A) = 1/3
+x^2 + 1 ⇒ f(x) = x^2 + 1
+(2, 3) ⇒ The answer is (2, 3).
+2, 3 ⇒ The roots are 2 and 3.
+2, 3 ⇒ \boxed{x \in \{2, 3\}}
+500 ⇒ \$500
+500 ⇒ €500
+25% ⇒ 25 percent
+3 ⇒ \boxed{3\ \text{people}}
+45 ⇒ \boxed{45 \text{ degrees}}
+B ⇒ (B)
+B ⇒ \boxed{(\text{B})}
+B ⇒ The correct option is B.
+B ⇒ \boxed{B) 42}
+yes ⇒ Yes
+true ⇒ \boxed{True}
+red ⇒ The answer is red.
+\frac{x+1}{2} ⇒ \boxed{(x+1)/2}
+\log_2 3 ⇒ \boxed{\frac{\ln 3}{\ln 2}}
+\frac{4}{3}\pi r^3 ⇒ \boxed{\frac{4\pi r^3}{3}}
+-x+3 ⇒ \boxed{3-x}
+(-2, 2) ⇒ \boxed{|x| < 2}
+x \neq 1 ⇒ \boxed{\mathbb{R} \setminus \{1\}}
+"""
+WRONG = r"""
+a + b ⇒ \boxed{b}
+a = 5 ⇒ \boxed{b = 5}
+A, B ⇒ \boxed{B}
+-b ⇒ \boxed{a-b}
+11a+c ⇒ \boxed{7 = 11a+c}
+11a+c ⇒ 7 = 11a+c
+2 ⇒ $\boxed{2} \quad \text{or} \quad \boxed{3}$
+3 ⇒ $\boxed{2} \quad \text{or} \quad \boxed{3}$
+3 ⇒ $\boxed{2}$ or maybe it is $\boxed{3}$
+7 ⇒ <think>\boxed{7}</think>The result is \boxed{42}
+7 ⇒ <think>\boxed{7}</think>
+7 ⇒ <think>\boxed{7}
+7 ⇒ <think>the answer is 7
+7 ⇒ <think>7</think> I do not know.
+7 ⇒ \boxed{7}</think> 8
+b ⇒ \boxed{a b}
+5 ⇒ \boxed{a5}
+x + h ⇒ x
+3 ⇒ 3 + h
+5 ⇒ \boxed{2 + 3 g}
+ab ⇒ \boxed{b}
+a - b ⇒ \boxed{b - a}
+A ⇒ \boxed{A, B}
+B ⇒ \boxed{A \text{ or } B}
+B ⇒ The answer is A.
+a ⇒ A
+x=y=3 ⇒ x=3
+5 ⇒ \boxed{5} or \boxed{6}
+5 ⇒ <answer>5</answer> or <answer>6</answer>
+5 ⇒ <answer>5 or 6</answer>
+5 ⇒ #### 5 or 6
+A + B ⇒ \boxed{A \cup B}
+A \cup B ⇒ \boxed{A \cap B}
+A \cup B ⇒ \boxed{a \cup b}
+x' ⇒ x
+\frac{1}{2} ⇒ \boxed{2}
+3 ⇒ \boxed{x = 3, 4}
+5 ⇒ \boxed{\sqrt{5}}
+\frac{3}{4} ⇒ \boxed{\frac{4}{3}}
+[1,2] ⇒ \boxed{(1,2)}
+1,2 ⇒ \boxed{1}
+1 \pm \sqrt{19} ⇒ \boxed{1 + \sqrt{19}}
+x+1 ⇒ \boxed{x-1}
+y = 2x ⇒ \boxed{y = x}
+\text{(A)} ⇒ \boxed{(B)}
+3:5 ⇒ \boxed{5:3}
+10:30 ⇒ \boxed{10}
+\begin{pmatrix}1\\2\end{pmatrix} ⇒ \boxed{\begin{pmatrix}1&2\end{pmatrix}}
+x>3 ⇒ \boxed{x<3}
+3 ⇒ \boxed{x>3}
+0.5 ⇒ \boxed{5}
+25 ⇒ \boxed{0.2}
+12 ⇒ \boxed{1.2}
+1/3 ⇒ \boxed{0.3}
+sqrt(2) ⇒ \boxed{1.41}
+i ⇒ \boxed{-i}
+2^5 ⇒ \boxed{2^6}
+\sin x ⇒ \boxed{\cos x}
+x_1 ⇒ \boxed{x_2}
+ab ⇒ \boxed{a}
+\mathbb{R} ⇒ \boxed{\mathbb{Z}}
+0 ⇒ \boxed{\emptyset}
+\overline{AB} ⇒ \boxed{\overline{CD}}
+\infty ⇒ \boxed{0}
+72 ⇒ 72 - 2 = 70
+72 ⇒ The answer is 72 or 24.
+72 ⇒ #### 24⏎
+72 ⇒ \boxed{24} not 72
+72 ⇒ Answer: I can't say; 72 is wrong
+18 ⇒ 9 and 18
+18 ⇒ about 9, maybe 18
+18 ⇒ 18 19 20
+18 ⇒ Answer: 17, 18, 19
+18 ⇒ \boxed{17}, \boxed{18}
+18 ⇒ <answer>17</answer><answer>18</answer>
+18 ⇒ \boxed{17/18}
+18 ⇒ \boxed{\text{18 or 19}}
+18 ⇒ \boxed{18 \lor 19}
+18 ⇒ \boxed{18; 19}
+18 ⇒ \boxed{18 \\ 19}
+18 ⇒ \boxed{answer}
+x ⇒ \boxed{\text{answer}}
+18 ⇒ <answer>\boxed{}</answer> 18
+18 ⇒ #### ⏎
+18 ⇒ \boxed18}
+204 ⇒ Answer: 205
+204 ⇒ Answer: 20.4
+204 ⇒ Answer: \frac{204}{5}
+204 ⇒ Answer: 204 + 1
+33 ⇒ \boxed{0.33}
+33 ⇒ \boxed{330}
+5 ⇒ <think>\boxed{5}</think>⏎I think it is \boxed{6}.
+5 ⇒ <answer>6</answer> <think> \boxed{5}
+5 ⇒ \boxed{5}. Hmm, no. The answer is 7.
+5 ⇒ \boxed{5} Wait: \boxed{7}
+50 ⇒ \boxed{50x}
+5 ⇒ \boxed{5^\circ F + 3}
+x ⇒ \boxed{x + 0.001}
+2x+3 ⇒ \boxed{y = 2x+4}
+5 ⇒ \boxed{x+y=5}
+5 ⇒ \boxed{x \le 5}
+5 ⇒ x = 5 or x = 6, so \boxed{x = 5 \text{ or } x = 6}
+5 ⇒ The answer might be 5. Or perhaps the answer is 6.
+5 ⇒ Either \boxed{5}, or else \boxed{6}.
+5 ⇒ \boxed{5}\boxed{6}
+6 ⇒ \boxed{5}⏎\boxed{6}
+5 ⇒ <answer>5</answer>⏎<answer>6</answer>
+6 ⇒ #### 5⏎#### 6
+5 ⇒ \boxed{\{5,6\}}
+5 ⇒ \boxed{5 \le x \le 6}
+5 ⇒ \boxed{5 \text{ if } x > 0, 6 \text{ otherwise}}
+5 ⇒ \boxed{5 = 6}
+6 ⇒ \boxed{5 \neq 6}
+5 ⇒ \boxed{\lnot 5}
+5 ⇒ \boxed{5 \to 6}
+5 ⇒ \boxed{5 \mid 10}
+5 ⇒ \boxed{5_{6}}
+5 ⇒ \boxed{\bar 5}
+5 ⇒ \boxed{5\overline{5}}
+5 ⇒ \boxed{5\prime}
+5 ⇒ \boxed{5...}
+5 ⇒ \boxed{> 5}
+5 ⇒ \boxed{5+}
+5 ⇒ \boxed{5\sqrt{}}
+5 ⇒ \boxed{\hphantom{5}6}
+x ⇒ \boxed{x, y}
+x ⇒ \boxed{x'}
+x ⇒ \boxed{\vec x}
+x ⇒ \boxed{X}
+\alpha ⇒ \boxed{a}
+AB ⇒ \boxed{BA}
+5 ⇒ \boxed{5m}
+5 m ⇒ \boxed{5 m^2}
+x = 2, y = 3 ⇒ \boxed{x = 3, y = 2}
+p+q=9 ⇒ p+q = 8
+9 ⇒ \boxed{9p=1}
+5 ⇒ Answer: 4⏎5
+5 ⇒ 4 is right, 5 isn't
+5 ⇒ It's not 5
+5 ⇒ 5? No.
+5 ⇒ 5 or not 5
+12 ⇒ The answer is 12 or so I think, maybe 13.
+12 ⇒ 12 is not the answer.
+12 ⇒ x = 12y
+12 ⇒ 12/5
+12 ⇒ 12.5
+12 ⇒ $12x$
+12 ⇒ 12%5
+12 ⇒ 120
+12 ⇒ 12^2
+12 ⇒ 12,000
+12 ⇒ 12 million
+12 ⇒ 12:30
+12 ⇒ 12 to 13
+12 ⇒ x ≥ 12
+12 ⇒ ≈ 12.3
+12 ⇒ 12_13
+12 ⇒ 12, 13
+12 ⇒ {12, 13}
+12 ⇒ [12, 13]
+12 ⇒ either 12 or 13
+12 ⇒ \frac{12}{0}
+12 ⇒ 13 = 12
+12 ⇒ 12 = x + 1
+12 ⇒ x^2 = 12
+12 ⇒ I guess 12?? or 11
+x^2+1 ⇒ \boxed{x^2+1=0}
+(2,3) ⇒ \boxed{(2,3,4)}
+2, 3 ⇒ \boxed{2}
+2, 3 ⇒ \boxed{2, 4}
+2,3 ⇒ x = 2
+500 ⇒ $5,00
+3 people ⇒ \boxed{3 dogs}
+45^\circ ⇒ \boxed{45 \text{ radians}}
+6:00 ⇒ \boxed{6}
+B ⇒ A or B
+B ⇒ Not B
+B ⇒ \boxed{A}
+B ⇒ \boxed{b = 3}
+A ⇒ A good question.
+yes ⇒ The answer is no, yes would be wrong.
+Tuesday ⇒ Not Tuesday
+Tuesday ⇒ \boxed{Monday, Tuesday}
+\sin x ⇒ \boxed{\sin y}
+x \leq 3 ⇒ \boxed{x < 3}
+1 \le x \le 2 ⇒ \boxed{1 \le x < 2}
+x \neq 1 ⇒ \boxed{x = 1}
+k(k+1) ⇒ \boxed{k(k-1)}
+i ⇒ \boxed{\sqrt{1}}
+\pm 2 ⇒ \boxed{2}
+\sqrt{2} ⇒ \boxed{1.4142}
+\frac{22}{7} ⇒ \boxed{\pi}
+1e6 ⇒ \boxed{1e5}
+2^{100} ⇒ \boxed{2^{101}}
+"""
 
 HOSTILE = [
     "{" * 100_000,
@@ -466,12 +454,17 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "completion"), RIGHT)
+def pairs(table: str) -> list[list[str]]:
+    lines = table.strip().splitlines()
+    return [line.replace("⏎", "\n").split(" ⇒ ", 1) for line in lines]
+
+
+@pytest.mark.parametrize(("answer", "completion"), pairs(RIGHT))
 def test_a_right_answer_is_rewarded(answer: str, completion: str) -> None:
     assert numeric_match({"answer": answer}, completion) == 1.0
 
 
-@pytest.mark.parametrize(("answer", "completion"), WRONG)
+@pytest.mark.parametrize(("answer", "completion"), pairs(WRONG))
 def test_no_wrong_answer_is_rewarded(answer: str, completion: str) -> None:
     assert numeric_match({"answer": answer}, completion) == 0.0
 
