@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import math
 import os
+import re
 import resource
+import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final, Self
+from typing import IO, Final, Self
+
+from areal_sc.errors import ConfigError
 
 MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
@@ -26,6 +32,13 @@ systemd, supervisord, a cluster, or a closed terminal."""
 
 END_SIGNAL: Final = signal.SIGRTMIN
 """By this a script ends its agent. Nobody else sends it."""
+
+_SCRIPT: Final = "AREAL_SC_SCRIPT"
+"""Environment variable of all that a script has started: the script's arguments, as the hexadecimal
+digits of JSON."""
+
+_SAYS: Final = b"areal_sc says: "
+"""Begins what a child tells: a `sitecustomize`, say, may print to the same standard output."""
 
 _POLL_S: Final = 0.02
 _ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
@@ -93,6 +106,45 @@ class OtherProcess:
         if not self.wait(grace_s):
             self.send(signal.SIGKILL)
             self.wait()
+
+
+def environment_of_workers() -> dict[str, str]:
+    """What tells a process that this script has started it."""
+    return {_SCRIPT: json.dumps(sys.argv).encode().hex()}  # schedulers read commas and quotes
+
+
+def take_arguments_of_script() -> None:
+    """Makes `sys.argv` the script's, which this process imports: it may read options at its top."""
+    if arguments := os.environ.get(_SCRIPT):
+        sys.argv[:] = json.loads(bytes.fromhex(arguments))
+
+
+def refuse_in_worker(what: str) -> None:
+    """Raises: ConfigError: a worker that imports the script would begin a run of its own."""
+    if _SCRIPT in os.environ:
+        raise ConfigError(
+            f"{what} was called while a worker imported the script: expected it in the script "
+            'alone; put what starts the run under `if __name__ == "__main__":`'
+        )
+
+
+def tell_starter(what: bytes) -> None:
+    """Writes a line for `heard_from` to standard output. Raises: BrokenPipeError: nobody reads."""
+    os.write(sys.stdout.fileno(), _SAYS + what + b"\n")
+
+
+def heard_from(output: IO[bytes], timeout_s: float) -> bytes:
+    """What a child has told by `tell_starter`; b"": it has ended, or the time is over."""
+    text, give_up_s = b"", time.monotonic() + timeout_s
+    ready = select.poll()  # with many connections its number is too high for `select.select`
+    ready.register(output, select.POLLIN)
+    while not (told := re.search(re.escape(_SAYS) + rb"(.*)\n", text)):
+        left_s = max(0.0, give_up_s - time.monotonic())
+        part = os.read(output.fileno(), 1 << 16) if ready.poll(left_s * 1000) else b""
+        if not part:
+            return b""
+        text += part
+    return told[1]
 
 
 def start_ticks(pid: int) -> int:

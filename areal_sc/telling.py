@@ -95,6 +95,13 @@ class Outlet:
             return  # it has no file, or is closed: nothing is left to be written
 
 
+def tolerate_other_encodings() -> None:
+    """What standard output and error cannot encode is shown by another sign."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def end_outlets() -> None:
     """At the end of a script: what standard output and error could not take is given up."""
     for stream in filter(None, (sys.stdout, sys.stderr)):

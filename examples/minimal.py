@@ -58,7 +58,7 @@ def make_model(folder: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if not Path(MODEL).exists():
+    if not Path(MODEL, "model.safetensors").exists():  # the last file of it
         make_model(MODEL)
     config = load_config(argv, GRPOConfig)  # --config x.yaml key=value ...
     scheduler = make_scheduler(config.scheduler)

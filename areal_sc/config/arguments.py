@@ -95,4 +95,5 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
             hint = f"; did you mean --config {override}?" if override.endswith(".yaml") else ""
             raise ConfigError(f"command line: expected key=value, got {override!r}{hint}")
     parsed.overrides += parsed.flag_overrides or ()
+    parsed.config = parsed.config and parsed.config.expanduser()
     return parsed

@@ -8,6 +8,8 @@ the file or override that it stands in. Overrides are written in hydra's grammar
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -148,6 +150,8 @@ class _Composition:
         try:
             if is_section(annotation) and "${" not in str(value):
                 raise ValidationError
+            if annotation is str and str(value).startswith("~"):  # of paths alone
+                value = os.path.expanduser(str(value))
             OmegaConf.update(self.config, key, value, force_add=True)
         except OmegaConfBaseException as error:
             raise explain.refused_value(error, where, key, annotation, value) from None
@@ -162,10 +166,10 @@ def _first_setting(key: str, value: Any) -> str:
 
 
 def _check_is_yaml(path: Path) -> None:
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         kind = "is a folder" if path.is_dir() else "there is no such file"
         raise ConfigError(f"{path}: {kind} (current directory: {Path.cwd()})")
-    if path.suffix != ".yaml":
+    if path.is_file() and path.suffix != ".yaml":
         raise ConfigError(f"{path}: expected a name that ends in .yaml")
 
 
@@ -175,12 +179,13 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     Raises: ConfigError: it cannot be read, or is no mapping; says where it stops being YAML.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")  # once: it may be a pipe
+        content = yaml.safe_load(text)
         if not isinstance(content, dict | None):
             kind = type(content).__name__
             raise ConfigError(f"{path}: expected `key: value` lines, got a {kind}")
         # unlike yaml, OmegaConf refuses a key that is there twice, and takes 1e-5 for a number
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # type: ignore[return-value]
+        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # type: ignore[return-value]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except OmegaConfBaseException as error:
@@ -190,6 +195,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> Override:
+    key, equals, value = text.partition("=")
+    if value.startswith("~"):  # which the grammar does not have
+        text = f"{key}{equals}{os.path.expanduser(value)}"
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:

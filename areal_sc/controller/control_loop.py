@@ -28,6 +28,7 @@ from areal_sc.errors import (
     WaitTimeout,
     WorkerError,
 )
+from areal_sc.process import refuse_in_worker
 
 T = TypeVar("T")
 
@@ -161,6 +162,7 @@ def start(*controllers: Controller) -> Iterator[TakenOver | None]:
         WorkerError: in place of a TransportError of the block, where a worker that was given up
             explains it: a rank that waits for the dead one, say, or a worker that pulls from it.
     """
+    refuse_in_worker("start")
     for one, other in combinations(controllers, 2):
         if one.role == other.role:
             raise ConfigError(

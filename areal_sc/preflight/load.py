@@ -17,6 +17,8 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.log import shown_before
 from areal_sc.preflight.checks import check_config, fetch_models
+from areal_sc.process import refuse_in_worker
+from areal_sc.telling import tolerate_other_encodings
 
 T = TypeVar("T")
 C = TypeVar("C", bound=GRPOConfig)
@@ -87,6 +89,7 @@ def load_config(
     values: Mapping[str, Any] | None = None
     match source:
         case None:
+            refuse_in_worker("load_config()")
             argv = [*_command_line(), *argv]
         case GRPOConfig():
             if argv:
@@ -101,6 +104,7 @@ def load_config(
             argv = ["--config", os.fspath(source), *argv]
         case _:
             argv = [*source, *argv]
+    tolerate_other_encodings()  # `--help` shows more than ASCII
     arguments = parse_arguments(argv, schema)
     config = compose_config(arguments.config, arguments.overrides, schema, values)
     if arguments.print_config:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from areal_sc.agent_files import AgentFile
 from areal_sc.errors import TransportError
-from areal_sc.process import END_SIGNAL, OtherProcess, exit_text
+from areal_sc.process import END_SIGNAL, OtherProcess, environment_of_workers, exit_text
 from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers.other_agents import run_apart
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -37,6 +37,7 @@ def agent_environment(around: Mapping[str, str]) -> dict[str, str]:
     """
     defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     found = {name: around.get(name, value) for name, value in defaults.items()}
+    found |= environment_of_workers()
     root = str(Path(__file__).resolve().parents[2])
     if root not in sysconfig.get_paths().values():
         paths = [root, around.get("PYTHONPATH", "")]

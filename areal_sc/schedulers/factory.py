@@ -10,6 +10,7 @@ from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ArealError, SchedulerSilent
+from areal_sc.process import refuse_in_worker
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
@@ -39,6 +40,7 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
         ConfigError: there is none of that name.
         RunFolderError: another process runs in the folder, or it cannot be used.
     """
+    refuse_in_worker("make_scheduler")
     own: MakeScheduler | None = own_scheduler(config.type)
     if folder is None and config.run_only:
         logger.warning(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from msgspec import json
 
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
-from areal_sc.process import exit_text
+from areal_sc.process import exit_text, heard_from
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import agent_environment
 from areal_sc.transport.security.passes import Passes
@@ -141,10 +140,7 @@ class FilesBeside:
         threading.Thread(target=self._tell, args=told, name="void passes", daemon=True).start()
         watch = threading.Thread(target=self._watch, args=(process,), name="files", daemon=True)
         assert process.stdout is not None
-        output = select.poll()  # with many connections its number is too high for `select.select`
-        output.register(process.stdout, select.POLLIN)
-        is_there = output.poll(START_LIMIT_S * 1000)
-        line = process.stdout.readline().decode().strip() if is_there else ""
+        line = heard_from(process.stdout, START_LIMIT_S).decode()
         if not line:
             self._end()
             what = f"the process that serves files did not come up within {START_LIMIT_S:g} s"

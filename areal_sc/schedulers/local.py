@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import selectors
 import threading
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from areal_sc.agent_files import delete_files_of_dead_agents, end_agents, living
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.log import log_tail
-from areal_sc.process import allow_open_files
+from areal_sc.process import allow_open_files, heard_from
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import (
     AGENT,
@@ -175,9 +174,7 @@ class LocalScheduler(OpenRun):
         """What a new agent tells when it listens. Blocks, but not for ever."""
         assert isinstance(agent, StartedAgent), "one that was found has told already"
         timeout_s, output = self.config.startup_timeout_s, agent.output
-        with selectors.DefaultSelector() as selector:
-            selector.register(output, selectors.EVENT_READ)
-            told = output.readline() if selector.select(timeout_s) else b""
+        told = heard_from(output, timeout_s)
         facts = json.decode(told or b"null", type=NodeFacts | str | None)
         if isinstance(facts, str):
             raise ConfigError(facts)

@@ -25,7 +25,12 @@ from msgspec import json
 
 from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
 from areal_sc.log import setup_logging
-from areal_sc.process import allow_open_files, leave_signals_to_script, name_process
+from areal_sc.process import (
+    allow_open_files,
+    leave_signals_to_script,
+    name_process,
+    tell_starter,
+)
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
@@ -233,8 +238,7 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
     except TransportError:  # another process has the port by now
         server = server_at("0")
         address = await server.start()
-    sys.stdout.write(f"{address}\n")
-    sys.stdout.flush()
+    tell_starter(address.encode())
     try:
         while await is_told():
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from concurrent.futures import Future
 from typing import Any
 
@@ -45,7 +46,8 @@ class Evaluations(BesideTraining):
             )
         self._run = run
         self._rollout = rollout
-        self._prompts = prompts
+        is_empty = isinstance(prompts, Sized) and not len(prompts)
+        self._prompts = prompts = None if is_empty else prompts
         self._workflow = workflow
         self._running: Future[EvaluationOutcome] | None = None
         self._named: dict[str, Any] = {}  # what is known of its result

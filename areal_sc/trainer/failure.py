@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,9 +28,9 @@ from areal_sc.errors import (
     exit_code_of,
 )
 from areal_sc.interrupts import SNAPSHOT_SIGNAL
-from areal_sc.process import be_deaf, open_files_advice
+from areal_sc.process import be_deaf, open_files_advice, refuse_in_worker
 from areal_sc.run_folder import Opening, RunFolder
-from areal_sc.telling import Outlet, end_outlets
+from areal_sc.telling import Outlet, end_outlets, tolerate_other_encodings
 from areal_sc.user_code import describe, first_of, text_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -62,8 +63,8 @@ def run_script(
 
     A failure is shown as one block. SIGTERM and SIGHUP (unless it is ignored, as under nohup)
     unwind `main` as Ctrl-C does, once; further ones are ignored, so that the clean-up can finish.
-    SIGUSR1 has a meaning while a run trains; elsewhere nothing happens. Must be called in the main
-    thread.
+    SIGUSR1 has a meaning while a run trains; elsewhere nothing happens. In another thread than the
+    main one no signal is answered.
 
     Args:
         main: takes the command line's arguments.
@@ -71,6 +72,8 @@ def run_script(
         console: where a failure is shown; None is standard error.
     Returns: the process's exit code, 0 when `main` returned.
     """
+    refuse_in_worker("run_script")
+    tolerate_other_encodings()
     arrived: list[signal.Signals] = []
     try:
         with _stop_signals_raise() as arrived:
@@ -228,6 +231,9 @@ def _stop_signals_raise() -> Iterator[list[signal.Signals]]:
     """While open, `STOP_SIGNALS` raise `Terminated` in the main thread; gives those that did."""
     before: dict[signal.Signals, Any] = {}
     arrived: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield arrived  # Python takes handlers in the main thread alone
+        return
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
         for number in before:

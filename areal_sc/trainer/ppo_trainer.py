@@ -47,7 +47,7 @@ class PPOTrainer(Run):
         Args:
             workflow: the episode; run `rollout.group_size` times a prompt.
             prompts: a dataset, a list of dicts, or a stream of dicts.
-            evaluation_prompts: held-out prompts; None: nothing is evaluated.
+            evaluation_prompts: held-out prompts; None, or none of them: nothing is evaluated.
             evaluation_workflow: None: as for training.
         Returns: the numbers of `summary.json`.
         """

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from areal_sc.log import setup_logging
+from areal_sc.process import take_arguments_of_script
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.user_code import run_worker_loop
 from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerSpec
@@ -59,6 +60,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     agent = spec_dict.pop("fd")
     spec = msgspec.convert(spec_dict, WorkerSpec)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
+    take_arguments_of_script()
     setup_logging(spec.name)
     Interface.of(spec.run.transport.bind).tell_libraries()
     is_rollout = spec.order.role == ROLLOUT_ROLE

@@ -11,7 +11,6 @@ import asyncio
 import os
 import select
 import socket
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from msgspec import json
 
 from areal_sc.agent_files import Place
 from areal_sc.errors import NotPermitted, TransportError, WorkerStartError
+from areal_sc.process import tell_starter
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
@@ -62,7 +62,7 @@ def announce(what: NodeFacts | str) -> None:
     Raises: WorkerStartError: the script has ended.
     """
     try:
-        os.write(sys.stdout.fileno(), json.encode(what) + b"\n")
+        tell_starter(json.encode(what))
     except BrokenPipeError as error:
         raise WorkerStartError("nobody needs the agent: the script has ended") from error
 

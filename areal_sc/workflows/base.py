@@ -153,6 +153,12 @@ class Workflow(Referable):
         """
         raise NotImplementedError
 
+    def check(self) -> None:
+        """What can be said of it without a row; called in the script, before a run starts.
+
+        Raises: WorkflowError: no episode can be played.
+        """
+
     def check_row(self, row: Mapping[str, Any]) -> None:
         """What can be said of a row without a model; called in the script, before a run starts.
 

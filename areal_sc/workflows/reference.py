@@ -26,6 +26,7 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from functools import reduce
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -166,6 +167,8 @@ def _target_of(obj: Any) -> tuple[str, str | None]:
             "surrounding function as arguments of a Workflow's constructor"
         )
     module = sys.modules.get(module_name)
+    if script := _script_of_tool(module):
+        return f"{script}:{name}", str(script.parent)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -182,12 +185,17 @@ def _target_of(obj: Any) -> tuple[str, str | None]:
 def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
     """Import path of the module, or the path of its file where it has no importable name."""
     name = module.__name__
-    spec = module.__spec__
+    spec = getattr(module, "__spec__", None)  # a debugger empties `__main__`
     if name == "__main__" and spec is not None:
         name = spec.name  # started by `python -m package.module`
     if getattr(module, "__file__", None) is None:
         return name, None  # built into the interpreter; `__main__` is a REPL's or a notebook's
     file = Path(str(module.__file__)).resolve()
+    if not file.is_file():
+        raise WorkflowError(
+            f"workers cannot import {file}: it is no file of its own (in an archive, or read from "
+            "standard input); run the script from a file, or put what workers need into a module"
+        )
     if name not in ("__main__", "__mp_main__"):
         inner = file.parent / file.name.partition(".")[0]
         inner = inner.parent if inner.name == "__init__" else inner
@@ -196,6 +204,18 @@ def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
             root = inner.parents[len(parts) - 1]
             return name, None if is_always_importable(root) else str(root)
     return str(file), str(file.parent)
+
+
+def _script_of_tool(module: types.ModuleType | None) -> Path | None:
+    """The script that `python -m cProfile`, or another tool of Python's, runs as `__main__`.
+
+    Its names are not in that module, which is the tool's.
+    """
+    if module is None or module.__name__ != "__main__" or not getattr(module, "__spec__", None):
+        return None
+    library, script = Path(sysconfig.get_path("stdlib")), Path(sys.argv[0]).resolve()
+    is_tool = Path(str(module.__file__)).resolve().is_relative_to(library.resolve())
+    return script if is_tool and script.is_file() else None
 
 
 def is_always_importable(root: Path) -> bool:
@@ -214,7 +234,7 @@ def _import_target(target: str, search_path: str | None) -> Any:
     ):
         found: Any = (
             _load_script(Path(location))
-            if location.endswith(".py")
+            if Path(location).is_absolute()
             else importlib.import_module(location)
         )
     try:
@@ -235,16 +255,16 @@ def _load_script(path: Path) -> types.ModuleType:
     # Where this package started the process, the first script takes the part of `__main__` as in a
     # process that `multiprocessing` has spawned. So it can spawn others, which import it likewise.
     is_main = main.__spec__ is not None and main.__spec__.name.startswith("areal_sc.")
-    spec = importlib.util.spec_from_file_location("__mp_main__" if is_main else name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+    loader = SourceFileLoader("__mp_main__" if is_main else name, str(path))  # whatever its suffix
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the body runs: dataclasses look their module up
     if is_main:
         module.__spec__ = None  # it is found by its file
         sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         if is_main:

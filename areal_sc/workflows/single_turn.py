@@ -10,7 +10,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import EpisodeEngine, Reward, Trajectory, Workflow
 from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
-from areal_sc.workflows.weighted import weighted_functions
+from areal_sc.workflows.weighted import check_signatures, weighted_functions
 
 
 class SingleTurnWorkflow(Workflow):
@@ -88,6 +88,9 @@ class SingleTurnWorkflow(Workflow):
             "stopped": float(completion.finish_reason == "stop"),
         }
         return transcript.trajectory(reward, metrics)
+
+    def check(self) -> None:
+        check_signatures(self.reward)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if self.prompt_key not in row:

@@ -71,14 +71,15 @@ class SourceRegistry:
     def register_workflow(self, workflow: Workflow) -> int:
         """Number of the workflow; an equal one gets the same number.
 
-        Raises: WorkflowError: it cannot be built again in a worker (a lambda, a local class ...).
-            RunFolderError: its file cannot be written.
+        Raises: WorkflowError: it can play no episode, or cannot be built again in a worker (a
+            lambda, a local class ...). RunFolderError: its file cannot be written.
         """
         if not isinstance(workflow, Workflow):
             raise WorkflowError(
                 f"expected an instance of areal_sc.Workflow, got {type(workflow).__name__}"
             )
         if id(workflow) not in self._numbers:
+            workflow.check()
             number = self._write(workflow)
             self._keep(workflow, number)
             self._compare("workflow", number, workflow, {})

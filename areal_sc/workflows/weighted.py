@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import Reward, RewardFunction
@@ -19,13 +19,11 @@ _EXPECTED = (
 def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]]:
     """Each of several functions with its weight, by name; empty for one function alone.
 
-    Raises: WorkflowError: it is neither, a function cannot be called with a prompt and a
-        completion, a name is none for a metric, or a weight is not finite.
+    Raises: WorkflowError: it is neither, a name is none for a metric, or a weight is not finite.
     """
     if not isinstance(reward, Mapping):
         if not callable(reward):
             raise WorkflowError(f"reward: expected {_EXPECTED}; got {reward!r:.200}")
-        _check_signature(reward, "reward")
         return {}
     if not reward:
         raise WorkflowError(f"reward: expected {_EXPECTED}; got an empty mapping")
@@ -46,10 +44,18 @@ def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]
                     f"reward {name!r}: expected a function, or a function and its weight, got "
                     f"{value!r:.200}"
                 )
-        _check_signature(found[name][0], f"reward {name!r}")
         if not math.isfinite(found[name][1]):
             raise WorkflowError(f"reward {name!r}: expected a finite weight, got {found[name][1]}")
     return found
+
+
+def check_signatures(reward: Reward) -> None:
+    """Raises: WorkflowError: a function cannot be called with a prompt and a completion."""
+    functions = weighted_functions(reward)
+    for name, (function, _) in functions.items():
+        _check_signature(function, f"reward {name!r}")
+    if not functions:
+        _check_signature(cast("RewardFunction", reward), "reward")
 
 
 def _check_signature(function: RewardFunction, where: str) -> None:

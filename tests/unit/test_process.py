@@ -5,10 +5,21 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from areal_sc.process import bury_left, max_more_tasks
+from areal_sc import GRPOConfig, Run, load_config, make_scheduler, run_script, start
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import ConfigError
+from areal_sc.process import (
+    bury_left,
+    environment_of_workers,
+    heard_from,
+    max_more_tasks,
+    refuse_in_worker,
+    take_arguments_of_script,
+)
 
 RAISE = """
 import resource
@@ -49,3 +60,37 @@ def test_the_dead_that_nobody_waits_for_are_reaped_at_the_second_look() -> None:
     assert pid not in bury_left({pid})
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def test_what_a_child_tells_is_found_among_what_else_is_printed() -> None:
+    code = "from areal_sc.process import tell_starter; print('hello', end='', flush=True); "
+    told = {"": b"", "tell_starter(b'[1]')": b"[1]"}
+    for call, said in told.items():
+        child = subprocess.Popen([sys.executable, "-c", code + call], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert heard_from(child.stdout, 60.0) == said
+        child.communicate(timeout=60)
+
+
+def test_a_worker_has_the_scripts_arguments_and_begins_no_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a script.py", "--tag=x,y"])
+    refuse_in_worker("Run")
+    for name, value in environment_of_workers().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["agent"])
+    take_arguments_of_script()
+    assert sys.argv == ["a script.py", "--tag=x,y"]
+    begins: list[Callable[[], object]] = [
+        load_config,
+        lambda: run_script(print),
+        lambda: Run(GRPOConfig()),
+        lambda: start().__enter__(),
+        lambda: make_scheduler(SchedulerConfig()),
+    ]
+    for begin in begins:
+        with pytest.raises(ConfigError, match='if __name__ == "__main__":'):
+            begin()
+    settings = {"run_dir": "r", "total_steps": 1, "actor.path": "m"}
+    assert load_config({**settings, "rollout.max_context_tokens": 256}).total_steps == 1

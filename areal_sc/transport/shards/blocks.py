@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import threading
 import weakref
 from bisect import bisect_left, insort_left
@@ -285,6 +286,12 @@ def _storage_error(arena: Arena, num_bytes: int, error: OSError) -> TransportErr
     """What a failure of the file system means to the user of a store."""
     if error.errno not in _NO_ROOM:
         return TransportError(f"the arena {arena.path} cannot be used: {error.strerror}")
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return StoreFull(
+            f"the arena {arena.path} cannot take {num_bytes} bytes more: no file may be larger "
+            f"than {limit} bytes here; raise that limit (ulimit -f unlimited)"
+        )
     with suppress(OSError):
         space = os.statvfs(arena.path)
         return StoreFull(

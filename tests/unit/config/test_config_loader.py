@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -276,3 +277,20 @@ print([name for name in ("torch", "transformers", "numpy") if name in sys.module
 """
     done = run_python(code, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_home_folder_is_one_in_every_setting(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load("actor.path=~/model", "weight_update.folder=~/weights", "rollout.path='a~b'")
+    assert (config.actor.path, config.rollout.path) == ("/home/me/model", "a~b")
+    assert config.weight_update.folder == "/home/me/weights"
+
+
+def test_settings_may_come_from_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = b"run_dir: r\ntotal_steps: 3\nactor: {path: m}\nrollout: {max_context_tokens: 256}\n"
+    writer = Thread(target=pipe.write_bytes, args=[text])
+    writer.start()
+    assert load_config(pipe).total_steps == 3
+    writer.join(60)

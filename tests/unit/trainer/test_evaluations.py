@@ -150,6 +150,7 @@ def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: F
 
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
     rollout = Rollout()
+    assert evaluations(run, rollout, prompts=[])._prompts is None
     beside = evaluations(run, rollout, prompts=None)
     beside.begin("before")
     beside.collect()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from rich.console import Console
@@ -345,3 +346,17 @@ def test_a_script_under_nohup_goes_on() -> None:
         [sys.executable, "-c", HANG_UP, "ignored"], capture_output=True, text=True, timeout=60
     )
     assert (finished.returncode, finished.stdout) == (0, "ended\n")
+
+
+def test_a_script_runs_in_a_thread_and_shows_what_its_terminal_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python takes handlers of signals in the main thread alone."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    codes: list[int] = []
+    begin = Thread(target=lambda: codes.append(run_script(lambda argv: print("a\u2026"), [])))
+    begin.start()
+    begin.join(60)
+    assert codes == [0]
+    assert written.getvalue() == b"a?\n"

@@ -282,3 +282,31 @@ def test_what_a_script_raises_in_a_worker_is_told_with_its_line(
     (tmp_path / "it.py").write_text(text)
     with pytest.raises(WorkflowError, match=message):
         resolve(ObjectReference(f"{tmp_path}/it.py:Task", []))
+
+
+@pytest.mark.parametrize("tool", [[], ["-m", "cProfile", "-o", "profile"], ["-m", "pdb", "-cc"]])
+def test_a_script_of_any_name_is_found_under_tools_too(
+    tool: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM calls its copy `slurm_script`; a profiler's `__main__` is the profiler."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    script = tmp_path / "slurm_script"
+    script.write_text(
+        "import json\nfrom areal_sc.workflows.reference import Referable, reference_of\n"
+        "class Task(Referable):\n    def score(self): return 7\n"
+        "if __name__ == '__main__': print('>', json.dumps(reference_of(Task()).to_wire()))\n"
+    )
+    printed = run_python(*tool, str(script), cwd=tmp_path)
+    wire = printed.partition(">")[2].partition("\n")[0]
+    assert json.loads(wire)["target"] == f"{script}:Task"
+    assert run_python("-c", RESOLVE, wire, cwd=tmp_path).split() == ["7", "False"]
+
+
+def test_a_script_in_an_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = type(sys)("__main__")
+    main.__file__ = str(tmp_path / "app.pyz" / "__main__.py")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(double, "__module__", "__main__")
+    main.__dict__["double"] = double
+    with pytest.raises(WorkflowError, match="it is no file of its own"):
+        reference_of(double)

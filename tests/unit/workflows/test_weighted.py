@@ -55,7 +55,7 @@ def test_a_function_alone_has_weight_1() -> None:
 )
 def test_what_is_no_reward_is_refused_in_the_script(reward: Any, message: str) -> None:
     with pytest.raises(WorkflowError, match=message):
-        SingleTurnWorkflow(reward)
+        SingleTurnWorkflow(reward).check()
 
 
 def test_accuracy_is_that_of_the_first_reward_or_of_a_named_one(tmp_path: Path) -> None:
