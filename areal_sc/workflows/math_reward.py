@@ -31,7 +31,7 @@ class Reading(StrEnum):
 
 def exact_match(prompt: Mapping[str, Any], completion: str) -> float:
     """1.0 where the completion is `prompt["answer"]`, white space around it aside."""
-    return float(completion.strip() == str(prompt["answer"]).strip())
+    return float(completion.strip() == _answer_of(prompt).strip())
 
 
 class NumericMatch(Referable):
@@ -49,7 +49,7 @@ class NumericMatch(Referable):
         declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)(self)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        gold = str(prompt["answer"])
+        gold = _answer_of(prompt)
         if self.reading is Reading.math_verify:
             return library_verdict(gold, completion)
         reference = _read_reference(gold)
@@ -74,7 +74,7 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
             faults.append(f"row {index} has no 'answer', only {sorted(row)}")
             continue
         try:
-            _read_reference(str(row["answer"]))
+            _read_reference(_answer_of(row))
         except ValueError as error:
             faults.append(f"row {index}: {error}")
     if faults:
@@ -89,6 +89,13 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 @lru_cache(maxsize=256)  # the completions of a group share it
+def _answer_of(row: Mapping[str, Any]) -> str:
+    """Raises: ValueError: it is missing; the word None is no answer."""
+    if row["answer"] is None:
+        raise ValueError("the reference answer is missing (null)")
+    return str(row["answer"])
+
+
 def _read_reference(text: str) -> Answer:
     """The reference as mathematics, or, where it has letters alone, as words.
 

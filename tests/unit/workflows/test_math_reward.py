@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonl_math
 import pytest
@@ -644,3 +645,11 @@ def test_plain_numbers_are_compared_without_sympy() -> None:
 def test_exact_match_ignores_only_white_space_around() -> None:
     assert exact_match({"answer": "a b"}, " a b\n") == 1.0
     assert exact_match({"answer": "a b"}, "ab") == 0.0
+
+
+@pytest.mark.parametrize("reward", [exact_match, numeric_match])
+def test_a_missing_reference_answer_is_no_word(reward: Any) -> None:
+    with pytest.raises(ValueError, match="missing"):
+        reward({"answer": None}, "None")
+    with pytest.raises(ConfigError, match=r"row 0: .* is missing \(null\)"):
+        check_answers([{"answer": None}])
