@@ -88,7 +88,6 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-@lru_cache(maxsize=256)  # the completions of a group share it
 def _answer_of(row: Mapping[str, Any]) -> str:
     """Raises: ValueError: it is missing; the word None is no answer."""
     if row["answer"] is None:
@@ -96,6 +95,7 @@ def _answer_of(row: Mapping[str, Any]) -> str:
     return str(row["answer"])
 
 
+@lru_cache(maxsize=256)  # the completions of a group share it
 def _read_reference(text: str) -> Answer:
     """The reference as mathematics, or, where it has letters alone, as words.
 
