@@ -192,7 +192,12 @@ def test_a_malformed_reference_is_refused(wire: Any) -> None:
 
 def run_python(*arguments: str, cwd: Path) -> str:
     finished = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60
+        [sys.executable, *arguments],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
@@ -284,7 +289,9 @@ def test_what_a_script_raises_in_a_worker_is_told_with_its_line(
         resolve(ObjectReference(f"{tmp_path}/it.py:Task", []))
 
 
-@pytest.mark.parametrize("tool", [[], ["-m", "cProfile", "-o", "profile"], ["-m", "pdb", "-cc"]])
+@pytest.mark.parametrize(
+    "tool", [[], ["-m", "cProfile", "-o", "profile"], ["-m", "pdb", "-cc", "-cq"]]
+)
 def test_a_script_of_any_name_is_found_under_tools_too(
     tool: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
