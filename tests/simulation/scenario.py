@@ -93,6 +93,10 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))
     if seed % 3 == 0 and memory_every == 1:
         room = random.Random(f"room {seed}")
-        stores = (least_store, least_store, least_store + 1, 1000)
+        # a start may begin with the one worker that was scaled to, and is refused without a batch
+        least = (
+            batch_groups if any(f.kind is FaultKind.scale for f in scenario.faults) else least_store
+        )
+        stores = (least, least, least + 1, 1000)
         scenario = replace(scenario, later_stores=tuple(room.choices(stores, k=3)))
     return scenario
