@@ -17,7 +17,7 @@ from areal_sc.workflows.base import Reward, RewardFunction, Score
 from areal_sc.workflows.rejection import Rejection
 from areal_sc.workflows.reward_functions import name_of
 from areal_sc.workflows.rewards import RewardPool
-from areal_sc.workflows.weighted import check_signatures, weighted_functions
+from areal_sc.workflows.weighted import weighted_functions
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -79,7 +79,6 @@ class WorkerEpisodeEngine:
             raise
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
-        check_signatures(reward)
         functions = weighted_functions(reward)
         if not isinstance(reward, Mapping):
             return Score(await self._score_one(reward, name_of(reward), prompt, completion))

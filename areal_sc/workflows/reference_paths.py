@@ -69,7 +69,7 @@ def moved(wire: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
 
 def _file_of(reference: dict[str, Any]) -> str:
     location: str = reference["target"].rpartition(":")[0]
-    return location if location.endswith(".py") else ""
+    return location if location.startswith("/") else ""  # a script may have any name
 
 
 def _paths_in(wire: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -37,7 +37,7 @@ from areal_sc.workflows.values import loads
 
 MAX_MESSAGE_BYTES = 256 << 20
 
-_REQUESTS_A_BURIAL = 256
+_REQUESTS_A_BURIAL = 2048
 """A reward may leave processes at each call; to look for them takes milliseconds."""
 
 

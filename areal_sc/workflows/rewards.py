@@ -83,9 +83,11 @@ class _Process:
 
     Attributes:
         loaded: keys of the rewards that it has imported.
+        killed_before: processes of the machine killed for lack of memory before it was started.
     """
 
     def __init__(self, child: Child) -> None:
+        self.killed_before = num_killed_for_memory()
         self.child = child
         self.loaded: set[int] = set()
         self._unpacker = make_unpacker()
@@ -253,7 +255,6 @@ class RewardPool:
 
     async def _attempt(self, process: _Process, call: _Call) -> bool:
         """Runs a call; False when the process has ended."""
-        killed_before = num_killed_for_memory()
         try:
             if call.key not in process.loaded:
                 load = pack(["load", call.key, self._references[call.key]])
@@ -270,7 +271,7 @@ class RewardPool:
             what = "importing its module "
             call.fail(_took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place))
         except ConnectionError:
-            await self._mourn(process, call, num_killed_for_memory() > killed_before)
+            await self._mourn(process, call, num_killed_for_memory() > process.killed_before)
         return False
 
     async def _limited(self, process: _Process, call: _Call) -> bool:

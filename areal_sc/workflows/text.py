@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.engines.base import Completion
@@ -30,11 +31,19 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool =
     tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     if not begins:
         return tokens
-    whole = [int(token) for token in tokenizer.encode(text, add_special_tokens=True)]
-    offsets = range(len(whole) - len(tokens) + 1)
-    num_before = next((n for n in offsets if whole[n : n + len(tokens)] == tokens), 0)
-    before = whole[:num_before]
-    return tokens if tokens[:num_before] == before else before + tokens
+    before = _begin_of(tokenizer)
+    return tokens if tokens[: len(before)] == before else before + tokens
+
+
+@lru_cache(maxsize=8)  # every prompt begins so
+def _begin_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text."""
+    bare, whole = (
+        [int(token) for token in tokenizer.encode("a", add_special_tokens=is_whole)]
+        for is_whole in (False, True)
+    )
+    offsets = range(len(whole) - len(bare) + 1)
+    return whole[: next((n for n in offsets if whole[n : n + len(bare)] == bare), 0)]
 
 
 def encode_chat(

@@ -74,7 +74,7 @@ def test_rows_that_do_not_fit_end_the_run_which_goes_on_later(
         gate_of(run_dir).write_bytes(b"." * 1000)
         assert run.wait() != 0, run.story()
         assert run.output.count("cannot take") == 1, run.story()
-        assert "File too large" in run.output
+        assert "raise that limit (ulimit -f unlimited)" in run.output
         run.wait_until_gone()
     with tiny_run(run_dir, tiny_model_folder, *SETTINGS, held) as again:
         again.finish()
