@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ _FEW_STEPS = 10
 """Runs up to this length show a dot a step: a line needs two of them."""
 
 _COLORS = {"accuracy": "#1f5fa8", "reward": "#2a8f5c", "token": "#c2601f", "group": "#6b5b95"}
+
+_EVALUATION_COLORS = ("black", "#b03a5b", "#4f7d1e", "#7a4fb0")
 
 _MARKERS: dict[bool, dict[str, Any]] = {
     True: {"label": "held out, greedy", "marker": "*", "markersize": 13, "markerfacecolor": "gold"},
@@ -109,17 +112,24 @@ def _draw_values(axes: Axes, steps: Sequence[StepMetrics], name: str) -> None:
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[EvaluationResult], name: str) -> None:
-    """Points with their values; each kind of sampling is one entry of the legend."""
+    """Points with their values; each kind of sampling is one entry of the legend, and so is each
+    of several `Evaluations`, which begin the names of their results."""
     values = _values(evaluations, name)
-    for is_greedy, style in _MARKERS.items():
+    owners = dict.fromkeys(result.name.rpartition("/")[0] for result in evaluations)
+    for (number, owner), (is_greedy, style) in product(enumerate(owners), _MARKERS.items()):
         points = [
             (result.step, value)
             for result, value in zip(evaluations, values, strict=True)
-            if np.isfinite(value) and (result.temperature == 0) == is_greedy
+            if np.isfinite(value)
+            and result.name.rpartition("/")[0] == owner
+            and (result.temperature == 0) == is_greedy
         ]
         if points:
+            label = f"{owner}: {style['label']}" if owner else style["label"]
+            color = _EVALUATION_COLORS[number % len(_EVALUATION_COLORS)]
             xy = zip(*points, strict=True)
-            axes.plot(*xy, linestyle="", color="black", zorder=5, clip_on=False, **style)
+            own = {**style, "label": label, "color": color}
+            axes.plot(*xy, linestyle="", zorder=5, clip_on=False, **own)
         for point in points:
             axes.annotate(
                 f"{point[1]:.3f}",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from areal_sc.errors import RunFolderError
@@ -53,6 +54,25 @@ def test_curve_and_evaluations_are_drawn(
     assert count_pixels(rising, GREEN) == 0  # the reward is the accuracy
     assert count_pixels(rising, GOLD) > 100
     assert not np.array_equal(imread(rising), imread(flat))
+
+
+def test_each_of_several_evaluations_has_a_label_and_a_color(
+    tmp_path: Path, make_evaluation: MakeEvaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, str]] = []
+
+    def plot(
+        axes: Axes, *points: object, label: str = "", color: str = "", **style: object
+    ) -> None:
+        drawn.append((label, color))
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    results = [make_evaluation(name) for name in ("periodic", "math/periodic", "code/periodic")]
+    plot_learning_curve(History([], [*results, results[1]]), "run", tmp_path / "named.png")
+    assert [label for label, _ in drawn] == [
+        *("held out, sampled", "math: held out, sampled", "code: held out, sampled")
+    ]
+    assert len({color for _, color in drawn}) == 3
 
 
 def test_each_of_several_rewards_has_a_panel(tmp_path: Path, make_step: MakeStep) -> None:
