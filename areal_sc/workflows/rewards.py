@@ -215,8 +215,8 @@ class RewardPool:
                 call = await self._waiting.get()
                 self._num_idle -= 1
                 while call is not None and not call.verdict.done():  # else its asker is gone
-                    if process is not None and process.child.ended.done():
-                        await self._kill(process)
+                    if process is not None and process.child.ended.done():  # between two calls
+                        await self._bury(process)
                         process = None
                     process = process or await self._start_process()
                     if not await self._attempt(process, call):
@@ -320,13 +320,11 @@ class RewardPool:
 
         Args: lacked_memory: meanwhile the kernel has killed processes for lack of memory.
         """
-        await process.end()
-        self._processes.discard(process)
+        await self._bury(process)
         how, ended = process.child.how, process.child.ended
         is_killed = ended.done() and -ended.result() in _SIGNALS_OF_OTHERS and not lacked_memory
         call.num_kills += is_killed
         call.num_ends += not is_killed
-        log.warning("reward_process pid=%d ended by itself: %s", process.child.pid, how)
         if call.num_ends >= _MAX_ATTEMPTS or call.num_kills >= _MAX_KILLS:
             why = "; the kernel killed processes for lack of memory" if lacked_memory else ""
             if ended.done() and ended.result() >= 0:
@@ -339,6 +337,14 @@ class RewardPool:
                     place=call.place,
                 )
             )
+
+    async def _bury(self, process: _Process) -> None:
+        """Of one that the pool did not end."""
+        await process.end()
+        self._processes.discard(process)
+        log.warning(
+            "reward_process pid=%d ended by itself: %s", process.child.pid, process.child.how
+        )
 
     async def _kill(self, process: _Process) -> None:
         self._processes.discard(process)

@@ -105,9 +105,11 @@ def _rounds(threads: ThreadPoolExecutor, number: int, size: int, operation: np.u
         result = np.empty_like(values)
         gate.wait(MAX_WAIT_S)
         begun_s, own_begun_s = time.perf_counter(), time.thread_time()
-        while (passed_s := time.perf_counter() - begun_s) < TRIAL_S:
+        passed_s = 0.0
+        while passed_s < TRIAL_S:  # a round at least: the core may be taken for all of that time
             operation(values, out=result)
             rounds += 1
+            passed_s = time.perf_counter() - begun_s
         own_s = time.thread_time() - own_begun_s
         return rounds / own_s, min(1.0, own_s / passed_s)
 
