@@ -115,10 +115,13 @@ class Columns(Struct, frozen=True, array_like=True):
     Attributes:
         dtypes: field -> dtype name (`float32`, `bfloat16`, ...).
         shards: their runs cover every row of the batch exactly once.
+        is_computed: a model has computed the values from the rows' other fields; computed again,
+            they lie in other shards.
     """
 
     dtypes: dict[str, str]
     shards: tuple[ShardMetadata, ...]
+    is_computed: bool = False
 
 
 Balance = Literal["tokens", "episodes"]
@@ -214,7 +217,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         for columns in self.columns:
             dtypes = {name: columns.dtypes[name] for name in fields if name in columns.dtypes}
             if dtypes:
-                kept.append(Columns(dtypes, columns.shards))
+                kept.append(replace(columns, dtypes=dtypes))
         return replace(self, columns=tuple(kept))
 
     def take(self, rows: Sequence[int]) -> BatchMetadata:
@@ -245,7 +248,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
                     moved += [(new, first + row - offset) for row, new in taken[start:stop]]
                 if moved:
                     shards.append(replace(shard, runs=_runs(moved)))
-            kept.append(Columns(columns.dtypes, tuple(shards)))
+            kept.append(replace(columns, shards=tuple(shards)))
         return replace(self, columns=tuple(kept), rows=tuple(self.rows[row] for row in rows))
 
     def union(self, other: BatchMetadata) -> BatchMetadata:
@@ -350,7 +353,7 @@ def concat(
             for by, batch in moves
             for shard in batch.columns[i].shards
         )
-        columns.append(Columns(of_first.dtypes, shards))
+        columns.append(replace(of_first, shards=shards))
     rows = tuple(row for batch in filled for row in batch.rows)
     return BatchMetadata(batch_id, global_step, tuple(columns), rows, min_token_version)
 

@@ -8,6 +8,7 @@ summary.json     written last: the run is finished
 status.json      what the run does now, for `python -m areal_sc status`
 metrics.jsonl    one line a training step
 samples.jsonl    what the model read and wrote: a few answers of each training step
+histories/       where each trained model is: see `controller.model_place`
 ledger/          the journal of every group's life: what was trained, when, and only once
 learning_curve.png, model/
 logs/            <role>-<index>.log
@@ -66,6 +67,7 @@ class RunFiles:
         self.checkpoints = self.path / "checkpoints"
         self.rollout_workers_path = self.path / "rollout_workers"
         self.ledger = self.path / "ledger"
+        self.histories = self.path / "histories"
         self.exports = self.path / "exports"
         self.sources = self.path / "sources"
 

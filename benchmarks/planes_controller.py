@@ -130,10 +130,11 @@ class Controller:
         batch = concat(groups, batch_id=random_id(), global_step=1_000)
         shares = LAYOUT.split(batch, NUM_MINIBATCHES)
         share_rows = [list(chain.from_iterable(share)) for share in shares]
-        parts = [batch.select(["input_ids"]).take(rows) for rows in share_rows]
-        replies = await _call_each(ranks, calls.COMPUTE_LOGPROBS, parts)
+        read, field = batch.select(["input_ids"]), "proximal_logprobs"
+        parts = [calls.Compute(read.take(rows), "logprobs", field) for rows in share_rows]
+        replies = await _call_each(ranks, calls.COMPUTE, parts)
         shards = [reply.shard for reply in replies]
-        whole = with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
+        whole = with_sealed_field(batch, field, share_rows, shards)
         whole = whole.with_advantages([0.25] * num_rows)
         operation = Operation(1, 1_000, "ppo_update")
         updates = [calls.PPOUpdate(operation, tuple(map(whole.take, share))) for share in shares]

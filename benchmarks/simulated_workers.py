@@ -71,7 +71,7 @@ class SimulatedWorker:
             calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             calls.INITIALIZE_RANK.served_by(self.initialize),
-            calls.COMPUTE_LOGPROBS.served_by(self.seal),
+            calls.COMPUTE.served_by(self.seal),
             calls.SEAL_WEIGHTS.served_by(self.seal),
             calls.PPO_UPDATE.served_by(_update),
         ]

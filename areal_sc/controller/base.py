@@ -136,8 +136,8 @@ class Controller(ABC):
 
     @property
     def _adopts(self) -> bool:
-        """Whether workers that an earlier start has left are taken over: in a `start` block with
-        one model."""
+        """Whether workers that an earlier start has left are taken over: in a `start` block with a
+        model."""
         return self._control_loop is not None and self._control_loop.takes_over
 
     async def _launch(

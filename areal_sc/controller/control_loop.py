@@ -149,8 +149,7 @@ def start(*controllers: Controller) -> Iterator[TakenOver | None]:
     these hold their memory by then, so what is measured does not depend on who was faster.
 
     Workers that an earlier start of the script has left, because it was killed, go on with what
-    they do: the block gets what was found, or None. See `takeover`. With more than one
-    `TrainController` they end, and new ones start.
+    they do: the block gets what was found, or None. See `takeover`.
 
     With `--dry-run` nothing is started: the first call that waits for workers ends the process.
 

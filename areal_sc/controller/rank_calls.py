@@ -16,15 +16,14 @@ from areal_sc.controller.rank_layout import RankLayout
 from areal_sc.controller.train_history import (
     BegunWrite,
     Call,
-    ComputedLogprobs,
+    Computed,
     PPOUpdated,
     SFTUpdated,
     TrainHistory,
     Updated,
 )
 from areal_sc.errors import StoreFull
-from areal_sc.metadata import BatchMetadata
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.operations import Operation, digest
 
@@ -42,11 +41,13 @@ class RankCalls:
         self._publisher = publisher
         self._history = history
 
-    async def compute_logprobs(self, parts: Sequence[BatchMetadata]) -> list[ShardReference]:
-        """The shard that the head of each share has sealed."""
-        current = [self._history.current(part) for part in parts]
-        replies = await self._fleet.call_each(calls.COMPUTE_LOGPROBS, self.layout.spread(current))
-        return [reply.shard for reply in self.layout.of_heads(replies)]
+    async def compute(self, shares: Sequence[calls.Compute]) -> list[calls.SealedShard]:
+        """What the head of each share has sealed."""
+        current = [
+            structs.replace(share, batch=self._history.current(share.batch)) for share in shares
+        ]
+        replies = await self._fleet.call_each(calls.COMPUTE, self.layout.spread(current))
+        return self.layout.of_heads(replies)
 
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update."""
@@ -98,10 +99,10 @@ class RankCalls:
 
     async def _repeat(self, call: Call) -> None:
         match call:
-            case ComputedLogprobs(parts, shards):
-                sealed = await self.compute_logprobs(parts)
+            case Computed(shares, shards):
+                sealed = await self.compute(shares)
                 for shard, again in zip(shards, sealed, strict=True):
-                    self._history.move(shard.shard_id, again)
+                    self._history.move(shard.shard_id, again.shard)
             case PPOUpdated() | SFTUpdated():
                 await self.update(call)
             case BegunWrite(change):

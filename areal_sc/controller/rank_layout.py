@@ -85,7 +85,7 @@ def with_sealed_field(
     share_rows: Sequence[Sequence[int]],
     sealed: Sequence[ShardReference],
 ) -> BatchMetadata:
-    """The batch with a float32 field that was computed share by share.
+    """The batch with a float32 field that the ranks have computed share by share.
 
     Args:
         share_rows: rows of each share, in the order in which its head has sealed them.
@@ -99,7 +99,7 @@ def with_sealed_field(
             runs.append(Run(row, first, 1 + len(others)))
         if runs:
             shards.append(ShardMetadata(*shard, runs=tuple(sorted(runs))))
-    columns = (Columns({field: "float32"}, tuple(shards)),)
+    columns = (Columns({field: "float32"}, tuple(shards), is_computed=True),)
     return batch.union(structs.replace(batch, columns=columns))
 
 

@@ -23,7 +23,7 @@ from areal_sc.workers.operations import Operation
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S: Final = 0.05
-"""Between two questions to ranks that still compute log-probabilities."""
+"""Between two questions to ranks that still compute a field."""
 
 _ALONE: Final = ("publish_weights/", "save_hf/")
 """Operations that each rank does by itself."""
@@ -91,7 +91,7 @@ def misfit(ranks: Sequence[RankDescription], lineage: int, version: int) -> str:
 
 
 async def _idle_ranks(fleet: Fleet) -> list[RankDescription]:
-    """What the ranks say, once they compute no log-probabilities for a caller that is gone.
+    """What the ranks say, once they compute nothing for a caller that is gone.
 
     Other calls name operations, which are made in their order.
     """
@@ -100,12 +100,12 @@ async def _idle_ranks(fleet: Fleet) -> list[RankDescription]:
         async with asyncio.timeout(limit_s):
             while True:
                 ranks = await fleet.call_all(DESCRIBE_RANK, None)
-                if not any(rank.is_computing_logprobs for rank in ranks):
+                if not any(rank.is_computing for rank in ranks):
                     return ranks
                 await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
         raise WaitTimeout(
-            f"they still compute log-probabilities that nobody waits for, after {limit_s:g} s"
+            f"they still compute what nobody waits for, after {limit_s:g} s"
         ) from None
 
 
@@ -119,7 +119,7 @@ def _together(
         if (operation.lineage, operation.version) == (lineage, version)
         and not operation.name.startswith(_ALONE)
     )
-    return rank.num_logprobs, asked
+    return rank.num_computed, asked
 
 
 def _has_begun(rank: RankDescription, lineage: int, version: int) -> bool:

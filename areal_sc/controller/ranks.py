@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
+from areal_sc.controller.common import NeedsRun
+from areal_sc.controller.computed_fields import ComputedFields
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.member import Member
 from areal_sc.controller.memory_snapshots import MemorySnapshots
@@ -29,6 +31,7 @@ from areal_sc.controller.rank_layout import RankLayout, meet
 from areal_sc.controller.rank_takeover import FoundRanks
 from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.train_history import (
+    Computed,
     RowsNeeded,
     Source,
     TrainHistory,
@@ -47,7 +50,7 @@ from areal_sc.errors import (
     WorkerStartError,
 )
 from areal_sc.run_status import RoleStatus
-from areal_sc.weights import WeightsReference
+from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import Operation, digest
@@ -68,6 +71,7 @@ class Ranks:
     """Calls the ranks of one model, and brings them back when some of them die.
 
     Args:
+        needs: what the rollout controllers say of rows.
         on_rows_needed: is told from which step on rows may be asked for again.
         on_given_up: is told why the run cannot go on.
         on_steps_lost: is told why the ranks do nothing before `load`.
@@ -83,6 +87,7 @@ class Ranks:
         config: ActorConfig,
         fleet: Fleet,
         publisher: Publisher,
+        needs: Set[NeedsRun],
         on_rows_needed: Callable[[RowsNeeded], None],
         on_given_up: Callable[[WorkerError], None],
         on_steps_lost: Callable[[str], None],
@@ -92,6 +97,7 @@ class Ranks:
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
         )
         self.calls = RankCalls(fleet, publisher, self.history)
+        self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(
             fleet, self.history, every_steps, self._tell_rows, self.lose_hung
         )
@@ -121,7 +127,9 @@ class Ranks:
     def take_over(self, found: FoundRanks) -> Recovery:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
         self.calls.layout = RankLayout.of(found.positions)
-        self.history.take_over(found.lineage, found.version, found.in_memory)
+        is_initial = found.version == 0 and not found.has_begun_step
+        where = found.lineage, found.version, found.in_memory
+        self.history.take_over(*where, is_initial=is_initial)
         return self._begin_recovery()
 
     def _begin_recovery(self) -> Recovery:
@@ -250,6 +258,27 @@ class Ranks:
     def operation(self, name: str, content: Any = None) -> Operation:
         """An operation on the present policy."""
         return Operation(self.history.lineage, self.history.version, name, digest(content))
+
+    async def compute(
+        self, shares: Sequence[calls.Compute], *, sweeps: bool
+    ) -> list[ShardReference]:
+        """The shards of a field, one a share; it is noted, and so computed again after a death.
+
+        Args:
+            sweeps: fields of rows that nobody needs are forgotten first.
+        """
+        rows = [row for share in shares for row in share.batch.rows]
+
+        async def compute() -> list[calls.SealedShard]:
+            if sweeps:
+                await self._fields.sweep()
+            with self._fields.computing(rows) as sealed:
+                sealed += await self.calls.compute(shares)
+            return sealed
+
+        shards = [sealed.shard for sealed in await self.repeated(compute)]
+        self.history.note(Computed(shares, shards))
+        return shards
 
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""

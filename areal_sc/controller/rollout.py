@@ -22,6 +22,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.batch_samples import BatchSamples
+from areal_sc.controller.common import common_of
 from areal_sc.controller.dry_run import TaskLook
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.group import RolloutSource, check_first_rows
@@ -161,6 +162,7 @@ class RolloutController(WeightsReader):
 
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
+        common_of(self.scheduler).needs.add(self._needs)
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
@@ -180,6 +182,7 @@ class RolloutController(WeightsReader):
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
+        common_of(self.scheduler).needs.discard(self._needs)
         self.groups.end()
         if self._recovery is not None:
             await self._recovery.close()

@@ -68,7 +68,11 @@ class RolloutWorkers:
     """
 
     def __init__(
-        self, engine: GeneratorHandle, fleet: Fleet, background: Background, needs: Needs
+        self,
+        engine: GeneratorHandle,
+        fleet: Fleet,
+        background: Background,
+        needs: Needs[GroupAttempt],
     ) -> None:
         self.on_room: Callable[[], None] = lambda: None
         self.on_progress: Callable[[Member], None] = lambda member: None

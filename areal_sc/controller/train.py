@@ -31,8 +31,10 @@ from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.schema import ActorConfig, ClipCenter
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.common import common_of
 from areal_sc.controller.journal import ledger_on_disk
 from areal_sc.controller.member import Member
+from areal_sc.controller.model_place import PlaceFile
 from areal_sc.controller.publication import Publisher
 from areal_sc.controller.rank_layout import with_sealed_field
 from areal_sc.controller.rank_takeover import FoundRanks, find_ranks
@@ -41,23 +43,23 @@ from areal_sc.controller.ranks import Ranks
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.train_history import (
-    ComputedLogprobs,
     PPOUpdated,
     RowsNeeded,
     SFTUpdated,
     Source,
 )
 from areal_sc.controller.train_step import TrainStep, trained_content, with_advantages
+from areal_sc.engines.base import OUTPUTS
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,
     ConfigError,
+    MetadataError,
     WorkerLost,
 )
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
-from areal_sc.run_lineage import begin_lineage, newest_lineage
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
@@ -65,7 +67,7 @@ from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.row_file import PromptSource
 
-LOGPROB_FIELDS = ("input_ids", "loss_mask", "temperatures")
+MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
 
 
@@ -80,6 +82,7 @@ class TrainController(Controller):
 
     Attributes:
         version: policy version = number of published training steps.
+        place: where the model is, and where an earlier start has left it.
         found: the ranks of an earlier start, if they go on; None: they were started.
     Raises: ConfigError: the role is `rollout`, or no lower-case word.
     """
@@ -101,11 +104,15 @@ class TrainController(Controller):
         super().__init__(engine, scheduler, role, runtime)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
+        self._common = common_of(scheduler)
+        path = self._folder.histories / f"{role}.json"
+        self.place = PlaceFile(path, self._runtime.disk)
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config,
             self.fleet,
             self._publisher,
+            self._common.needs,
             self._tell_rows_needed,
             self._give_up,
             self._tell_steps_lost,
@@ -134,14 +141,18 @@ class TrainController(Controller):
         """
         ranks, search_path = range(self.config.parallel.num_ranks), self._loss.search_path()
         await self._launch([self._order(rank, self.config, search_path) for rank in ranks])
-        ledger = ledger_on_disk(self._folder.ledger, self._runtime.disk)
-        policy = (ledger.lineage, ledger.version) if ledger else (newest_lineage(self._folder), 0)
-        self.found = await find_ranks(self.fleet, *policy)
+        left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
+        version = left.newest_version(ledger) if left else None
+        self.found = None
+        if left is not None and version is not None:
+            self.found = await find_ranks(self.fleet, left.lineage, version)
         if self.found is not None:
             recovery = self._ranks.take_over(self.found)
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
-            recovery = await self._ranks.start(begin_lineage(self._folder))
+            lineage = self._common.enter_lineage(self.role, self._folder)
+            recovery = await self._ranks.start(lineage)
+            await self.place.begin(lineage, 0)
         self._recover_by(recovery)
 
     async def close_async(self) -> None:
@@ -151,6 +162,38 @@ class TrainController(Controller):
         with suppress(OSError):  # it is not there, or an export is still being copied from it
             self._exports.rmdir()
             self._exports.parent.rmdir()
+
+    async def compute_async(
+        self, batch: BatchMetadata, output: str, *, field: str
+    ) -> BatchMetadata:
+        """The batch with a field that the current weights compute: [T] float32.
+
+        Tokens that are not trained hold 0. A loss of your own reads the field by its name, and
+        samples leave it out. It lives as long as the rows, and is to be computed again where
+        `prepare_batch` has formed a batch anew.
+
+        Args:
+            output: `logprobs` or `entropy`, in nats; see `TrainEngine.forward`.
+            field: its name.
+        Raises: ValueError: there is no such output. MetadataError: the batch has the field.
+            BatchLost: as `ppo_update`.
+        """
+        if output not in OUTPUTS:
+            raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
+        without_advantages = replace(
+            batch, rows=tuple(replace(row, advantage=None) for row in batch.rows)
+        )
+        return await self._with_field(batch, without_advantages.select(MODEL_FIELDS), output, field)
+
+    async def compute_logprobs_async(
+        self, batch: BatchMetadata, *, field: str = "logprobs"
+    ) -> BatchMetadata:
+        """The batch with the log-probabilities of its trained tokens, as `compute`.
+
+        `ref.compute_logprobs(batch, field="reference_logprobs")`, where `ref` is another
+        `TrainController`, gives those of another model.
+        """
+        return await self.compute_async(batch, "logprobs", field=field)
 
     async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
@@ -168,19 +211,8 @@ class TrainController(Controller):
             return batch
         computed = self._computed(batch)
         of_tokens = [name for name in ("advantages",) if name in computed.fields]
-        selected = computed.select([*LOGPROB_FIELDS, *of_tokens])
-        share_rows = [list(chain.from_iterable(share)) for share in self._split(batch)]
-        parts = []
-        for rows in share_rows:  # there may be none, and then the share has no fields
-            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
-            parts.append(selected.take(rows))
-        try:
-            shards = await self._ranks.repeated(lambda: self._ranks.calls.compute_logprobs(parts))
-        except ROWS_GONE as error:
-            raise self._step.lose_rows(batch, error) from error
-        self._ranks.history.note(ComputedLogprobs(parts, shards))
-        await asyncio.sleep(0)
-        return with_sealed_field(batch, "proximal_logprobs", share_rows, shards)
+        selected = computed.select([*MODEL_FIELDS, *of_tokens])
+        return await self._with_field(batch, selected, "logprobs", "proximal_logprobs")
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
@@ -238,6 +270,7 @@ class TrainController(Controller):
         metrics = await self._update(
             SFTUpdated([calls.SFTUpdate(operation, dataset, share) for share in shares])
         )
+        await self.place.advance(version + 1)
         self._advance(version + 1)
         return metrics
 
@@ -252,6 +285,7 @@ class TrainController(Controller):
         """
 
         version = self.version + 1
+        await self.place.begin_to_publish()
 
         async def announce(weights: WeightsReference) -> None:
             await rollout.record_version_async(version, self._step.rows)
@@ -270,6 +304,7 @@ class TrainController(Controller):
     async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
         version = self.version
+        await self.place.begin_to_publish()
 
         async def announce(weights: WeightsReference) -> None:
             self._note_published(rollout, version)
@@ -303,6 +338,12 @@ class TrainController(Controller):
         """
         return self._submit(self._run(self._writes.snapshot())())
 
+    async def begin_anew(self) -> None:
+        """Ranks that an earlier start has left go back to the initial model."""
+        if self.found is not None:
+            await self.load_snapshot_async(0)
+            self.found = None
+
     async def load_snapshot_async(self, step: int) -> None:
         """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
 
@@ -312,7 +353,9 @@ class TrainController(Controller):
         """
         has_snapshot = step > 0 or self._folder.snapshot_path(step).exists()
         place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
-        await self._ranks.load(begin_lineage(self._folder), Source(step, place))
+        lineage = self._common.enter_lineage(self.role, self._folder)
+        await self._ranks.load(lineage, Source(step, place))
+        await self.place.begin(lineage, step)
         self._begin_version()
 
     def note_snapshot(self, step: int) -> None:
@@ -337,6 +380,24 @@ class TrainController(Controller):
         ppo, is_first_update = self.config.ppo, self._step.num_updates == 0
         is_one_forward = ppo.num_minibatches == 1 and is_first_update
         return ppo.clip_center == ClipCenter.proximal and not is_one_forward
+
+    async def _with_field(
+        self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
+    ) -> BatchMetadata:
+        """The batch with a field that the ranks compute from `selected`, the same rows."""
+        if field in batch.fields:
+            raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
+        share_rows = [list(chain.from_iterable(share)) for share in self._split(batch)]
+        shares = []
+        for rows in share_rows:  # there may be none, and then the share has no fields
+            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
+            shares.append(calls.Compute(selected.take(rows), output, field))
+        try:  # a model that publishes forgets all fields with each publication
+            shards = await self._ranks.compute(shares, sweeps=not self._readers)
+        except ROWS_GONE as error:
+            raise self._step.lose_rows(batch, error) from error
+        await asyncio.sleep(0)
+        return with_sealed_field(batch, field, share_rows, shards)
 
     def _split(self, batch: BatchMetadata) -> list[list[list[int]]]:
         """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
@@ -394,6 +455,8 @@ class TrainController(Controller):
         super()._note_loss(member, loss)
         self._ranks.note_loss()
 
+    compute = blocking(compute_async)
+    compute_logprobs = blocking(compute_logprobs_async)
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
     ppo_update = blocking(ppo_update_async)
     sft_update = blocking(sft_update_async, before=Controller._copy_prompts)

@@ -25,23 +25,23 @@ from areal_sc.weights import ShardReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 
-MAX_UNUSED_LOGPROBS: Final = 4
-"""Computed log-probabilities that no update has used; those before them are not repeated."""
+MAX_UNUSED: Final = 4
+"""Computed fields that no update has read; those before them are not repeated."""
 
 MAX_UNCOVERED: Final = 64
 """Versions whose calls are kept although the snapshots that would cover them fail."""
 
 
 @dataclass(eq=False)
-class ComputedLogprobs:
-    """Log-probabilities that the ranks have computed.
+class Computed:
+    """A field that the ranks have computed.
 
     Attributes:
-        parts: rows of each share.
+        shares: arguments of each share.
         shards: of each share, as the caller got them.
     """
 
-    parts: Sequence[BatchMetadata]
+    shares: Sequence[calls.Compute]
     shards: Sequence[ShardReference]
 
 
@@ -69,7 +69,7 @@ class BegunWrite:
     change: calls.Change
 
 
-Call = ComputedLogprobs | PPOUpdated | SFTUpdated | BegunWrite
+Call = Computed | PPOUpdated | SFTUpdated | BegunWrite
 
 
 class RowsNeeded(NamedTuple):
@@ -118,17 +118,20 @@ class TrainHistory:
         self._in_memory: list[int] = []
         self._writes: set[BegunWrite] = set()
         self._calls: dict[int, list[Call]] = {}
-        self._unused: deque[tuple[int, ComputedLogprobs]] = deque()
+        self._unused: deque[tuple[int, Computed]] = deque()
         self._moved: dict[str, ShardReference] = {}
 
-    def take_over(self, lineage: int, version: int, in_memory: Sequence[int]) -> None:
+    def take_over(
+        self, lineage: int, version: int, in_memory: Sequence[int], *, is_initial: bool
+    ) -> None:
         """The ranks are where an earlier start of the script has left them.
 
         What it asked of them is not known. So they can begin from this version again only if it has
-        a snapshot in memory; else from the next one that is taken.
+        a snapshot in memory, or is the initial model; else from the next one that is taken.
         """
-        self.begin(lineage, Source(version, SnapshotPlace.disk))
-        self._is_durable = False
+        place = SnapshotPlace.initial if is_initial else SnapshotPlace.disk
+        self.begin(lineage, Source(version, place))
+        self._is_durable = is_initial
         self._in_memory = [earlier for earlier in in_memory if earlier == version]
 
     @property
@@ -167,9 +170,9 @@ class TrainHistory:
     def note(self, call: Call) -> None:
         """The ranks have done this, or are about to."""
         self._calls.setdefault(self.version, []).append(call)
-        if isinstance(call, ComputedLogprobs):
+        if isinstance(call, Computed):
             self._unused.append((self.version, call))
-            if len(self._unused) > MAX_UNUSED_LOGPROBS:
+            if len(self._unused) > MAX_UNUSED:
                 self.drop(*self._unused.popleft())
         elif isinstance(call, BegunWrite):
             self._writes.add(call)

@@ -80,12 +80,12 @@ class TrainStep:
 
 
 def trained_content(batch: BatchMetadata) -> list[Any]:
-    """All that decides what an update on a batch does, but for what the weights themselves give.
+    """All that decides what an update on a batch does, but for what models compute from it.
 
-    Shards never change, so their ids stand for their values. Those of `proximal_logprobs` are other
-    ones each time that they are computed.
+    Shards never change, so their ids stand for their values. Computed fields lie in other shards
+    each time that they are computed.
     """
-    given = [columns for columns in batch.columns if "proximal_logprobs" not in columns.dtypes]
+    given = [columns for columns in batch.columns if not columns.is_computed]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
     return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
 

@@ -30,7 +30,7 @@ from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RpcTimeout, TransportError, WorkerError
 from areal_sc.weights import WeightsReference
-from areal_sc.workers.calls import UPDATE_WEIGHTS
+from areal_sc.workers.calls import UPDATE_WEIGHTS, GroupAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class RolloutWorkerState:
 
     member: Member
     number: int
-    store: WorkerStore
+    store: WorkerStore[GroupAttempt]
     built_with: int = 0
     version: int = 0
     is_up: bool = True

@@ -22,6 +22,7 @@ from areal_sc.controller.room import StoreRoom, check_room, store_room
 from areal_sc.controller.weight_updates import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_choice import WorkerLoads, WorkerQueue
 from areal_sc.controller.worker_store import Needs, WorkerStore
+from areal_sc.workers.calls import GroupAttempt
 
 
 class WorkerSet:
@@ -37,7 +38,9 @@ class WorkerSet:
         is_ready: whether a worker gives signs of life; one that does not gets no new groups.
     """
 
-    def __init__(self, config: RolloutConfig, background: Background, needs: Needs) -> None:
+    def __init__(
+        self, config: RolloutConfig, background: Background, needs: Needs[GroupAttempt]
+    ) -> None:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
         self.num_queued: Callable[[], int] = lambda: 0

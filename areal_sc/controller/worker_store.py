@@ -1,88 +1,86 @@
-"""What a controller knows of one rollout worker's store: the room that groups take in it.
+"""What a controller knows of one worker's store: the room that its runs take in it.
 
     begin ──► running ──► end ──► sealed, needed ──► sealed, dead ──► forgotten by the worker
               takes room   │      takes room         takes room       room is free
                            └────► nothing was sealed                  room is free
 
-A group takes room from the moment it is given to the worker until the worker has said that nothing
-of it is left. A run that nobody waits for any more may still seal its shard, so it keeps its room
-until the worker has ended it.
+A run of a group, or a computation, takes room from the moment it is given to the worker until the
+worker has said that nothing of it is left. A run that nobody waits for any more may still seal its
+shard, so it keeps its room until the worker has ended it.
 
 Pure state: nothing here waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 from areal_sc.transport.shards.ids import parse_shard_id
-from areal_sc.workers.calls import GroupAttempt, Sweep
+from areal_sc.workers.calls import Sweep
 
-Needs = Callable[[GroupAttempt], bool]
-"""Whether the rows of this run of a group may still be read.
+RunT = TypeVar("RunT", bound=Hashable)
+
+Needs = Callable[[RunT], bool]
+"""Whether what this run has sealed may still be read.
 
 It is asked when a sweep is planned. The plan is sent in the same turn of the event loop, so what it
 says of live, dead and acknowledged shards is one state.
 """
 
 
-class _Mark(NamedTuple):
+class _Mark(NamedTuple, Generic[RunT]):
     """A point in the order of sealing that may be acknowledged once `runs` have ended."""
 
     incarnation: str
     sequence: int
-    runs: frozenset[GroupAttempt]
+    runs: frozenset[RunT]
 
 
-_NOBODYS: Final = GroupAttempt(0, -1)
-"""Stands for the run of a shard of which no reply told."""
+class WorkerStore(Generic[RunT]):
+    """The runs that take room in one worker's store."""
 
-
-class WorkerStore:
-    """The groups that take room in one worker's store."""
-
-    def __init__(self, needs: Needs) -> None:
+    def __init__(self, needs: Needs[RunT]) -> None:
         self._needs = needs
-        self._runs: set[GroupAttempt] = set()
-        self._shards: dict[str, GroupAttempt] = {}
-        self._mark = _Mark("", 0, frozenset())
+        self._runs: set[RunT] = set()
+        self._shards: dict[str, RunT | None] = {}  # None: no reply told of it
+        self._mark = _Mark[RunT]("", 0, frozenset())
         self._acknowledged = self._mark
 
     @property
     def num_running(self) -> int:
-        """Groups that the worker has not ended: each may still seal a shard."""
+        """Runs that the worker has not ended: each may still seal a shard."""
         return len(self._runs)
 
     @property
     def num_held(self) -> int:
-        """Groups whose shard was sealed, and is not known to be gone."""
+        """Shards that are not known to be gone."""
         return len(self._shards)
 
     @property
     def has_dead(self) -> bool:
         """Whether a shard lies in the store that nobody needs any more."""
-        return not all(map(self._needs, self._shards.values()))
+        return not all(map(self._is_needed, self._shards.values()))
 
     @property
     def needs_any(self) -> bool:
         """Whether a shard lies in the store that somebody needs."""
-        return any(map(self._needs, self._shards.values()))
+        return any(map(self._is_needed, self._shards.values()))
 
-    def begin(self, run: GroupAttempt) -> None:
-        """The worker is asked to run a group."""
+    def begin(self, run: RunT) -> None:
+        """The worker is asked for it."""
         self._runs.add(run)
 
-    def end(self, run: GroupAttempt, shard_ids: Iterable[str]) -> None:
+    def end(self, run: RunT, shard_ids: Iterable[str]) -> None:
         """The worker has ended the run, and told what it sealed."""
         self._runs.remove(run)
         self._shards.update(dict.fromkeys(shard_ids, run))
 
-    def expect(self, shards: Mapping[str, GroupAttempt]) -> None:
+    def expect(self, shards: Mapping[str, RunT]) -> None:
         """These shards are there, as the ledger says; `note_adopted` with what is there follows."""
         self._shards = dict(shards)
 
-    def note_adopted(self, shard_ids: Iterable[str]) -> list[GroupAttempt]:
+    def note_adopted(self, shard_ids: Iterable[str]) -> list[RunT]:
         """The worker was started again, or taken over, and holds these shards.
 
         Returns: the runs whose shards are gone. Unknown shards, of runs whose reply was lost, take
@@ -90,8 +88,8 @@ class WorkerStore:
         """
         held = set(shard_ids)
         lost = [run for shard_id, run in self._shards.items() if shard_id not in held]
-        self._shards = {i: self._shards.get(i, _NOBODYS) for i in sorted(held)}
-        return lost
+        self._shards = {i: self._shards.get(i) for i in sorted(held)}
+        return [run for run in lost if run is not None]
 
     def plan_sweep(self, incarnation: str) -> tuple[Sweep, list[str]]:
         """What the worker may forget now; to be sent before anything else happens.
@@ -109,7 +107,7 @@ class WorkerStore:
         dead_ids: list[str] = []
         for shard_id, run in self._shards.items():
             life, sequence = parse_shard_id(shard_id)
-            is_own, is_needed = life == incarnation, self._needs(run)
+            is_own, is_needed = life == incarnation, self._is_needed(run)
             if is_own:
                 (live if is_needed else dead).append(sequence)
             elif is_needed:
@@ -132,3 +130,6 @@ class WorkerStore:
             self._shards.pop(shard_id, None)  # `expect` may have been told others meanwhile
         if self._mark is self._acknowledged:
             self._mark = _Mark(incarnation, last_sequence, frozenset(self._runs))
+
+    def _is_needed(self, run: RunT | None) -> bool:
+        return run is not None and self._needs(run)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
     """Gives every parameter, flat or shaped; asked again for servers that start later."""
+
+
+OUTPUTS: Final = ("logprobs", "entropy")
+"""What a forward gives of each asked token."""
 
 
 @dataclass(frozen=True, slots=True)

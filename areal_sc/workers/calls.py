@@ -108,6 +108,20 @@ class SealedShard(Struct, frozen=True, array_like=True):
     last_sequence: int
 
 
+class Compute(Struct, frozen=True, array_like=True):
+    """What the model says of the rows of this rank, as a new field of theirs.
+
+    Attributes:
+        batch: the rows, with the fields that the model reads.
+        output: as `TrainEngine.forward` takes it.
+        field: name of the new field.
+    """
+
+    batch: BatchMetadata
+    output: str
+    field: str
+
+
 class PPOUpdate(Change, frozen=True, array_like=True):
     """One optimizer update for each minibatch, of the rows of this rank."""
 
@@ -198,8 +212,8 @@ class SentWeights(Struct, frozen=True, array_like=True):
 
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
 INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition)
-COMPUTE_LOGPROBS = Method("compute_logprobs", BatchMetadata, SealedShard)
-"""Seals `proximal_logprobs` of the rows, on the head of each model group."""
+COMPUTE = Method("compute", Compute, SealedShard)
+"""The head of each model group seals the field of its rows."""
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)
 SFT_UPDATE = Method("sft_update", SFTUpdate, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)

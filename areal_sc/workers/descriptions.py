@@ -20,8 +20,8 @@ class RankDescription(Struct, frozen=True, array_like=True):
         world_size: of the ranks that it has joined.
         broken: why its weights are between two versions; "" if they are not.
         operations: those that it has done, or was asked for, at its version and the one before.
-        num_logprobs: times that it was asked for log-probabilities.
-        is_computing_logprobs: some of these calls go on.
+        num_computed: times that it was asked to compute a field of rows.
+        is_computing: some of these calls go on.
         in_memory: versions of this lineage whose snapshots in memory are whole.
     """
 
@@ -31,8 +31,8 @@ class RankDescription(Struct, frozen=True, array_like=True):
     world_size: int = 0
     broken: str = ""
     operations: tuple[Operation, ...] = ()
-    num_logprobs: int = 0
-    is_computing_logprobs: bool = False
+    num_computed: int = 0
+    is_computing: bool = False
     in_memory: tuple[int, ...] = ()
 
 

@@ -20,7 +20,6 @@ from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall, WorkflowError
-from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import FolderPlace
 from areal_sc.transport.packed_rows import PackedRows
@@ -52,7 +51,7 @@ class TrainWorker(Worker):
         self._writes: dict[Operation, _Write] = {}
         self._position = RankPosition(0, is_head=True)
         self._world_size = 0  # until it has joined the others
-        self._num_logprobs = self._num_computing = 0
+        self._num_computed = self._num_computing = 0
         self._broadcasts: WeightBroadcasts | None = None
         self._rank = 0
         self._weights_root = Path(self.handle.config.weight_update.folder).absolute()
@@ -68,7 +67,7 @@ class TrainWorker(Worker):
             calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             calls.INITIALIZE_RANK.served_by(self.initialize),
             DESCRIBE_RANK.served_by(self.describe),
-            calls.COMPUTE_LOGPROBS.served_by(self.compute_logprobs),
+            calls.COMPUTE.served_by(self.compute_field),
             calls.PPO_UPDATE.served_by(self.ppo_update),
             calls.SFT_UPDATE.served_by(self.sft_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
@@ -136,27 +135,27 @@ class TrainWorker(Worker):
             self._world_size,
             operations.broken,
             operations.noted,
-            self._num_logprobs,
+            self._num_computed,
             self._num_computing > 0,
             tuple(whole),
         )
 
-    async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        self._num_logprobs += 1
+    async def compute_field(self, args: calls.Compute) -> calls.SealedShard:
+        self._num_computed += 1
         self._num_computing += 1
         try:
-            return await self._compute_logprobs(batch)
+            return await self._compute_field(args)
         finally:
             self._num_computing -= 1
 
-    async def _compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        rows = await self.plane.puller.pull(batch)
+    async def _compute_field(self, args: calls.Compute) -> calls.SealedShard:
+        rows = await self.plane.puller.pull(args.batch)
 
         def compute() -> str:
-            logprobs = self.engine.forward(rows, "logprobs")
+            values = self.engine.forward(rows, args.output)
             if not rows.num_rows or not self._position.is_head:
                 return ""
-            return self.plane.store.put({"proximal_logprobs": logprobs}, rows.lengths)
+            return self.plane.store.put({args.field: values}, rows.lengths)
 
         return self._sealed(await self.compute(compute))
 

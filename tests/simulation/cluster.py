@@ -223,7 +223,11 @@ class SimulatedCluster:
 
     @property
     def train_workers(self) -> list[SimulatedTrainWorker]:
-        return [w for w in self.workers.values() if isinstance(w, SimulatedTrainWorker)]
+        return [
+            worker
+            for worker in self.workers.values()
+            if isinstance(worker, SimulatedTrainWorker) and worker.role == "train"
+        ]
 
     def machine(self, node: str) -> str:
         """The host that is lent as this node now."""

@@ -125,7 +125,7 @@ ROLLOUT_METHODS = (
     "join_weight_group",
 )
 TRAIN_METHODS = (
-    "compute_logprobs",
+    "compute",
     "ppo_update",
     "seal_weights",
     "broadcast_weights",

@@ -8,10 +8,9 @@ from simulation.store import Past, SnapshotKey, row_key
 from simulation.weight_groups import SimulatedWeightGroup
 from simulation.workers import SimulatedWorker
 
-from areal_sc.controller.train import LOGPROB_FIELDS
+from areal_sc.controller.train import MODEL_FIELDS
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
-from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Served
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers import calls
@@ -40,7 +39,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.is_head = model_rank == 0
         self.past: Past = []
         self._world_size = 0  # until it has joined the others
-        self._num_logprobs = self._num_computing = 0
+        self._num_computed = self._num_computing = 0
         self._written: list[Operation] = []  # snapshots in memory that are whole
         self._weight_group: SimulatedWeightGroup | None = None
         self._writes: dict[Operation, tuple[SnapshotKey, Past]] = {}
@@ -51,7 +50,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
             calls.INITIALIZE_RANK.served_by(self.initialize),
             DESCRIBE_RANK.served_by(self.describe),
-            calls.COMPUTE_LOGPROBS.served_by(self.compute_logprobs),
+            calls.COMPUTE.served_by(self.compute_field),
             calls.PPO_UPDATE.served_by(self.ppo_update),
             calls.SEAL_WEIGHTS.served_by(self.seal_weights),
             calls.SAVE_WEIGHTS.served_by(self.save_weights),
@@ -85,7 +84,7 @@ class SimulatedTrainWorker(SimulatedWorker):
             self._world_size,
             operations.broken,
             operations.noted,
-            self._num_logprobs,
+            self._num_computed,
             self._num_computing > 0,
             tuple(write.version for write in self._written if write.lineage == operations.lineage),
         )
@@ -93,9 +92,10 @@ class SimulatedTrainWorker(SimulatedWorker):
     async def create_rendezvous(self, _: None) -> str:
         return "sim://rendezvous"
 
-    async def compute_logprobs(self, batch: BatchMetadata) -> calls.SealedShard:
-        assert batch.fields in (LOGPROB_FIELDS, ())
-        self._num_logprobs += 1
+    async def compute_field(self, args: calls.Compute) -> calls.SealedShard:
+        batch = args.batch
+        assert batch.fields in (MODEL_FIELDS, ())
+        self._num_computed += 1
         self._num_computing += 1
         try:
             await self.read_shards(batch, self.cluster.behavior.training_s)

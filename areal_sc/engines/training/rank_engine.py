@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from areal_sc.algorithms.losses import Loss, LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import RankPosition
+from areal_sc.engines.base import OUTPUTS, RankPosition
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
 from areal_sc.engines.training.micro_batches import (
@@ -48,10 +48,6 @@ from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.weights import BucketLayout
 
 logger = logging.getLogger(__name__)
-
-OUTPUTS = ("logprobs", "entropy")
-"""What a forward gives of each asked token."""
-
 Outputs = tuple[torch.Tensor, torch.Tensor]
 """[N] log-probabilities and [N] entropies, with gradient; nats."""
 

@@ -22,7 +22,7 @@ from areal_sc.controller.outside_groups import OutsideGroups
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.rollout_workers import RolloutWorkers
 from areal_sc.trainer.checkpoints import Checkpoints
-from areal_sc.workers.calls import COMPUTE_LOGPROBS, PPO_UPDATE, RUN_GROUP
+from areal_sc.workers.calls import COMPUTE, PPO_UPDATE, RUN_GROUP
 from areal_sc.workflows.base import EpisodeEngine
 
 SENT_AFTER_S: Final = 0.05
@@ -32,7 +32,7 @@ PLACES: Final[dict[str, tuple[type[Any], str, object, float]]] = {
     # name: class, method, its first argument or None for any, seconds after the call begins, or
     # when it has returned, what comes first; below 0: when it has returned
     "generating": (Fleet, "call", RUN_GROUP, SENT_AFTER_S),
-    "computing": (Fleet, "call_each", COMPUTE_LOGPROBS, SENT_AFTER_S),
+    "computing": (Fleet, "call_each", COMPUTE, SENT_AFTER_S),
     "training": (Fleet, "call_each", PPO_UPDATE, 0.005),
     "trained": (Fleet, "call_each", PPO_UPDATE, -1),
     "sealed": (RolloutController, "record_version_async", None, 0),

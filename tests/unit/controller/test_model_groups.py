@@ -16,7 +16,7 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Served
-from areal_sc.workers.calls import COMPUTE_LOGPROBS, PPO_UPDATE
+from areal_sc.workers.calls import COMPUTE, PPO_UPDATE
 
 RANKS = [f"train/{rank}" for rank in range(4)]
 
@@ -28,7 +28,7 @@ def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
             asked: dict[str, dict[str, Any]] = {name: {} for name in RANKS}
             for name in RANKS:
                 worker: Any = run.cluster.workers[name]
-                for method in (COMPUTE_LOGPROBS, PPO_UPDATE):
+                for method in (COMPUTE, PPO_UPDATE):
                     served = worker.served[method.name]
 
                     async def noted(args: Any, name: str = name, served: Served = served) -> Any:

@@ -9,7 +9,7 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.workers.calls import COMPUTE_LOGPROBS
+from areal_sc.workers.calls import COMPUTE
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
@@ -20,13 +20,13 @@ def test_only_minibatches_after_the_first_need_a_recompute(num_minibatches: int)
             asked: list[str] = []
             for name in ("train/0", "train/1"):
                 worker: Any = run.cluster.workers[name]
-                compute = worker.compute_logprobs
+                compute = worker.compute_field
 
                 async def noted(args: Any, name: str = name, compute: Any = compute) -> Any:
                     asked.append(name)
                     return await compute(args)
 
-                worker.served["compute_logprobs"] = COMPUTE_LOGPROBS.served_by(noted)
+                worker.served["compute"] = COMPUTE.served_by(noted)
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
             batch = run.actor.compute_advantages(batch)
             batch = await run.actor.compute_proximal_logprobs_async(batch)

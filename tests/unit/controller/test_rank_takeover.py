@@ -33,7 +33,7 @@ SEALED = replace(RANK, version=6, operations=(UPDATE, SEAL))
         ([replace(RANK, version=4)] * 2, "version 4"),
         ([RANK], "rank 0 had not joined"),
         ([RANK, replace(RANK, operations=(UPDATE,))], "has reached some of them"),
-        ([RANK, replace(RANK, num_logprobs=1)], "has reached some of them"),
+        ([RANK, replace(RANK, num_computed=1)], "has reached some of them"),
     ],
 )
 def test_ranks_go_on_where_the_journal_ends(ranks: list[RankDescription], why: str) -> None:
@@ -62,8 +62,8 @@ class FakeFleet:
 
 
 def test_log_probabilities_that_nobody_waits_for_end_first() -> None:
-    busy = replace(RANK, num_logprobs=1, is_computing_logprobs=True)
-    idle = replace(busy, is_computing_logprobs=False, in_memory=(4, 5))
+    busy = replace(RANK, num_computed=1, is_computing=True)
+    idle = replace(busy, is_computing=False, in_memory=(4, 5))
     other = replace(idle, in_memory=(5,))
     fleet: Any = FakeFleet([[busy, busy], [idle, busy], [idle, other]])
     found = run_virtual(find_ranks(fleet, 2, 5))

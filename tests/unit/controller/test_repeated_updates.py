@@ -14,7 +14,9 @@ from areal_sc.errors import StaleCall
 from areal_sc.metadata import BatchMetadata, Columns, Run, ShardMetadata
 
 
-def with_field(batch: BatchMetadata, name: str, owner: Any) -> BatchMetadata:
+def with_field(
+    batch: BatchMetadata, name: str, owner: Any, *, is_computed: bool = False
+) -> BatchMetadata:
     """The batch with a field of its own, in a new shard."""
     shard = ShardMetadata(
         owner.name,
@@ -22,7 +24,8 @@ def with_field(batch: BatchMetadata, name: str, owner: Any) -> BatchMetadata:
         owner.store.put(4 * batch.num_tokens),
         (Run(0, 0, batch.total_batch_size),),
     )
-    return replace(batch, columns=(*batch.columns, Columns({name: "float32"}, (shard,))))
+    columns = Columns({name: "float32"}, (shard,), is_computed)
+    return replace(batch, columns=(*batch.columns, columns))
 
 
 def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
@@ -32,7 +35,7 @@ def test_an_update_with_other_token_advantages_is_no_repeat() -> None:
             batch = run.actor.compute_advantages(batch)
             owner = run.cluster.workers["train/0"]
             first, other = (with_field(batch, "advantages", owner) for _ in range(2))
-            recomputed = with_field(first, "proximal_logprobs", owner)
+            recomputed = with_field(first, "reference_logprobs", owner, is_computed=True)
             assert (
                 await asyncio.gather(
                     *(

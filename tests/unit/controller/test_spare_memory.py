@@ -40,7 +40,7 @@ async def in_full_memory(
     ("kind", "method"),
     [
         (SimulatedTrainWorker, "seal_weights"),
-        (SimulatedTrainWorker, "compute_logprobs"),
+        (SimulatedTrainWorker, "compute_field"),
         (SimulatedRolloutWorker, "run_group"),
     ],
 )

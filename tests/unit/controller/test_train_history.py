@@ -6,16 +6,16 @@ import pytest
 
 from areal_sc.controller.train_history import (
     MAX_UNCOVERED,
-    MAX_UNUSED_LOGPROBS,
+    MAX_UNUSED,
     BegunWrite,
-    ComputedLogprobs,
+    Computed,
     PPOUpdated,
     Source,
     TrainHistory,
 )
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
 from areal_sc.weights import ShardReference
-from areal_sc.workers.calls import Change, PPOUpdate, SnapshotPlace
+from areal_sc.workers.calls import Change, Compute, PPOUpdate, SnapshotPlace
 from areal_sc.workers.operations import Operation
 
 INITIAL = Source(0, SnapshotPlace.initial)
@@ -50,8 +50,11 @@ def batch_of(*shard_ids: str) -> BatchMetadata:
     return BatchMetadata("b", 0, (Columns({"proximal_logprobs": "float32"}, shards),), rows)
 
 
-def computed(shard_id: str) -> ComputedLogprobs:
-    return ComputedLogprobs([batch_of()], [ShardReference("train/0", "tcp://a", shard_id)])
+def computed(shard_id: str) -> Computed:
+    return Computed(
+        [Compute(batch_of(), "logprobs", "proximal_logprobs")],
+        [ShardReference("train/0", "tcp://a", shard_id)],
+    )
 
 
 def updated(version: int, number: int = 0, *shard_ids: str) -> PPOUpdated:
@@ -148,10 +151,10 @@ def test_logprobs_that_no_update_used_are_repeated_only_if_they_are_new() -> Non
     used = computed("life0.0")
     made.note(used)
     made.note_update(updated(0, 0, "life0.0"))
-    unused = [computed(f"life0.{n}") for n in range(1, MAX_UNUSED_LOGPROBS + 2)]
+    unused = [computed(f"life0.{n}") for n in range(1, MAX_UNUSED + 2)]
     for call in unused:
         made.note(call)
-    kept = [call for call in made.calls_at(0) if isinstance(call, ComputedLogprobs)]
+    kept = [call for call in made.calls_at(0) if isinstance(call, Computed)]
     assert kept == [used, *unused[1:]]
 
 
