@@ -21,7 +21,7 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -36,6 +36,7 @@ from areal_sc.durable import commit_folder, partial_of, remove
 from areal_sc.errors import CheckpointError, RunFolderError, StaleTerm, StepsLost
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.beside import BesideTraining
+from areal_sc.workers.spec import snapshot_name
 
 if TYPE_CHECKING:
     from areal_sc.trainer.run import Run
@@ -58,11 +59,21 @@ class Checkpoints(BesideTraining):
     Every rank copies its state, and training goes on while that is written. The metrics file gets
     an event `snapshot`, `model`, `snapshot_failed` or `model_failed` when it ends. A failure is a
     warning: earlier ones are left as they were, and the run goes on.
+
+    Args:
+        others: further models; those that are trained are once a step, and in each snapshot.
     """
 
-    def __init__(self, run: Run, actor: TrainController, rollout: RolloutController) -> None:
+    def __init__(
+        self,
+        run: Run,
+        actor: TrainController,
+        rollout: RolloutController,
+        *others: TrainController,
+    ) -> None:
         self._run = run
         self._actor = actor
+        self._others = others
         self._rollout = rollout
         self._snapshot_began_s = time.monotonic()
         run.checkpoints = self
@@ -131,16 +142,24 @@ class Checkpoints(BesideTraining):
         try:
             written = self._begin(kind, step)
         except _FAILURES as error:
-            written = Future()
-            written.set_exception(error)
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            written = [failed]
         ended = self._thread.submit(self._complete, kind, step, written)
         self._running[kind] = step, ended
 
-    def _begin(self, kind: _Kind, step: int) -> Future[None]:
+    def _begin(self, kind: _Kind, step: int) -> list[Future[None]]:
         """Returns once the ranks have copied their state; they write it meanwhile."""
         self._run.folder.check_term()
         if kind == "model":
-            return self._actor.begin_save_hf(self._model_folder(step))
+            return [self._actor.begin_save_hf(self._model_folder(step))]
+        models = [self._actor, *(model for model in self._others if model.version)]
+        for model in models:
+            if model.version != step:
+                raise CheckpointError(
+                    f"expected all models that are trained at version {step}, got {model.role} at "
+                    f"{model.version}: one that is not trained once a step is in no snapshot"
+                )
         folder = self._unfinished(step)
         for leftover in self._run.folder.checkpoints.glob("*.partial"):
             if leftover != folder:  # of a start that was killed; its ranks may still write here
@@ -148,16 +167,18 @@ class Checkpoints(BesideTraining):
         self._snapshot_began_s = time.monotonic()
         folder.mkdir(exist_ok=True)
         self._run.folder.write_atomic(folder / CONTROLLERS, _sealed(self._rollout.state()))
-        return self._actor.begin_snapshot()
+        return [model.begin_snapshot() for model in models]
 
-    def _complete(self, kind: _Kind, step: int, written: Future[None]) -> None:
+    def _complete(self, kind: _Kind, step: int, written: Sequence[Future[None]]) -> None:
         """Waits for the ranks, and gives a snapshot its name; on a thread of its own."""
         try:
-            written.result()
+            for of_model in written:
+                of_model.result()
             self._run.folder.check_term()  # training has gone on for a while
             if kind == "snapshot":
                 commit_folder(self._unfinished(step), self._run.folder.snapshot_path(step))
-                self._actor.note_snapshot(step)
+                for model in (self._actor, *(it for it in self._others if it.version)):
+                    model.note_snapshot(step)
                 self._delete_outdated()
         except StaleTerm:
             raise  # all that lies there is the other start's
@@ -180,7 +201,10 @@ class Checkpoints(BesideTraining):
 
 
 def load_latest_snapshot(
-    folder: RunFolder, actor: TrainController, rollout: RolloutController
+    folder: RunFolder,
+    actor: TrainController,
+    rollout: RolloutController,
+    *others: TrainController,
 ) -> tuple[int, list[str]]:
     """Goes back to the newest snapshot that can be read; without any, to the initial model.
 
@@ -195,6 +219,7 @@ def load_latest_snapshot(
     snapshots = folder.snapshots()
     if not snapshots:
         actor.load_snapshot(0)
+        _load_others(others, 0, folder.snapshot_path(0))
         rollout.go_back(INITIAL_STATE)
         return 0, []
     for path in reversed(snapshots):
@@ -202,6 +227,7 @@ def load_latest_snapshot(
         try:
             state = _read_state(path / CONTROLLERS, step)
             actor.load_snapshot(step)
+            _load_others(others, step, path)
         except CheckpointError as error:
             warnings.append(
                 f"snapshot {path} cannot be read ({error}); going back to the one before; it is "
@@ -217,6 +243,17 @@ def load_latest_snapshot(
     raise CheckpointError(
         f"no snapshot in {folder.checkpoints} can be read: " + "; ".join(warnings)
     )
+
+
+def _load_others(models: Sequence[TrainController], step: int, snapshot: Path) -> None:
+    """Those that are not in the snapshot have not been trained by then.
+
+    Raises: CheckpointError: one cannot be read.
+    """
+    for model in models:
+        is_trained = (snapshot / snapshot_name(model.role)).exists()
+        if is_trained or model.version:
+            model.load_snapshot(step if is_trained else 0)
 
 
 def newest_ledger(folder: RunFolder) -> LedgerState | None:

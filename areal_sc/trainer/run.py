@@ -98,6 +98,7 @@ class Run:
         self._shown_samples: tuple[Sample, ...] = ()
         self._counted: Mapping[str, float] = {}
         self.beside: list[BesideTraining] = []
+        self._others: Sequence[TrainController] = ()
 
     def __enter__(self) -> Self:
         self.config = typed(self.config)
@@ -159,7 +160,7 @@ class Run:
 
     @contextmanager
     def training(
-        self, actor: TrainController, rollout: RolloutController
+        self, actor: TrainController, rollout: RolloutController, *others: TrainController
     ) -> Iterator[Iterator[Step]]:
         """Starts the workers, goes back to the newest snapshot, and gives the steps that are left.
 
@@ -168,6 +169,8 @@ class Run:
         `StepLost` calls `step.lose(error)`, and goes on with the next step: the same one, or, when
         train workers cannot go on from where they died, one after the newest snapshot.
 
+        Args:
+            others: further models: a frozen one, say; `Checkpoints` gets them, too.
         Raises: ModelError: a model cannot be used. CheckpointError: no snapshot can be read. And
             what `start` raises.
         """
@@ -177,19 +180,21 @@ class Run:
             for warning in check_resumed(self.folder):
                 self.display.warning(warning)
         if self.config.dry_run:
-            with start(actor, rollout):
+            with start(actor, *others, rollout):
                 yield iter([Step(actor, rollout, {}, lambda _: None)])
             return
         outages = Outages(
             self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
         )
-        actor.on_outage = rollout.on_outage = outages.note
+        for controller in (actor, rollout, *others):
+            controller.on_outage = outages.note
         rollout.on_scaled = self._tell_scaled
         self._retreats = Retreats(self.config.scheduler.max_deaths)
         self._adviser = Adviser(self.config, self.folder.path)
+        self._others = others
         with ExitStack() as stack:
             with self.display.phase("start-up"):
-                taken = stack.enter_context(start(actor, rollout))
+                taken = stack.enter_context(start(actor, *others, rollout))
                 if taken is not None:
                     self._take_over(taken, rollout)
                 elif self._has_snapshot:
@@ -302,7 +307,7 @@ class Run:
         self.display.warning(f"went back from step {begun_at} to step {step}: {lost}")
 
     def _load_newest(self, actor: TrainController, rollout: RolloutController) -> int:
-        step, warnings = load_latest_snapshot(self.folder, actor, rollout)
+        step, warnings = load_latest_snapshot(self.folder, actor, rollout, *self._others)
         for warning in warnings:
             self.display.warning(warning)
         for other in self.beside:

@@ -140,6 +140,13 @@ class WorkerOrder:
 
 ROLLOUT_ROLE = "rollout"
 TRAIN_ROLE = "train"
+
+
+def snapshot_name(role: str) -> str:
+    """Name of a model within the folder of a snapshot, which holds the models of all roles."""
+    return "engine" if role == TRAIN_ROLE else f"engine-{role}"
+
+
 """What a TrainController is called unless it is given a role."""
 
 

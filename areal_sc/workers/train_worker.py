@@ -31,7 +31,7 @@ from areal_sc.workers.base import Worker
 from areal_sc.workers.calls import MEMORY_SNAPSHOT, SnapshotPlace
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Operation, Operations, digest
-from areal_sc.workers.spec import TRAIN_ROLE, WorkerSpec
+from areal_sc.workers.spec import WorkerSpec, snapshot_name
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
 _FOLDER_PREFIX = "policy-"
@@ -253,7 +253,9 @@ class TrainWorker(Worker):
             kept = {_memory_name(operation.lineage, snapshot.kept), partial_of(folder).name}
             await asyncio.to_thread(_remove_but, folder.parent, kept)
         else:
-            folder = partial_of(self._snapshot_path(operation)) / self._snapshot_name
+            folder = partial_of(self._snapshot_path(operation)) / snapshot_name(
+                self.spec.order.role
+            )
         await self._begin_write(
             operation,
             lambda: self.engine.begin_snapshot(folder, is_local=is_local),
@@ -326,8 +328,7 @@ class TrainWorker(Worker):
 
     @property
     def _snapshot_name(self) -> str:
-        """Within the folder of a step, which holds the models of all roles."""
-        return "engine" if self.spec.order.role == TRAIN_ROLE else f"engine-{self.spec.order.role}"
+        return snapshot_name(self.spec.order.role)
 
     def _snapshot_path(self, operation: Operation) -> Path:
         return RunFolder(self.spec.run.run_dir).snapshot_path(operation.version)

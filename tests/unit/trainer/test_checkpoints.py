@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Actor:
 
     def begin_snapshot(self) -> Future[None]:
         partial = self.folder.checkpoints / f".step-{self.version:06d}.partial"
-        (partial / "engine").mkdir()
+        (partial / "engine").mkdir(exist_ok=True)
         self.written = Future()
         if self.is_fast:
             self.written.set_result(None)
@@ -62,6 +63,17 @@ def state_of(version: int) -> RolloutState:
     """That of a controller at this policy version that has trained nothing."""
     training = LedgerState(version=version)
     return RolloutState(training, RejectionCounts({}, 0))
+
+
+class Other(Actor):
+    """A second model."""
+
+    role = "imitator"
+
+    def begin_snapshot(self) -> Future[None]:
+        partial = self.folder.checkpoints / f".step-{self.version:06d}.partial"
+        (partial / "engine-imitator").mkdir()
+        return super().begin_snapshot()
 
 
 class Rollout:
@@ -368,3 +380,26 @@ def test_a_snapshot_is_written_when_the_stores_lack_room_for_rows(run: Run) -> N
     writer.rollout.has_let_go_of_rows = True
     writer.snapshot(2)
     assert events(run) == [("snapshot", 2)]
+
+
+def test_a_further_model_is_in_the_snapshots_once_it_is_trained(
+    run: Run, folder: RunFolder
+) -> None:
+    actor, other, rollout = Actor(folder), Other(folder), Rollout()
+    models: Any = (actor, rollout, other)
+    checkpoints = Checkpoints(run, *models)
+    actor.is_fast = other.is_fast = True
+    for step, version in ((3, 0), (6, 6), (9, 8)):
+        actor.version, rollout.version, other.version = step, step, version
+        checkpoints.after_step()
+        checkpoints.collect()
+    inside = [sorted(it.name for it in path.iterdir()) for path in folder.snapshots()]
+    assert inside == [
+        [CONTROLLERS, "engine"],
+        [CONTROLLERS, "engine", "engine-imitator"],
+    ], "one whose model is behind is not written"
+    assert (actor.noted, other.noted) == ([3, 6], [6])
+    assert load_latest_snapshot(folder, *models) == (6, [])
+    shutil.rmtree(folder.snapshot_path(6))
+    assert load_latest_snapshot(folder, *models) == (3, [])
+    assert (actor.loaded, other.loaded) == ([6, 3], [6, 0])
