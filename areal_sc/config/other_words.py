@@ -47,7 +47,7 @@ actor.parallel.tensor, or sglang.tp_size or vllm.tp_size = tensor_model_parallel
     tensor_parallel_size vllm_tensor_parallel_size
 actor.parallel and rollout.num_workers = allocation_mode nnodes cluster
 generation = gconfig sampling_params generation_kwargs
-generation.stop_token_ids = stop stop_strings stop_sequences
+generation.stop = stop_strings stop_sequences
 generation.max_new_tokens = max_completion_length max_response_length response_length max_tokens
 rollout.engine = use_vllm vllm_mode rollout.name inference_backend
 rollout.max_context_tokens (prompt and answer together) = max_prompt_length prompt_length

@@ -153,6 +153,7 @@ class GenerationConfig:
         1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1
     )
     top_k: int = setting(0, "sample from this many likeliest tokens; 0: no limit", ge=0)
+    stop: list[str] = setting(list, "strings that end a completion; its text ends before them")
     stop_token_ids: list[int] = setting(list, "tokens that end a completion, beside EOS")
 
 

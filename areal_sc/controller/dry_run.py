@@ -93,7 +93,8 @@ class _Model:
         answer = whole[: min(limit - len(input_ids), sampling.max_new_tokens)]
         zeros = [0.0] * len(answer)
         reason = "stop" if answer == whole else "length"
-        return Completion(answer, zeros, [0] * len(answer), reason, sampling.temperature)
+        versions, stop = [0] * len(answer), tuple(sampling.stop)
+        return Completion(answer, zeros, versions, reason, sampling.temperature, stop)
 
 
 @dataclass
@@ -165,7 +166,8 @@ class TaskLook:
 
         self._tokenizer = load_tokenizer(folder)
         self._ends = check_ends(folder, self._tokenizer, self._config.generation)
-        shown = " or ".join(map(repr, self._tokenizer.convert_ids_to_tokens(list(self._ends))))
+        tokens = self._tokenizer.convert_ids_to_tokens(list(self._ends))
+        shown = " or ".join(map(repr, [*tokens, *self._config.generation.stop]))
         tell(f"an answer ends with {shown or 'its only token'}")
 
     async def _look(
@@ -238,7 +240,8 @@ class TaskLook:
         """
         given = row.get("answer", "")
         text = given if isinstance(given, str) else ""
-        model = self._model([*encode_text(self._tokenizer, text), *self._ends[:1]] or [0])
+        stop = "" if self._ends else "".join(self._config.generation.stop[:1])
+        model = self._model([*encode_text(self._tokenizer, text + stop), *self._ends[:1]] or [0])
         try:
             returned = await self._episode(workflow, row, pool, model)
             rows = checked_episode(returned, self._config, is_trained=True)

@@ -31,13 +31,14 @@ class Completion:
     """One sampled answer.
 
     Attributes:
-        token_ids: [C] sampled tokens, the stop token included.
+        token_ids: [C] sampled tokens, the stop token or those of the stop string included.
         logprobs: [C] float, nats, under the distribution that was sampled from
             (temperature, top-p and top-k applied).
         versions: [C] policy version of the weights that sampled each token.
         finish_reason: `stop`, `length` (max_new_tokens), `context` (the model's limit) or
             `cancelled` (partial answer).
         temperature: that it was sampled at; 0: greedy, `logprobs` are those of temperature 1.
+        stop: strings that end it; its text ends before the first one.
     """
 
     token_ids: list[int]
@@ -45,6 +46,7 @@ class Completion:
     versions: list[int]
     finish_reason: str
     temperature: float
+    stop: tuple[str, ...] = ()
 
 
 class GenerationEngine(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from operator import index
 
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError, PromptTooLong, WorkflowError
 
 
@@ -37,6 +38,9 @@ def check_sampling(sampling: GenerationConfig) -> None:
         ("temperature", 0 <= sampling.temperature < math.inf, ">= 0"),
         ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
         ("top_k", sampling.top_k >= 0, ">= 0"),
+        ("stop", are_stop_strings(sampling.stop), STOP_STRINGS),
     ):
         if not is_possible:
-            raise ConfigError(f"generation.{name} must be {allowed}, got {getattr(sampling, name)}")
+            raise ConfigError(
+                f"generation.{name} must be {allowed}, got {getattr(sampling, name)!r}"
+            )

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from areal_sc.config.schema import GenerationConfig as Sampling
+from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import ModelError
 
 
@@ -63,12 +64,16 @@ def check_ends(
 ) -> tuple[int, ...]:
     """Tokens that end an answer of this model, those of the settings too.
 
-    Raises: ModelError: there is none, and answers are longer than a token.
+    Raises: ModelError: nothing ends one, and answers are longer than a token. ConfigError: a stop
+        string can never be found.
     """
     ends = dict.fromkeys((*read_end_token_ids(folder, tokenizer), *sampling.stop_token_ids))
-    if not ends and sampling.max_new_tokens > 1:
+    if sampling.stop:
+        StopStrings(tokenizer, sampling.stop)
+    elif not ends and sampling.max_new_tokens > 1:
         raise ModelError(
             f"model folder {folder}: no token ends an answer: its tokenizer has no eos_token, and "
-            "generation_config.json no eos_token_id; set one of them, or generation.stop_token_ids"
+            "generation_config.json no eos_token_id; set one of them, generation.stop "
+            "or generation.stop_token_ids"
         )
     return tuple(ends)

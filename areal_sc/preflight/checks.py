@@ -34,6 +34,7 @@ from areal_sc.config.slurm_jobs import job_plans, nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.settings_warnings import settings_warnings
@@ -217,6 +218,7 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
 def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     """As `_batch_requirements`, for the rest."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
+    yield "generation.stop", are_stop_strings(config.generation.stop), STOP_STRINGS
     yield (
         "generation.stop_token_ids",
         all(token >= 0 for token in config.generation.stop_token_ids),

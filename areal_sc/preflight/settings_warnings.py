@@ -71,6 +71,12 @@ def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
 
 def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings that the user changed and that change nothing."""
+    for stop in config.generation.stop:
+        if "\\n" in stop:
+            yield (
+                f"generation.stop: {stop} holds a backslash and an n, not the end of a line, which "
+                "is \"\\n\" in a YAML file and $'\\n' in bash"
+            )
     defaults = GRPOConfig()
     for cause, idle_value, keys, why in _IDLE:
         for key in keys:

@@ -130,10 +130,16 @@ def describe_unknown(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int
 
 
 def decode_completion(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
-    """The answer's text without the stop token and other special tokens."""
+    """The answer's text, up to the stop string or token, without special tokens."""
     token_ids = completion.token_ids
-    if completion.finish_reason == "stop":
-        token_ids = token_ids[:-1]
+    text = _decode(tokenizer, token_ids)
+    starts = [start for stop in completion.stop if (start := text.find(stop)) >= 0]
+    if starts:
+        return text[: min(starts)]
+    return _decode(tokenizer, token_ids[:-1]) if completion.finish_reason == "stop" else text
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     return str(
         tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )

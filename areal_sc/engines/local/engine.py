@@ -33,6 +33,7 @@ from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
 from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
 from areal_sc.engines.weight_group import NamedTensor, WeightReceiver
 from areal_sc.errors import EngineFailed
@@ -120,8 +121,8 @@ class LocalEngine(GenerationThread):
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
-        It ends at a stop token of `sampling`, at the tokenizer's EOS and at those of the model's
-        generation config; the stop token is part of it.
+        It ends at a stop token or string of `sampling`, at the tokenizer's EOS and at those of the
+        model's generation config; what ends it is part of it.
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed.
@@ -237,6 +238,7 @@ class LocalEngine(GenerationThread):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=(*self._end_ids, *sampling.stop_token_ids),
+            stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
             prefix_group=prefix_group,
         )
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.random import stream_key, uniforms
+from areal_sc.engines.stop_strings import StopStrings
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,6 +42,7 @@ class SlotRequest:
         max_length: tokens of prompt and completion after which it ends.
         length_reason: finish reason at `max_length`, `length` or `context`.
         stop_token_ids: tokens that end the completion.
+        stops: strings that end it.
         row: row of the table while running, -1 otherwise.
         is_finished: it has left the table.
     """
@@ -53,6 +55,7 @@ class SlotRequest:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stops: StopStrings | None = None
     prefix_group: str | None = None
     row: int = -1
     is_finished: bool = False
@@ -207,6 +210,9 @@ class SlotTable:
         self.cached[rows] = length
         self.length[rows] = length + 1
         has_stopped = (self.stop_token_ids[rows] == sampled[:, None]).any(axis=1)
+        for at, (row, token) in enumerate(zip(rows.tolist(), sampled.tolist(), strict=True)):
+            stops = self._requests[row].stops
+            has_stopped[at] |= stops is not None and stops.completes(token)
         is_finished = has_stopped | (length + 1 >= self.max_length[rows])
         finished = []
         for i in np.flatnonzero(is_finished):
@@ -263,6 +269,7 @@ class SlotTable:
             versions=self.versions[row, start:end].tolist(),
             finish_reason=reason,
             temperature=request.temperature,
+            stop=request.stops.strings if request.stops else (),
         )
         del self._requests[row]
         self._free_rows.append(row)

@@ -38,7 +38,8 @@ class Counters:
     Attributes:
         prefill_tokens: prompt tokens that servers computed.
         shared_prompt_tokens: and those that their caches had.
-        cancelled_tokens: sampled for requests that nobody waits for any more.
+        cancelled_tokens: sampled for requests that nobody waits for any more, or behind a stop
+            string.
         lost_requests: attempts that ended with the loss of their server.
         continued_requests: attempts that went on from an aborted answer.
     """
@@ -113,16 +114,13 @@ class Completer:
                 await self._wait_while_busy(request, error)
                 continue
             request.busy_since_s = None
-            request.extend(part)
-            if part.token_ids:
-                request.num_losses = 0
             if part.finish == "stop":
                 return request.completion("stop")
             if request.num_missing_tokens <= 0:
                 return request.completion(request.length_reason)
             if request.cancelled.done():
                 return request.completion("cancelled")
-            if part.finish != ABORTED:
+            if part.finish != ABORTED and not request.needs_next_piece(part):
                 raise EngineFailed(
                     f"{server.name} ended an answer {request.num_missing_tokens} tokens "
                     "before its limit: its context or its KV cache is too small for "
@@ -134,49 +132,61 @@ class Completer:
 
     async def _ask(self, server: Replica, request: CompletionRequest) -> AnswerPart:
         """One attempt. Whoever gives it up leaves it to end in the background."""
-        request_id = uuid.uuid4().hex
-        attempt = asyncio.create_task(self._attempt(server, request, request_id))
+        request.request_id = uuid.uuid4().hex
+        attempt = asyncio.create_task(self._attempt(server, request))
         ends: list[asyncio.Future[Any]] = [attempt, request.cancelled]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not attempt.done():
-                await server.abort(request_id)
+                await server.abort(request.request_id)
             return await asyncio.shield(attempt)
         except asyncio.CancelledError:
-            task = asyncio.create_task(self._abandon(server, request_id, attempt))
+            request.cancelled.cancel()
+            task = asyncio.create_task(self._abandon(server, request, attempt))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
 
-    async def _attempt(
-        self, server: Replica, request: CompletionRequest, request_id: str
-    ) -> AnswerPart:
-        """Its place is free again when the server is done with it."""
-        begun = server.busy.begin()
+    async def _attempt(self, server: Replica, request: CompletionRequest) -> AnswerPart:
+        """Extends the answer; returns its last part.
+
+        Its place is free again when the server is done with it: between two pieces it keeps it, so
+        that the server has its prompt cached, and new weights wait for its end if they shall.
+        """
         try:
             max_support = None
             if request.is_truncated:
                 max_support = min(server.max_support(request.sampling), self._vocab_size)
-            part = await server.generate(request, request_id, max_support)
+            while True:
+                begun = server.busy.begin()
+                whole = await server.generate(request, request.request_id, max_support)
+                server.busy.end(begun, len(whole.token_ids))
+                part = request.extend(whole)
+                self._count(whole, part)
+                is_wanted = not (server.is_paused or request.cancelled.done())
+                if not (is_wanted and request.needs_next_piece(part)):
+                    return part
+                request.request_id = uuid.uuid4().hex
         finally:
             self._replicas.dispatcher.leave(server, request)
-        server.busy.end(begun, len(part.token_ids))
-        self.counters.generated_tokens += len(part.token_ids)
-        self.counters.shared_prompt_tokens += part.num_cached_tokens
-        self.counters.prefill_tokens += part.num_prompt_tokens - part.num_cached_tokens
-        return part
+
+    def _count(self, whole: AnswerPart, part: AnswerPart) -> None:
+        self.counters.generated_tokens += len(whole.token_ids)
+        self.counters.cancelled_tokens += len(whole.token_ids) - len(part.token_ids)
+        self.counters.shared_prompt_tokens += whole.num_cached_tokens
+        self.counters.prefill_tokens += whole.num_prompt_tokens - whole.num_cached_tokens
 
     async def _abandon(
-        self, server: Replica, request_id: str, attempt: asyncio.Task[AnswerPart]
+        self, server: Replica, request: CompletionRequest, attempt: asyncio.Task[AnswerPart]
     ) -> None:
         """Ends a request that nobody waits for; until then it takes its place."""
         try:
             async with asyncio.timeout(_ABANDONED_TIMEOUT_S):
-                await server.abort(request_id)
+                await server.abort(request.request_id)
                 part = await attempt
             self.counters.cancelled_tokens += len(part.token_ids)
         except (ArealError, TimeoutError) as error:
-            logger.info("abandoned request=%s %s", request_id, error)
+            logger.info("abandoned request=%s %s", request.request_id, error)
         finally:
             attempt.cancel()
             await asyncio.gather(attempt, return_exceptions=True)

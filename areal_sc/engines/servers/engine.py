@@ -41,6 +41,7 @@ from areal_sc.engines.servers.weights import (
     Weights,
     WrittenWeights,
 )
+from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError, ModelError
 from areal_sc.weights import BucketLayout
@@ -101,9 +102,9 @@ class ServerEngine(ReplicaSet):
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
-        It ends at a stop token of `sampling`, at the tokenizer's EOS and at those of the model's
-        generation config; the stop token is part of it. With top_p below 1, at most as many tokens
-        are kept as the server's limit for truncated distributions allows (4096, unless set).
+        It ends at a stop token or string of `sampling`, at the tokenizer's EOS and at those of the
+        model's generation config; what ends it is part of it. With top_p below 1, at most as many
+        tokens are kept as the server's limit for truncated distributions allows (4096, unless set).
         Raises: WorkflowError: the prompt leaves no room in the context, is empty, or holds a token
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: all
             servers are lost, or the engine is closed.
@@ -211,6 +212,7 @@ class ServerEngine(ReplicaSet):
             stop_token_ids=tuple(token for token in ends if 0 <= token < model.vocab_size),
             prefix_group=prefix_group,
             is_truncated=sampling.temperature > 0 and keeps_few,
+            stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
             cancelled=asyncio.get_running_loop().create_future(),
         )
 

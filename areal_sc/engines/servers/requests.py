@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.engines.stop_strings import StopStrings
+
+PIECE_TOKENS: Final = 64
+"""Tokens that a server is asked for at once where strings end an answer: it has no tokenizer, so it
+would go on behind them. It has the prompt of the next piece in its cache."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,11 @@ class CompletionRequest:
         stop_token_ids: all that end it.
         prefix_group: requests that share their prompt, or None.
         is_truncated: the distribution that is sampled from is not the whole one.
+        stops: strings that end it; they have read what was sampled so far.
         cancelled: done when its group is cancelled.
         min_version: of the weights of servers that it may go to: those of its last token.
         token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
+        request_id: by which its server knows what it is asked for now.
         num_losses: attempts that brought nothing, as a server was lost.
         busy_since_s: since when servers have refused it as they are full; None: they have not.
     """
@@ -56,10 +64,12 @@ class CompletionRequest:
     prefix_group: str | None
     is_truncated: bool
     cancelled: asyncio.Future[None]
+    stops: StopStrings | None = None
     min_version: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    request_id: str = ""
     num_losses: int = 0
     busy_since_s: float | None = None
 
@@ -72,13 +82,44 @@ class CompletionRequest:
     def num_missing_tokens(self) -> int:
         return self.max_new_tokens - len(self.token_ids)
 
-    def extend(self, part: AnswerPart) -> None:
+    @property
+    def num_asked_tokens(self) -> int:
+        """Of the next part, at most."""
+        num_tokens = self.num_missing_tokens
+        return min(num_tokens, PIECE_TOKENS) if self.stops else num_tokens
+
+    def extend(self, part: AnswerPart) -> AnswerPart:
+        """Takes the part up to where a stop string is complete; returns this much of it."""
+        if (stops := self.stops) is not None:
+            ends = (n for n, token in enumerate(part.token_ids, 1) if stops.completes(token))
+            if n := next(ends, 0):
+                tokens, logprobs, versions = part.token_ids, part.logprobs, part.versions
+                part = replace(
+                    part,
+                    token_ids=tokens[:n],
+                    logprobs=logprobs[:n],
+                    versions=versions[:n],
+                    finish="stop",
+                )
+        if part.token_ids:
+            self.num_losses = 0
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
         self.min_version = max((self.min_version, *part.versions))
+        return part
+
+    def needs_next_piece(self, part: AnswerPart) -> bool:
+        """Whether the last part is all that its server was asked for, but not the whole rest."""
+        is_piece = part.finish == "length" and len(part.token_ids) == PIECE_TOKENS
+        return self.stops is not None and is_piece and self.num_missing_tokens > 0
 
     def completion(self, finish_reason: str) -> Completion:
         return Completion(
-            self.token_ids, self.logprobs, self.versions, finish_reason, self.sampling.temperature
+            self.token_ids,
+            self.logprobs,
+            self.versions,
+            finish_reason,
+            self.sampling.temperature,
+            self.stops.strings if self.stops else (),
         )

@@ -19,6 +19,7 @@ from integration.sglang.test_sglang_generation import (  # noqa: F401
     test_a_cancelled_group_returns_what_it_has,
     test_a_cancelled_task_is_ended_on_its_server,
     test_a_pause_holds_answers_and_requests,
+    test_a_string_ends_an_answer,
     test_finish_reasons,
     test_greedy_takes_the_most_probable_token,
     test_logprobs_are_those_of_the_request_s_temperature,

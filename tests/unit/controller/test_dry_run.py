@@ -190,6 +190,14 @@ def test_a_model_whose_answers_have_no_end(
     for words in ("generation.stop_token_ids=[1]", "generation.max_new_tokens=1"):
         fit(dry(words, **{"actor.path": folder}), SingleTurnWorkflow(asked), ROWS)
     assert "an answer ends with '$'\n" in capsys.readouterr().out
+    stopped = dry("generation.stop=[zz,z]", **{"actor.path": folder})
+    fit(stopped, SingleTurnWorkflow(reversed_letters), ROWS)
+    shown = capsys.readouterr().out
+    assert "an answer ends with 'zz' or 'z'\n" in shown
+    assert "reward of the answer 'ba' to it: 1.25\n" in shown
+    special = dry("generation.stop=['<pad>']", **{"actor.path": folder})
+    with pytest.raises(ConfigError, match=r"generation\.stop: '<pad>' is a special token"):
+        PPOTrainer(special).fit(SingleTurnWorkflow(asked), ROWS)
 
 
 LOSSES = """

@@ -63,6 +63,10 @@ Load = Callable[..., GRPOConfig]
         ("rollout.num_workers=0", "rollout.num_workers: expected an integer at least 1, got 0"),
         ("transport.call_timeout_s=0", "transport.call_timeout_s: expected a number above 0, got"),
         ("rollout.max_concurrent_groups=0", "rollout.max_concurrent_groups: expected an integer"),
+        (
+            "generation.stop=['']",
+            "generation.stop: expected at most 16 strings of 1 to 64 characte",
+        ),
         ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
         ("run_dir=''", "run_dir: expected a name, got an empty one"),
         ("scheduler.type=kubernetes", "expected local, slurm or package.module:Class, got 'kub"),
@@ -336,6 +340,7 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
     [
         ("generation.top_p=0.9", "generation.top_p=0.9 cuts the sampled distribution"),
         ("generation.top_k=9", "generation.top_k=9 cuts the sampled distribution"),
+        ("generation.stop=['\\n']", "generation.stop: \\n holds a backslash and an n, not the end"),
         (
             "rollout.max_staleness=0 rollout.over_bound=wait",
             "rollout.over_bound=wait has no effect with rollout.max_staleness=0",

@@ -55,7 +55,7 @@ def request_body(
     """The body of `/generate`; see `ServerClient.generate`."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
-        "max_new_tokens": request.num_missing_tokens,
+        "max_new_tokens": request.num_asked_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": list(request.stop_token_ids),
         "skip_special_tokens": False,

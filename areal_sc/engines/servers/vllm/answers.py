@@ -84,7 +84,7 @@ def request_body(request: CompletionRequest, request_id: str) -> dict[str, Any]:
             f"{sampling.temperature}"
         )
     parameters: dict[str, Any] = {
-        "max_tokens": request.num_missing_tokens,
+        "max_tokens": request.num_asked_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # they are among the stop tokens

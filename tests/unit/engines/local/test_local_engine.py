@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -42,8 +42,13 @@ ENDLESS = GenerationConfig(max_new_tokens=4000)  # some seconds: it ends by bein
 class Tokenizer:
     """As much of a tokenizer as the engine needs."""
 
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
     def __init__(self, eos_token_id: int | None = None) -> None:
         self.eos_token_id = eos_token_id
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(f"{token}," for token in token_ids)
 
 
 @pytest.fixture
@@ -141,6 +146,10 @@ async def test_finish_reasons(long_model: Callable[..., PreTrainedModel]) -> Non
         stopped = await engine.generate([1, 2, 3], greedy)
         assert stopped.token_ids == free.token_ids[: first + 1]
         assert stopped.finish_reason == "stop"
+        text = engine.tokenizer.decode(stopped.token_ids)
+        by_text = GenerationConfig(max_new_tokens=12, temperature=0.0, stop=["no", text[1:-1]])
+        ended = await engine.generate([1, 2, 3], by_text)
+        assert (ended.token_ids, ended.finish_reason) == (stopped.token_ids, "stop")
     async with running(model, eos_token_id=stop) as engine:
         greedy.stop_token_ids = []
         ended = await engine.generate([1, 2, 3], greedy)

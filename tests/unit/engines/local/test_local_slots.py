@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.slots import SlotRequest, SlotTable, StepPlan
+from areal_sc.engines.stop_strings import StopStrings
 
 
 def make_table(max_rows: int = 4, max_prefill_tokens: int = 100) -> SlotTable:
@@ -221,3 +223,37 @@ def test_random_schedules_keep_the_tables_promises() -> None:
                 finished.append(request)
         assert len(finished) == num_requests
         assert table.num_running == 0
+
+
+class Letters:
+    """As much of a tokenizer as stop strings need: token 0 is `a`."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def test_a_stop_string_ends_its_own_row_across_an_update_and_a_move() -> None:
+    table, tokenizer = make_table(), cast(Any, Letters())
+    add(table, 0, [0, 1], new=1)  # it leaves a gap, which another row fills
+    requests = [add(table, i, [0], new=4) for i in (1, 2, 3)]
+    requests[0].stops = StopStrings(tokenizer, ["ca"])
+    requests[2].stops = StopStrings(tokenizer, ["x", "ab"])  # the `a` of the prompt is not its own
+    tokens, finished = [1, 0, 1, 9], []
+    for version, token in enumerate(tokens):
+        finished += step(table, token, version)[1]
+        table.invalidate()
+    found = {request.request_id: completion for request, completion in finished}
+    assert [len(found[i].token_ids) for i in range(4)] == [1, 4, 4, 3]
+    assert [found[i].finish_reason for i in range(4)] == ["length", "length", "length", "stop"]
+    assert (found[3].token_ids, found[3].versions) == ([1, 0, 1], [0, 1, 2])
+    assert [found[i].stop for i in (2, 3)] == [(), ("x", "ab")]
+
+
+def test_a_stop_string_that_is_complete_at_the_limit_is_a_stop() -> None:
+    table = make_table()
+    add(table, 0, [5], new=2).stops = StopStrings(cast(Any, Letters()), ["jj"])
+    assert step(table, 9)[1] == []
+    [(_, completion)] = step(table, 9)[1]
+    assert completion.finish_reason == "stop"

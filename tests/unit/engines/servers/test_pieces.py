@@ -1,0 +1,170 @@
+"""Answers that a stop string may end: servers are asked for them piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import pytest
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+from areal_sc.engines.servers.completion import Completer
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.stop_strings import StopStrings
+from areal_sc.errors import EngineFailed, PeerLost
+
+
+class Numbers:
+    """As much of a tokenizer as stop strings need: token 12 is `12,`."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(f"{token}," for token in token_ids)
+
+
+class Server(ServerLoad):
+    """Gives the tokens 0, 1, 2, ... behind the prompt, as many as it is asked for.
+
+    Attributes:
+        before: called with the number of each question, before it is answered.
+        asked: how many tokens it was asked for, each time.
+    """
+
+    is_paused, num_pauses = False, 0
+
+    def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
+        super().__init__("server", 9, is_open=True, version=4)
+        self.before = before
+        self.asked: list[int] = []
+        self.ids: list[str] = []
+
+    async def generate(self, request: CompletionRequest, request_id: str, _: None) -> AnswerPart:
+        start, num_tokens = len(request.token_ids), request.num_asked_tokens
+        self.asked.append(num_tokens)
+        self.ids.append(request_id)
+        self.before(len(self.asked))
+        await asyncio.sleep(0)
+        tokens = list(range(start, start + num_tokens))
+        logprobs = [-float(token) for token in tokens]
+        return AnswerPart(tokens, logprobs, [4] * num_tokens, "length", "", 1 + start, start)
+
+    async def abort(self, request_id: str) -> None: ...
+
+
+class Asked:
+    """One answer, on one server."""
+
+    def __init__(self, server: Server, max_new_tokens: int, *stops: str) -> None:
+        self.server = server
+        self.dispatcher = Dispatcher([server])
+        tokenizer: Any = Numbers()
+        self.request = CompletionRequest(
+            prompt=[7],
+            sampling=GenerationConfig(),
+            max_new_tokens=max_new_tokens,
+            length_reason="length",
+            stop_token_ids=(),
+            prefix_group=None,
+            is_truncated=False,
+            cancelled=asyncio.get_running_loop().create_future(),
+            stops=StopStrings(tokenizer, stops) if stops else None,
+        )
+        self.completer = Completer(cast(Any, self), 999)
+
+    async def answer(self) -> Completion:
+        async with asyncio.timeout(30):
+            return await self.completer.complete(self.request)
+
+
+async def test_an_answer_ends_with_the_token_that_completes_the_string() -> None:
+    server = Server()
+    asked = Asked(server, 500, "68,69,7", "900")
+    answer = await asked.answer()
+    assert answer.token_ids == list(range(71))  # the last one has text behind the string
+    assert answer.logprobs == [-float(token) for token in range(71)]
+    assert (answer.versions, answer.finish_reason) == ([4] * 71, "stop")
+    assert answer.stop == ("68,69,7", "900")
+    assert server.asked == [64, 64]
+    assert len(set(server.ids)) == 2
+    counters = asked.completer.counters
+    assert (counters.generated_tokens, counters.cancelled_tokens) == (128, 128 - 71)
+    assert (server.num_running, server.outstanding_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "stop", "pieces"), [(130, "x", [64, 64, 2]), (64, "x", [64]), (130, "", [130])]
+)
+async def test_the_limit_of_an_answer(limit: int, stop: str, pieces: list[int]) -> None:
+    server = Server()
+    answer = await Asked(server, limit, *filter(None, [stop])).answer()
+    assert (len(answer.token_ids), answer.finish_reason) == (limit, "length")
+    assert server.asked == pieces
+
+
+async def test_new_weights_wait_for_the_whole_answer_or_interrupt_it() -> None:
+    """A server that takes no new answers ends its own; a paused one lets them wait."""
+
+    def hold_and_pause(number: int) -> None:
+        server.is_open = False
+        assert not server.is_empty.is_set()
+        server.is_paused = number == 2
+
+    server = Server(hold_and_pause)
+    asked = Asked(server, 500, "127,128,")  # on both sides of the pause
+    answer = asyncio.create_task(asked.answer())
+    await asyncio.sleep(0)  # it is placed
+    async with asyncio.timeout(30):
+        await server.is_empty.wait()
+    assert (server.asked, answer.done()) == ([64, 64], False)
+    server.before, server.is_open, server.is_paused = lambda number: None, True, False
+    asked.dispatcher.changed()
+    assert (await answer).token_ids == list(range(129))
+
+
+@pytest.mark.parametrize("by_task", [False, True])
+async def test_nothing_more_is_asked_for_a_cancelled_answer(by_task: bool) -> None:
+    def cancel(number: int) -> None:
+        if number < 2:
+            return
+        if by_task:
+            answer.cancel()
+        else:
+            asked.request.cancelled.set_result(None)
+
+    server = Server(cancel)
+    asked = Asked(server, 500, "x")
+    answer = asyncio.create_task(asked.answer())
+    if by_task:
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        async with asyncio.timeout(30):
+            await server.is_empty.wait()
+    else:
+        assert (await answer).finish_reason == "cancelled"
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert server.asked == [64, 64]
+    assert asked.completer.counters.cancelled_tokens == 128
+
+
+async def test_what_a_lost_server_gave_stays_and_a_short_piece_is_refused() -> None:
+    def lose(number: int) -> None:
+        if number == 2:
+            raise PeerLost("gone")
+
+    asked = Asked(Server(lose), 500, "63,64,")
+    assert (await asked.answer()).token_ids == list(range(65))
+    assert asked.server.asked == [64, 64, 64]
+
+    short = Asked(Server(), 500, "x")
+
+    async def generate(*_: object) -> AnswerPart:
+        return AnswerPart([1], [0.0], [4], "length", "", 1, 0)
+
+    short.server.generate = generate  # type: ignore[method-assign]
+    with pytest.raises(EngineFailed, match="ended an answer 499 tokens before its limit"):
+        await short.answer()
