@@ -74,8 +74,8 @@ def _effect_warnings(config: GRPOConfig) -> Iterator[str]:
     for stop in config.generation.stop:
         if "\\n" in stop:
             yield (
-                f"generation.stop: {stop} holds a backslash and an n, not the end of a line, which "
-                "is \"\\n\" in a YAML file and $'\\n' in bash"
+                f"generation.stop: {stop} holds a backslash and an n, not the end of a line: set "
+                'it in a YAML file, as "\\n"'
             )
     defaults = GRPOConfig()
     for cause, idle_value, keys, why in _IDLE:

@@ -17,9 +17,9 @@ class SingleTurnWorkflow(Workflow):
     """Samples one completion of the prompt and scores it.
 
     Args:
-        reward: called with the whole row and the completion's text, without the stop token. Or
-            several functions by name, each alone or with its weight: the reward is their weighted
-            sum, and `reward/NAME` among the metrics is what each of them gave.
+        reward: called with the whole row and the completion's text, without the stop token or
+            string. Or several functions by name, each alone or with its weight: the reward is their
+            weighted sum, and `reward/NAME` among the metrics is what each of them gave.
         generation: how to sample; None takes the run's `generation` section.
         use_chat_template: puts the prompt into the model's chat format; it may then also be a
             list of messages. If the last one is the assistant's, the answer goes on from there,
