@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from areal_sc.trainer.failure import run_script
 
-COMMANDS: Final = ("new", "status", "samples", "curve", "plan", "ledger", "stop")
+COMMANDS: Final = ("new", "status", "samples", "curve", "export", "plan", "ledger", "stop")
 
 
 class _Parser(argparse.ArgumentParser):

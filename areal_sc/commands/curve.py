@@ -1,4 +1,4 @@
-"""`curve RUN_DIR`: draws the learning curve of a run, also of one that goes on or was stopped."""
+"""`curve RUN_DIR`: learning curve and summary of a run, also of one that goes on or was stopped."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import CommandError
 from areal_sc.run_folder import RunFolder
+from areal_sc.trainer.display import summary_table
 from areal_sc.trainer.learning_curve import plot_learning_curve
+from areal_sc.trainer.metrics import summarize
 from areal_sc.trainer.metrics_log import History
 
 if TYPE_CHECKING:
@@ -20,9 +24,10 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command's arguments."""
     parser = commands.add_parser(
         "curve",
-        help="draw the learning curve of a run",
-        description="Draws learning_curve.png from the run's metrics.jsonl. A finished run has it "
-        "already; the run may go on meanwhile, or have been stopped.",
+        help="draw the learning curve of a run, and show its summary",
+        description="Draws learning_curve.png from the run's metrics.jsonl, and shows the summary "
+        "that follows from it. A finished run has both already; the run may go on meanwhile, or "
+        "have been stopped.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
     parser.set_defaults(run=run)
@@ -36,4 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"there is no {folder.metrics_path}: the run has not begun to train")
     history = History.read(folder.metrics_path)
     plot_learning_curve(history, folder.path.name, folder.learning_curve_path)
+    summary = summarize(
+        history.steps, history.evaluations, num_worker_restarts=history.num_worker_restarts
+    )
     print(f"{len(history.steps)} steps: {folder.learning_curve_path}")
+    Console().print(summary_table(summary))

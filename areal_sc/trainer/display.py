@@ -320,14 +320,8 @@ class LiveDisplay(Display):
 
     def on_finish(self, summary: Summary) -> None:
         self.close()
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold")
-        grid.add_column()
-        for name, value in asdict(summary).items():
-            if value is not None and value != {}:
-                grid.add_row(name, _shown(name, value))
         self._console.print()
-        self._console.print(grid)
+        self._console.print(summary_table(summary))
         if self._run_dir is not None:
             self._print(Text.assemble(("run folder  ", "bold"), str(self._run_dir)))
             left = [name for name in _LEFT_FILES if (self._run_dir / name).exists()]
@@ -341,11 +335,26 @@ class LiveDisplay(Display):
         self._console.print(line, highlight=False)
 
 
-def _entries(values: Mapping[str, int] | Mapping[str, float]) -> str:
-    """Counts by cause, or the parts of a reward."""
-    if any(isinstance(value, float) for value in values.values()):
-        return ", ".join(f"{name} {short_number(value)}" for name, value in values.items())
-    return describe_counts(values)  # type: ignore[arg-type]  # they are whole numbers
+def summary_table(summary: Summary) -> Table:
+    """What was measured of a run, a line each."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    for name, value in asdict(summary).items():
+        if value is not None and value != {}:
+            grid.add_row(name, Text(_shown(name, value)))
+    return grid
+
+
+def _entries(values: Mapping[str, Any]) -> str:
+    """Counts by cause, or numbers by name; a name may stand for several."""
+    if all(isinstance(value, int) for value in values.values()):
+        return describe_counts(values)
+    entries = (
+        f"({_entries(value)})" if isinstance(value, Mapping) else short_number(value)
+        for value in values.values()
+    )
+    return ", ".join(map(" ".join, zip(values, entries, strict=True)))
 
 
 def _shown(name: str, value: Any) -> str:

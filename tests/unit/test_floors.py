@@ -63,6 +63,7 @@ FLOORS = {
 
 LAZY_IMPORTS = {
     # (importer, imported): why it stands inside a function
+    ("areal_sc.commands.export", "areal_sc.engines.snapshot_model"): "only an export loads torch",
     ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",

@@ -253,10 +253,7 @@ def _fill(model: PackedModel, weights: SharedWeights, parts: CutParts) -> None:
     """
     for name, parameter in model.causal_lm.named_parameters():
         weights.receive(name, parts, local_part(parameter.detach()))
-    for name, values in model.causal_lm.named_buffers():
-        received = weights.receive_buffer(name)
-        if received is not None:
-            values.copy_(received)
+    weights.fill_buffers(model.causal_lm)
     weights.check()
 
 

@@ -86,10 +86,12 @@ class SharedWeights:
         receive_part(target, source, name, parts, self._world)
         return target
 
-    def receive_buffer(self, name: str) -> torch.Tensor | None:
-        """A buffer; None where the model makes it, or as `receive`."""
-        values: torch.Tensor | None = self._world.broadcast(self._read(name))
-        return values
+    def fill_buffers(self, causal_lm: Any) -> None:
+        """Gives the model the buffers that are stored; `check` as after `receive`."""
+        for name, values in causal_lm.named_buffers():
+            received: torch.Tensor | None = self._world.broadcast(self._read(name))
+            if received is not None:  # others the model makes
+                values.copy_(received)
 
     def check(self) -> None:
         """Raises: ModelError, ConfigError: on every rank: rank 0 could not read something."""

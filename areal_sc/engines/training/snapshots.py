@@ -214,8 +214,8 @@ class Snapshots:
             written = range(len(index.files)) if ranks is None else ranks
             index.check_content(folder, written[near.index(group.rank) :: len(near)])
             needed = {name: tensor.box for name, tensor in placed.items()} if is_local else None
-            with _opened_files(folder, written) as files:
-                _check_same_model(files, index, placed, state.architecture, needed)
+            with opened_files(folder, written) as files:
+                check_same_model(files, index, placed, state.architecture, needed)
             return index
 
         group.together(what, recover)
@@ -230,11 +230,11 @@ class Snapshots:
 
         def read() -> None:
             written = range(len(index.files)) if ranks is None else ranks
-            with _opened_files(folder, written) as files:
+            with opened_files(folder, written) as files:
                 for name, tensor in placed.items():
                     if tensor.box.numel:
                         with state.filling(name) as values:
-                            _read_box(files, index, name, tensor.box, values)
+                            read_box(files, index, name, tensor.box, values)
                 if is_same_size:
                     _restore_random_state(files[group.rank])
 
@@ -260,7 +260,7 @@ class Snapshots:
 
 
 @contextmanager
-def _opened_files(folder: Path, ranks: Iterable[int]) -> Iterator[dict[int, Any]]:
+def opened_files(folder: Path, ranks: Iterable[int]) -> Iterator[dict[int, Any]]:
     """The files of ranks, by their numbers."""
     with ExitStack() as stack:
         paths = {rank: folder / file_name(rank) for rank in ranks}
@@ -278,7 +278,7 @@ def _stored_boxes(
             yield file, Box(stored.starts[name], tuple(file.get_slice(name).get_shape()))
 
 
-def _read_box(
+def read_box(
     files: Mapping[int, Any], index: SnapshotIndex, name: str, own: Box, values: torch.Tensor
 ) -> None:
     """Fills in the values of a box with what it has in common with the parts in the files."""
@@ -291,7 +291,7 @@ def _read_box(
             values[common.within(own)].copy_(file.get_slice(name)[common.within(box)])
 
 
-def _check_same_model(
+def check_same_model(
     files: Mapping[int, Any],
     index: SnapshotIndex,
     placed: Mapping[str, Placed],
@@ -321,9 +321,9 @@ def _check_same_model(
     if differences:
         more = f"; and {len(differences) - _MAX_NAMED} more" if differences[_MAX_NAMED:] else ""
         raise ValueError(
-            f"it holds another model ({index.architecture}) than the one to be trained "
-            f"({architecture}): {'; '.join(differences[:_MAX_NAMED])}{more}. Set actor.path to "
-            "the model that the snapshot was made from, or choose another run_dir to start anew"
+            f"it holds another model ({index.architecture}) than actor.path ({architecture}): "
+            f"{'; '.join(differences[:_MAX_NAMED])}{more}. actor.path must be the model that the "
+            "snapshot was made from"
         )
 
 

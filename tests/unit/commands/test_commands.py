@@ -22,12 +22,14 @@ from areal_sc.commands.new import project_files
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.disk import Disk
+from areal_sc.engines import snapshot_model
 from areal_sc.engines.busy_time import TurnSums
 from areal_sc.json_lines import JsonLines
+from areal_sc.run_begin import RunBegin, content_of
 from areal_sc.run_folder import RunFolder
 from areal_sc.samples import Place
 from areal_sc.trainer.failure import run_script
-from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.metrics_log import MetricsLog
 
 REPOSITORY = Path(__file__).parents[3]
@@ -67,16 +69,132 @@ def test_stop_says_why_there_is_nothing_to_stop(tmp_path: Path, capsys: Told) ->
     assert "is finished" in capsys.readouterr().out
 
 
-def test_curve_draws_what_a_stopped_run_has_measured(tmp_path: Path, capsys: Told) -> None:
+def test_curve_draws_and_sums_up_what_a_stopped_run_has_measured(
+    tmp_path: Path, capsys: Told
+) -> None:
     with RunFolder(tmp_path / "run") as folder:
         folder.lock()
         assert call("curve", folder.path) == 2
         assert "the run has not begun to train" in capsys.readouterr().err
-        with closing(MetricsLog(folder.metrics_path)):
-            pass
+        with closing(MetricsLog(folder.metrics_path)) as log:
+            log.on_step(planned_step(1))
+            for name, reward in (("math/before", 0.25), ("math/after", 0.5), ("before", 0.125)):
+                log.on_evaluation(evaluation(name, reward))
     assert call("curve", folder.path) == 0
-    assert capsys.readouterr().out == f"0 steps: {folder.learning_curve_path}\n"
+    said = capsys.readouterr().out
+    assert said.startswith(f"1 steps: {folder.learning_curve_path}\nnum_steps ")
+    assert re.search(r"^reward_before +0\.125 *$", said, re.MULTILINE)
+    assert re.search(r"^wait_share +50% *$", said, re.MULTILINE)
+    assert "math (accuracy_before 0.250, accuracy_after 0.500," in said
+    assert "wall_time_s" not in said
     assert folder.learning_curve_path.read_bytes().startswith(b"\x89PNG")
+    assert not folder.summary_path.exists()
+
+
+def evaluation(name: str, reward: float) -> EvaluationResult:
+    return EvaluationResult(
+        name=name,
+        step=0,
+        reward=reward,
+        num_prompts=8,
+        version_min=0,
+        version_max=0,
+        temperature=1.0,
+        workflow={"accuracy": reward},
+    )
+
+
+Exported = list[tuple[Path, Path, Path]]
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Exported:
+    """(model, snapshot, target) of each export; nothing is written."""
+    found: Exported = []
+    monkeypatch.setattr(
+        snapshot_model,
+        "export_snapshot",
+        lambda actor, snapshot, folder: found.append((Path(actor.path), snapshot, folder)),
+    )
+    return found
+
+
+@pytest.fixture
+def stopped(planned_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """It was begun with the relative path `model`, and has two snapshots."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    folder = RunFolder(planned_dir)
+    RunBegin(folder.begun_path).note("model model", content_of(tmp_path / "model"))
+    for step in (20, 30):
+        folder.snapshot_path(step).mkdir()
+    return folder
+
+
+def test_export_writes_where_the_run_would_have(
+    stopped: RunFolder, exported: Exported, tmp_path: Path, capsys: Told
+) -> None:
+    assert call("export", stopped.path) == 0
+    assert call("export", stopped.path, "--step", 20) == 0
+    assert call("export", stopped.path, "out") == 0
+    snapshots = [stopped.snapshot_path(step) / "engine" for step in (30, 20, 30)]
+    targets = [stopped.path / "model", stopped.path / "models" / "step-20", tmp_path / "out"]
+    assert exported == [(Path("model"), *pair) for pair in zip(snapshots, targets, strict=True)]
+    assert f"model of step 30: {stopped.path / 'model'}\n" in capsys.readouterr().out
+
+
+def test_a_living_run_is_exported_to_elsewhere(
+    stopped: RunFolder, exported: Exported, tmp_path: Path, capsys: Told
+) -> None:
+    with RunFolder(stopped.path) as living:
+        living.hold(None)
+        assert call("export", stopped.path) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert "which cannot be written now: name a FOLDER elsewhere" in told
+        assert exported == []
+        assert call("export", stopped.path, "out") == 0
+    assert [target for *_, target in exported] == [tmp_path / "out"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--step", "25"], 2, "there is no snapshot of step 25, only of 20, 30"),
+        (["model"], 2, "goes on from the model in model: name another FOLDER"),
+        (["run"], 8, "it has other files in it and is not a model's folder"),
+    ],
+)
+def test_export_refuses_what_it_cannot_do(
+    words: list[str], code: int, message: str, stopped: RunFolder, exported: Exported, capsys: Told
+) -> None:
+    assert call("export", stopped.path, *words) == code
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert exported == []
+
+
+def test_export_says_what_is_not_there_or_changed(
+    stopped: RunFolder,
+    exported: Exported,
+    tmp_path: Path,
+    capsys: Told,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"another": true}')
+    assert call("export", stopped.path) == 0
+    assert "model model changed since the run began: config.json" in caplog.text
+    exported.clear()
+    stopped.summary_path.touch()
+    assert call("export", stopped.path) == 2
+    assert "the run is finished, and its model is in" in " ".join(capsys.readouterr().err.split())
+    os.chdir(stopped.path)
+    assert call("export", stopped.path, "out") == 6
+    assert "actor.path=model of the run is no folder, seen from" in capsys.readouterr().err
+    for step in (20, 30):
+        stopped.snapshot_path(step).rmdir()
+    assert call("export", stopped.path) == 2
+    assert "there is no snapshot in" in capsys.readouterr().err
+    assert exported == []
 
 
 @pytest.fixture

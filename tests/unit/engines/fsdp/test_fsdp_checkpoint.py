@@ -10,6 +10,7 @@ import random
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from small_disk import small_disk
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY
 from areal_sc.config.schema import ActorConfig, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.snapshot_model import export_snapshot
 from areal_sc.engines.training.snapshot_index import FORMAT
 from areal_sc.errors import CheckpointError
 from areal_sc.transport.packed_rows import PackedRows
@@ -220,9 +222,42 @@ def test_the_model_must_be_the_same(
         "F32 [31, 32] in the model" in message
     )
     assert "model.layers.2.self_attn.q_proj.weight is absent in the snapshot" in message
-    assert "more. Set actor.path to" in message
+    assert "more. actor.path must be the model that" in message
     assert len(message) < 1000
     assert_equal(weights(engine), before)
+
+
+def test_the_model_of_a_snapshot_is_what_the_engine_would_have_written(
+    build: Build, model_folder: Path, tmp_path: Path
+) -> None:
+    """File for file: tied weights, and what lies beside the weights, too."""
+    (model_folder / "tokenizer.json").write_text("{}")
+    engine = build(dtype="bfloat16")
+    train(engine, 0)
+    engine.begin_snapshot(tmp_path / "snapshot").result()
+    engine.begin_save_hf(tmp_path / "expected").result()
+    export_snapshot(engine.config, tmp_path / "snapshot", tmp_path / "found")
+    found, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("found", "expected")
+    )
+    assert found == expected
+    assert {"tokenizer.json", "config.json", "model.safetensors"} <= found.keys()
+
+
+def test_a_snapshot_that_gives_no_model_leaves_nothing(
+    build: Build, random_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine, snapshot = build(), tmp_path / "snapshot"
+    engine.begin_snapshot(snapshot).result()
+    random_model(vocab_size=31).save_pretrained(tmp_path / "other")
+    other = replace(engine.config, path=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match=r"holds another model .* than actor\.path "):
+        export_snapshot(other, snapshot, tmp_path / "found")
+    flip(snapshot / "rank-0.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: its checksum is wrong"):
+        export_snapshot(engine.config, snapshot, tmp_path / "found")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other", "snapshot"]
 
 
 def cut(path: Path) -> None:

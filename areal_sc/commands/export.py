@@ -1,0 +1,112 @@
+"""`export RUN_DIR [FOLDER]`: writes the model of a run that was stopped, from a snapshot."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_sc.commands.plan import config_of
+from areal_sc.commands.run_dir import check_is_run
+from areal_sc.config.model_folder import check_replaceable
+from areal_sc.config.schema import ActorConfig
+from areal_sc.errors import CommandError, ModelError, RunFolderError
+from areal_sc.hub import local_model
+from areal_sc.run_begin import RunBegin, content_of
+from areal_sc.run_folder import RunFolder
+from areal_sc.run_owner import Owner
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "export",
+        help="write the model of a run that was stopped",
+        description="Writes the model of a run's newest snapshot, with its tokenizer, as a folder "
+        "that transformers, SGLang and vLLM load. A finished run has its model already. The run "
+        "may go on meanwhile, if FOLDER is not in RUN_DIR.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        nargs="?",
+        help="where to write it, in place of a model that is there; default: RUN_DIR/model, or "
+        "RUN_DIR/models/step-N with --step N",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="from the snapshot of step N")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: there is no such snapshot, or the model cannot be written there.
+    CheckpointError: as of `export_snapshot`. ModelError: the run's first model is gone.
+    """
+    from areal_sc.engines.snapshot_model import export_snapshot
+
+    folder = RunFolder(arguments.run_dir)
+    check_is_run(folder)
+    step, snapshot = _chosen_snapshot(folder, arguments.step)
+    actor = config_of(folder).actor
+    source = _first_model(folder, actor)
+    target = check_replaceable(arguments.folder or _own_place(folder, arguments.step))
+    if source.resolve().is_relative_to(target.resolve()):
+        raise CommandError(f"the run goes on from the model in {source}: name another FOLDER")
+    with folder:
+        if target.resolve().is_relative_to(folder.path.resolve()):
+            try:
+                folder.hold(Owner.read(folder.path))
+            except RunFolderError as error:
+                raise CommandError(
+                    f"{target} is in the run's folder, which cannot be written now: name a FOLDER "
+                    f"elsewhere ({error})"
+                ) from error
+        export_snapshot(replace(actor, path=str(source)), snapshot / "engine", target)
+    print(f"model of step {step}: {target}")
+
+
+def _chosen_snapshot(folder: RunFolder, step: int | None) -> tuple[int, Path]:
+    """That of a step; None: the newest."""
+    snapshots = {int(path.name.rpartition("-")[2]): path for path in folder.snapshots()}
+    if not snapshots:
+        raise CommandError(
+            f"there is no snapshot in {folder.checkpoints}, and so no model: the run has come to "
+            "none yet, or was started with checkpoint.every_steps=0"
+        )
+    step = max(snapshots) if step is None else step
+    if step not in snapshots:
+        steps = ", ".join(map(str, snapshots))
+        raise CommandError(f"there is no snapshot of step {step}, only of {steps}")
+    return step, snapshots[step]
+
+
+def _own_place(folder: RunFolder, step: int | None) -> Path:
+    """Where the run itself writes such a model."""
+    if step is not None:
+        return folder.path / "models" / f"step-{step}"
+    if folder.summary_path.exists():
+        raise CommandError(
+            f"the run is finished, and its model is in {folder.path / 'model'}; for that of a "
+            "snapshot name a FOLDER, or its --step"
+        )
+    return folder.path / "model"
+
+
+def _first_model(folder: RunFolder, actor: ActorConfig) -> Path:
+    """The model that the run began with; warns if it is not the same any more."""
+    begin, name = RunBegin(folder.begun_path), f"model {actor.path}"
+    if begin.noted(name) is None:  # it is one of the hub, or an older areal_sc began the run
+        return local_model(actor.path, actor.revision)
+    path = Path(actor.path)
+    if not path.is_dir():
+        raise ModelError(
+            f"actor.path={path} of the run is no folder, seen from {Path.cwd()}; the tokenizer and "
+            "more is copied from there: go to where the run was started, or put it back"
+        )
+    begin.compare(name, content_of(path))
+    return path
