@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import transformers as hf
 
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.snapshot_model import export_snapshot
+
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 LIMIT_S = 400.0
 EIGHT = [11, 6, 14, 3, 9, 20, 5, 8]
@@ -68,6 +71,13 @@ def loaded_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of a folder of transformers."""
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def snapshot_weights(model: Path, snapshot: Path) -> dict[str, torch.Tensor]:
+    """Of the folder that `export_snapshot` writes of it."""
+    folder = snapshot.with_name(f"model_of_{snapshot.name}")
+    export_snapshot(ActorConfig(path=str(model), device="cpu"), snapshot, folder)
+    return loaded_weights(folder)
 
 
 def check_user_losses(of_ranks: list[dict[str, Any]]) -> None:

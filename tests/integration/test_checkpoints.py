@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from integration.ranks import loaded_weights, snapshot_weights
 from integration.run_process import tiny_run
 from safetensors.torch import load_file
 from transformers import (
@@ -23,6 +24,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from areal_sc import __main__ as program
+from areal_sc.trainer.failure import run_script
 
 PROGRAM = Path(__file__).with_name("checkpoint_program.py")
 KILLED = -signal.SIGKILL
@@ -322,6 +326,15 @@ def test_an_export_while_training_goes_on_holds_the_weights_of_its_step(
     assert difference(whole(ranks, "five_steps"), whole(ranks, "three_steps")) > 1e-4
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_process_writes_the_model_of_a_snapshot_of_several_ranks(
+    world_size: int, results: Results, folder: Path, model_folder: Path
+) -> None:
+    expected = whole(results[f"saved_by_{world_size}"], "two_steps")
+    found = snapshot_weights(model_folder, folder / f"by_{world_size}")
+    assert difference(found, expected) == 0
+
+
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_three_ranks_fill_the_files_of_a_split_model(
     name: str, results: Results, folder: Path, model_folder: Path, experts_folder: Path
@@ -452,18 +465,29 @@ def test_the_others_are_told_when_a_rank_dies(results: Results, folder: Path) ->
 def test_a_killed_run_of_two_ranks_goes_on_with_one(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    """At the step of its newest snapshot, with every row trained once."""
+    """At the step of its newest snapshot, with every row trained once.
+
+    Meanwhile that gives a model: the one that the ranks have written, file for file.
+    """
     total_steps = 6
+    run_dir, exported = tmp_path / "run", tmp_path / "exported"
     arguments = (f"total_steps={total_steps}", "checkpoint.every_steps=1")
     num_free = "task.num_free_episodes=32"
-    with tiny_run(
-        tmp_path / "run", tiny_model_folder, *arguments, num_free, "actor.parallel.data=2"
-    ) as killed:
-        snapshot = killed.run_dir / "checkpoints" / "step-000003"
-        killed.wait_until(snapshot.is_dir, "the snapshot of step 3")
+    two_ranks = (num_free, "actor.parallel.data=2", "checkpoint.export_every_steps=3")
+    with tiny_run(run_dir, tiny_model_folder, *arguments, *two_ranks) as killed:
+        written = run_dir / "models" / "step-3"  # after the snapshot
+        killed.wait_until(written.is_dir, "snapshot and model of step 3")
         killed.send(signal.SIGKILL)
         killed.wait()
         killed.wait_until_gone()
+    assert run_script(program.main, ["export", str(run_dir), str(exported), "--step", "3"]) == 0
+    found, expected = (
+        {path.name: path.read_bytes() for path in of.iterdir()} for of in (exported, written)
+    )
+    assert found == expected
+    weights = loaded_weights(exported)
+    assert difference(weights, loaded_weights(tiny_model_folder)) > 0
+    assert "tokenizer.json" in found
     with tiny_run(
         tmp_path / "run", tiny_model_folder, *arguments, "resume=must", "actor.parallel.data=1"
     ) as resumed:

@@ -19,6 +19,7 @@ from integration.ranks import (
     loaded_weights,
     run_ranks,
     save_model,
+    snapshot_weights,
 )
 
 SIZES = {  # the vocabulary does not come out even
@@ -219,6 +220,17 @@ def test_weights_come_back_to_the_bit(
         for path in (exported, source)
     ]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("qwen2", "tp2_pp2"), ("moe", "tp2_ep2")])
+def test_a_snapshot_gives_the_model_without_the_engine(
+    model: str, mesh: str, results: Results, folder: Path
+) -> None:
+    assert results
+    expected = snapshot_weights(folder / model, folder / f"{model}_at_fsdp")
+    found = snapshot_weights(folder / model, folder / f"{model}_at_{mesh}")
+    assert difference(found, expected) <= TOLERANCE
+    assert difference(found, loaded_weights(folder / model)) > 1e-3
 
 
 @pytest.mark.parametrize("resumed", list(RESUMED))

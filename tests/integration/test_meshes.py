@@ -19,6 +19,7 @@ from integration.ranks import (
     loaded_weights,
     run_ranks,
     save_model,
+    snapshot_weights,
 )
 
 MESHES = {
@@ -188,6 +189,8 @@ def test_snapshots_and_exports_have_whole_experts(results: Results, folder: Path
         assert difference(rank[saved], alone[saved]) <= 1e-6
         assert difference(rank[saved], alone["weights"]) <= 1e-5
     assert difference(loaded_weights(folder / "exported_experts"), ranks[0]["weights"]) == 0
+    found = snapshot_weights(folder / "shared_experts", folder / "shared_experts_by_one")
+    assert found.keys() == alone["weights"].keys()
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "sp2"])
@@ -216,6 +219,15 @@ def test_a_mesh_goes_on_from_the_snapshot_of_another(
             path = str(folder / f"by_{saved}")
             assert difference(rank[path], resumed[path]) <= 1e-6, saved
             assert difference(rank[path], trained["weights"]) <= 1e-5, saved
+
+
+def test_the_snapshot_of_any_mesh_gives_the_model(results: Results, folder: Path) -> None:
+    assert results
+    model = folder / "tied"
+    expected = snapshot_weights(model, folder / "by_one")
+    assert difference(expected, loaded_weights(model)) > 1e-3
+    for mesh in ("dp2_tp2", "tp2_sp2"):
+        assert difference(snapshot_weights(model, folder / f"by_{mesh}"), expected) <= 1e-5, mesh
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))
