@@ -36,25 +36,26 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="FOLDER",
         type=Path,
         nargs="?",
-        help="where to write it, in place of a model that is there; default: RUN_DIR/model, or "
-        "RUN_DIR/models/step-N with --step N",
+        help="where to write it, in place of a model that is there; default: RUN_DIR/model",
     )
     parser.add_argument("--step", type=int, metavar="N", help="from the snapshot of step N")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises: CommandError: there is no such snapshot, or the model cannot be written there.
-    CheckpointError: as of `export_snapshot`. ModelError: the run's first model is gone.
+    """Raises: CommandError: there is no such snapshot, or FOLDER cannot be written now. ModelError:
+    the run's first model is gone. CheckpointError: as of `export_snapshot`.
     """
     from areal_sc.engines.snapshot_model import export_snapshot
 
     folder = RunFolder(arguments.run_dir)
     check_is_run(folder)
     step, snapshot = _chosen_snapshot(folder, arguments.step)
+    own = folder.path / "model"
+    if arguments.folder is None and folder.summary_path.exists():
+        raise CommandError(f"the run is finished, and its model is in {own}; name another FOLDER")
     actor = config_of(folder).actor
-    source = _first_model(folder, actor)
-    target = check_replaceable(arguments.folder or _own_place(folder, arguments.step))
+    source, target = _first_model(folder, actor), check_replaceable(arguments.folder or own)
     if source.resolve().is_relative_to(target.resolve()):
         raise CommandError(f"the run goes on from the model in {source}: name another FOLDER")
     with folder:
@@ -63,8 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
                 folder.hold(Owner.read(folder.path))
             except RunFolderError as error:
                 raise CommandError(
-                    f"{target} is in the run's folder, which cannot be written now: name a FOLDER "
-                    f"elsewhere ({error})"
+                    f"{target} cannot be written now: name a FOLDER that is not the run's ({error})"
                 ) from error
         export_snapshot(replace(actor, path=str(source)), snapshot / "engine", target)
     print(f"model of step {step}: {target}")
@@ -80,21 +80,8 @@ def _chosen_snapshot(folder: RunFolder, step: int | None) -> tuple[int, Path]:
         )
     step = max(snapshots) if step is None else step
     if step not in snapshots:
-        steps = ", ".join(map(str, snapshots))
-        raise CommandError(f"there is no snapshot of step {step}, only of {steps}")
+        raise CommandError(f"there is no snapshot of step {step}, only of {[*snapshots]}")
     return step, snapshots[step]
-
-
-def _own_place(folder: RunFolder, step: int | None) -> Path:
-    """Where the run itself writes such a model."""
-    if step is not None:
-        return folder.path / "models" / f"step-{step}"
-    if folder.summary_path.exists():
-        raise CommandError(
-            f"the run is finished, and its model is in {folder.path / 'model'}; for that of a "
-            "snapshot name a FOLDER, or its --step"
-        )
-    return folder.path / "model"
 
 
 def _first_model(folder: RunFolder, actor: ActorConfig) -> Path:
@@ -105,8 +92,8 @@ def _first_model(folder: RunFolder, actor: ActorConfig) -> Path:
     path = Path(actor.path)
     if not path.is_dir():
         raise ModelError(
-            f"actor.path={path} of the run is no folder, seen from {Path.cwd()}; the tokenizer and "
-            "more is copied from there: go to where the run was started, or put it back"
+            f"actor.path={path} of the run, which has the tokenizer, is no folder, seen from "
+            f"{Path.cwd()}: go to where the run was started, or put it back"
         )
     begin.compare(name, content_of(path))
     return path

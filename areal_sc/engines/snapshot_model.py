@@ -25,14 +25,14 @@ _PARAMETER = "parameter."
 def export_snapshot(config: ActorConfig, snapshot: Path, folder: Path) -> None:
     """Writes what `begin_save_hf` would have written when the snapshot was taken.
 
-    Any mesh of either engine may have written the snapshot: it has the names of Hugging Face.
+    Any mesh of either engine may have written it: tensors have their Hugging Face names.
 
     Args:
-        config: of the run; `path` is the folder of the model that it began with.
+        config: of the run; `path` is a folder.
         snapshot: has `snapshot.json` in it.
         folder: is replaced as a whole.
-    Raises: CheckpointError: the snapshot cannot be read, is of another model, or the folder cannot
-        be written. ModelError: `config.path` cannot be used.
+    Raises: CheckpointError: the snapshot cannot be read, or is of another model, or the folder
+        cannot be written. ModelError: `config.path` cannot be used.
     """
     alone = ProcessGroup(0, 1, torch.device("cpu"))
     stored = SharedWeights(config, alone)

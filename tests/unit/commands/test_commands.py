@@ -139,7 +139,7 @@ def test_export_writes_where_the_run_would_have(
     assert call("export", stopped.path, "--step", 20) == 0
     assert call("export", stopped.path, "out") == 0
     snapshots = [stopped.snapshot_path(step) / "engine" for step in (30, 20, 30)]
-    targets = [stopped.path / "model", stopped.path / "models" / "step-20", tmp_path / "out"]
+    targets = [stopped.path / "model", stopped.path / "model", tmp_path / "out"]
     assert exported == [(Path("model"), *pair) for pair in zip(snapshots, targets, strict=True)]
     assert f"model of step 30: {stopped.path / 'model'}\n" in capsys.readouterr().out
 
@@ -151,7 +151,7 @@ def test_a_living_run_is_exported_to_elsewhere(
         living.hold(None)
         assert call("export", stopped.path) == 2
         told = " ".join(capsys.readouterr().err.split())
-        assert "which cannot be written now: name a FOLDER elsewhere" in told
+        assert "cannot be written now: name a FOLDER that is not the run's" in told
         assert exported == []
         assert call("export", stopped.path, "out") == 0
     assert [target for *_, target in exported] == [tmp_path / "out"]
@@ -160,7 +160,7 @@ def test_a_living_run_is_exported_to_elsewhere(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--step", "25"], 2, "there is no snapshot of step 25, only of 20, 30"),
+        (["--step", "25"], 2, "there is no snapshot of step 25, only of [20, 30]"),
         (["model"], 2, "goes on from the model in model: name another FOLDER"),
         (["run"], 8, "it has other files in it and is not a model's folder"),
     ],
@@ -189,7 +189,7 @@ def test_export_says_what_is_not_there_or_changed(
     assert "the run is finished, and its model is in" in " ".join(capsys.readouterr().err.split())
     os.chdir(stopped.path)
     assert call("export", stopped.path, "out") == 6
-    assert "actor.path=model of the run is no folder, seen from" in capsys.readouterr().err
+    assert "actor.path=model of the run, which has the tokenizer, is no" in capsys.readouterr().err
     for step in (20, 30):
         stopped.snapshot_path(step).rmdir()
     assert call("export", stopped.path) == 2
