@@ -39,10 +39,12 @@ _TYPE_NAMES = {
     str: "a string",
 }
 
-_RENAMED = {
-    "actor.num_workers": "actor.parallel.data",
-    "scheduler.slurm.train.role_workers": "scheduler.slurm.train.role_ranks",
+_FORMER = {
+    "actor.num_workers": "it is called actor.parallel.data now",
+    "scheduler.slurm.train.role_workers": "it is called scheduler.slurm.train.role_ranks now",
+    "scheduler.slurm.heterogeneous": "nodes that differ are a job each now: leave it out",
 }
+"""Setting that an older areal_sc had -> what to do."""
 
 
 def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
@@ -58,8 +60,8 @@ def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
         )
     nearest, name = nearest_keys(key, keys), key.rpartition(".")[2]
     is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
-    if key in _RENAMED:
-        advice = f"it is called {_RENAMED[key]} now"
+    if key in _FORMER:
+        advice = _FORMER[key]
     elif not is_ours and (meaning := meant_by(key)):
         advice = meaning
     elif nearest:

@@ -1,8 +1,6 @@
 """Which jobs a run asks SLURM for: nodes that are alike are one job, whatever they are for.
 
-Nodes that differ are a job each, or, where that is set, components of one heterogeneous job. SLURM
-has each component as a job of its own, whose id is `<id of the first one>+<component>`; it starts
-them together, and ends them together.
+Nodes that differ are a job each.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Any, Final
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.slurm_settings import RoleNodes, SlurmConfig
-from areal_sc.errors import ConfigError
 
 _SHIFTS: Final = MappingProxyType({"K": 10, "": 20, "M": 20, "G": 30, "T": 40})
 
@@ -54,13 +51,11 @@ class JobPlan:
         request: each of its nodes.
         shares: purpose -> number of its nodes.
         num_jobs: so many like this.
-        component: its number in a heterogeneous job; None: it is a job by itself.
     """
 
     request: NodeRequest
     shares: dict[Purpose, int] = field(hash=False)
     num_jobs: int = 1
-    component: int | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -80,30 +75,9 @@ class JobPlan:
         """A job of one node, in the place of one that is lost."""
         return replace(self, shares={purpose: 1}, num_jobs=1)
 
-    def job_id(self, submitted: str) -> str:
-        """SLURM's name of the job; of a component, beside the others.
-
-        Args:
-            submitted: id that `sbatch` has given; "": none.
-        """
-        return f"{submitted}+{self.component}" if submitted and self.is_component else submitted
-
-    @property
-    def is_component(self) -> bool:
-        """Of a heterogeneous job."""
-        return self.component is not None
-
 
 def job_plans(slurm: SlurmConfig) -> list[JobPlan]:
-    """The jobs of a run: one, unless roles have nodes of their own that differ, or join singly.
-
-    Raises: ConfigError: nodes cannot join singly and begin together.
-    """
-    if slurm.heterogeneous and not slurm.gang:
-        raise ConfigError(
-            "scheduler.slurm.heterogeneous: expected false with gang=false, whose nodes come and "
-            "go singly, got true; in a heterogeneous job one lost node ends all the others"
-        )
+    """The jobs of a run: one, unless roles have nodes of their own that differ, or join singly."""
     plans: list[JobPlan] = []
     for purpose, num_nodes, request in _wanted(slurm):
         if purpose is Purpose.rollout and not slurm.gang:
@@ -112,21 +86,7 @@ def job_plans(slurm: SlurmConfig) -> list[JobPlan]:
             plans[0].shares[purpose] = num_nodes
         else:
             plans.append(JobPlan(request, {purpose: num_nodes}))
-    if slurm.heterogeneous and len(plans) > 1:
-        return [replace(plan, component=number) for number, plan in enumerate(plans)]
     return plans
-
-
-def submissions(plans: Sequence[JobPlan]) -> list[list[JobPlan]]:
-    """The plans, each with those that the same `sbatch` submits."""
-    components = [plan for plan in plans if plan.is_component]
-    others = [[plan] for plan in plans if not plan.is_component]
-    return [components, *others] if components else others
-
-
-def submitted_id(job_id: str) -> str:
-    """The id that `sbatch` has given to a job, or to all components that this one belongs to."""
-    return job_id.partition("+")[0]
 
 
 def memory_bytes(words: str) -> int | None:

@@ -27,31 +27,31 @@ _AGENT_LOG: Final = (
 """Of a start of an agent; in words of the shell."""
 _END_LINES: Final = ("trap : TERM  # the agents get it, too", "until wait; do :; done")
 JOIN_SECRET: Final = "AREAL_SC_JOIN_SECRET"
-"""Environment variable of a job: the first line of its agents' input, which is secret; of a
-heterogeneous job a line for each component."""
+"""Environment variable of a job: the first line of its agents' input, which is secret."""
 
 
-def job_script(config: SchedulerConfig, run_dir: Path, plans: Sequence[JobPlan]) -> str:
+def job_script(config: SchedulerConfig, run_dir: Path, plan: JobPlan) -> str:
     """What `sbatch` gets; the arguments of the agents are in its environment.
 
     Args:
         run_dir: absolute; nodes that do not see it keep their logs to themselves.
-        plans: one of `submissions`: a job, or the components of one.
     """
-    wishes = [_wish_lines(config, plan) for plan in plans]
-    lines = [*wishes[0], *(line for more in wishes[1:] for line in ("#SBATCH hetjob", *more))]
+    lines = _wish_lines(config, plan)
     # a shell that has it from the beginning shows it in /proc as long as it lives
     again = f'exec env -u {JOIN_SECRET} bash "$0" <<<"${JOIN_SECRET}"'
     lines += _log_lines(config, run_dir, "slurm-$SLURM_JOB_ID")
     lines.append('cd "$SLURM_SUBMIT_DIR" 2>/dev/null || cd /')
     lines.append(f'[ -z "${{{JOIN_SECRET}:-}}" ] || {again}')
-    is_replaced = not config.slurm.gang and plans[0].shares == {Purpose.rollout: 1}
+    is_replaced = not config.slurm.gang and plan.shares == {Purpose.rollout: 1}
     lines += [f"export {COMES_BACK}=1"] if config.slurm.requeue or is_replaced else []
-    return "\n".join(["#!/bin/bash", *lines, *_job_lines(config, run_dir, plans)]) + "\n"
+    names = '$(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    lines += _begin_lines(config)
+    lines += _each_node(names, _start_line(config, run_dir, plan))
+    return "\n".join(["#!/bin/bash", *lines, *_END_LINES]) + "\n"
 
 
 def _wish_lines(config: SchedulerConfig, plan: JobPlan) -> list[str]:
-    """What `sbatch` reads of a job, or of a component."""
+    """What `sbatch` reads of a job."""
     request = plan.request
     flags = {
         "nodes": plan.num_nodes,
@@ -72,9 +72,7 @@ def _wish_lines(config: SchedulerConfig, plan: JobPlan) -> list[str]:
         f"#SBATCH --{flag}={shlex.quote(str(value))}" for flag, value in flags.items() if value
     ]
     lines.append(f"#SBATCH --{'requeue' if config.slurm.requeue else 'no-requeue'}")
-    # a component of which a node is lost cannot go on: SLURM would end the others alone
-    lines += [] if plan.is_component else ["#SBATCH --no-kill"]
-    return [*lines, *(f"#SBATCH {flag}" for flag in request.extra_flags)]
+    return [*lines, "#SBATCH --no-kill", *(f"#SBATCH {flag}" for flag in request.extra_flags)]
 
 
 def step_lines(
@@ -93,7 +91,7 @@ def step_lines(
         before: a shell command that each node runs first.
     """
     start = _start_line(config, run_dir, plan, srun_flags, before)
-    lines = _begin_lines(config, [plan])
+    lines = _begin_lines(config)
     if len(nodes) == 1:
         return [
             *lines,
@@ -103,29 +101,14 @@ def step_lines(
     return [*lines, *_each_node(shlex.join(nodes), start), *_END_LINES]
 
 
-def _job_lines(config: SchedulerConfig, run_dir: Path, plans: Sequence[JobPlan]) -> list[str]:
-    """Shell lines that start the agents of a job, or of the components of one, one a node."""
-    lines = _begin_lines(config, plans)
-    for plan in plans:
-        group = f"_HET_GROUP_{plan.component}" if plan.is_component else ""
-        names = f'$(scontrol show hostnames "$SLURM_JOB_NODELIST{group}")'
-        lines += _each_node(names, _start_line(config, run_dir, plan))
-    return [*lines, *_END_LINES]
-
-
-def _begin_lines(config: SchedulerConfig, plans: Sequence[JobPlan]) -> list[str]:
-    """The shell's input has a line for each plan: the first one of its agents' own input."""
+def _begin_lines(config: SchedulerConfig) -> list[str]:
+    """The shell's input is the first line of its agents' own input."""
     return [
-        *(f"read -r {_secret_of(plan)}" for plan in plans),
+        "read -r join_secret",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
         'export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"',
         *config.slurm.setup,
     ]
-
-
-def _secret_of(plan: JobPlan) -> str:
-    """Name of the shell's variable."""
-    return f"join_secret_{plan.component}" if plan.is_component else "join_secret"
 
 
 def _each_node(names: str, start: str) -> list[str]:
@@ -147,7 +130,6 @@ def _start_line(
     step = [
         # an `srun` that gets its task's output would wait for that of a node that is lost
         *("srun", "--nodes=1", "--ntasks=1", "--output=none"),
-        *([f"--het-group={plan.component}"] if plan.is_component else []),
         *([f"--cpus-per-task={cpus}"] if (cpus := plan.request.cpus_per_node) else []),
         *srun_flags,
     ]
@@ -157,12 +139,10 @@ def _start_line(
     agent = f"exec {shlex.join([*container, python])} -P -m areal_sc.workers.agent"
     run_id, *others = (f"${AGENT_WORDS}_{number}" for number in range(NUM_AGENT_WORDS))
     # two jobs of a run may have a node in common: what one ends must not be the other's memory
-    words = " ".join(f'"{word}"' for word in (f"{run_id}-${{SLURM_JOB_ID/+/-}}", *others))
-    # SLURM tells the tasks of all components the id of the first one
-    own_id = [f"SLURM_JOB_ID={plan.job_id('$SLURM_JOB_ID')}"] if plan.is_component else []
-    first = "; ".join([*own_id, *_log_lines(config, run_dir, _AGENT_LOG)])
+    words = " ".join(f'"{word}"' for word in (f"{run_id}-$SLURM_JOB_ID", *others))
+    first = "; ".join(_log_lines(config, run_dir, _AGENT_LOG))
     command = shlex.quote(f"{first}; {before}{agent} {words}")
-    return f'{shlex.join(step)} --nodelist="$node" bash -c {command} <<<"${_secret_of(plan)}"'
+    return f'{shlex.join(step)} --nodelist="$node" bash -c {command} <<<"$join_secret"'
 
 
 def _log_lines(config: SchedulerConfig, run_dir: Path, name: str) -> list[str]:

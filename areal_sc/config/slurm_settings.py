@@ -87,13 +87,8 @@ class SlurmConfig(Section):
         "all nodes begin together; false: those for generation join singly, and are asked for and "
         "given back as the run scales",
     )
-    heterogeneous: bool = setting(
-        False, "nodes that differ are components of one job; one lost node ends all of it"
-    )
     requeue: bool = setting(
-        False,
-        "SLURM starts jobs again that it has preempted, or, if heterogeneous, that have lost a "
-        "node, and the run waits for them",
+        False, "SLURM starts jobs again that it has preempted, and the run waits for them"
     )
     setup: list[str] = setting(list, "shell lines before the agents start: [module load cuda]")
     container: list[str] = setting(

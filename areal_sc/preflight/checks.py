@@ -30,7 +30,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.config.sharing import differing_sections
-from areal_sc.config.slurm_jobs import job_plans, nodes_for
+from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
@@ -170,7 +170,6 @@ def _check_names(config: GRPOConfig) -> None:
             "resume: must needs the run that overwrite=true would delete; give one of them"
         )
     own_scheduler(config.scheduler.type)  # raises where there is none
-    job_plans(config.scheduler.slurm)  # raises where settings contradict each other
     if config.scheduler.type == SchedulerType.local:  # else it is for the nodes to tell
         Interface.of(config.transport.bind)
 

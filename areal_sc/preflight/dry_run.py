@@ -18,7 +18,7 @@ from areal_sc.config.loader import config_text
 from areal_sc.config.machine import Machine
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import GRPOConfig, Resume
-from areal_sc.config.slurm_jobs import JobPlan, job_plans, memory_bytes, submissions
+from areal_sc.config.slurm_jobs import JobPlan, job_plans, memory_bytes
 from areal_sc.config.slurm_script import job_script
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.config.worker_plan import Plan, format_bytes
@@ -88,20 +88,17 @@ def _job_lines(config: GRPOConfig) -> Iterator[str]:
     run_dir, words = RunFolder(config.run_dir).path, commands.sbatch_words()
     if words:
         yield f"sbatch obeys the environment before the script: {words}"
-    for jobs in submissions(job_plans(scheduler.slurm)):
-        script = job_script(scheduler, run_dir, jobs)
+    for job in job_plans(scheduler.slurm):
+        script, reported_bytes = job_script(scheduler, run_dir, job), None
         yield script
-        reported = dict[str, int | None]()
         try:
             commands.check_submission(script, {})
-            for partition in {job.request.partition for job in jobs}:
-                reported[partition] = commands.most_memory_bytes(partition)
-            times = f", {jobs[0].num_jobs} times" if jobs[0].num_jobs > 1 else ""
+            reported_bytes = commands.most_memory_bytes(job.request.partition)
+            times = f", {job.num_jobs} times" if job.num_jobs > 1 else ""
             yield f"SLURM would take this job{times}"
         except (ConfigError, SchedulerSilent) as error:
             yield f"this job would not be taken: {error}"
-        for job in jobs:
-            nodes += _planned_nodes(job, reported.get(job.request.partition))
+        nodes += _planned_nodes(job, reported_bytes)
     if not scheduler.slurm.gang:  # more workers than at first come with nodes of their own
         config = replace(config, rollout=replace(config.rollout, autoscale=AutoscaleConfig()))
     for name, planned in plans(config, nodes).items():

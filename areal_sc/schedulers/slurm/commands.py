@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from areal_sc.config.slurm_jobs import submitted_id
 from areal_sc.errors import ConfigError, SchedulerSilent
 
 COMMAND_TIMEOUT_S: Final = 60.0
@@ -243,10 +242,10 @@ def found_job(name: str, give_up_s: float | None = None) -> str:
     num_looks = 0
     while True:
         try:
-            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%i"])
+            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%A"])
             num_looks += 1
             if listed.strip() or num_looks > 1:
-                return submitted_id(next(iter(listed.split()), ""))
+                return next(iter(listed.split()), "")
         except SchedulerSilent:
             num_looks = 0
             if time.monotonic() > give_up_s:
@@ -272,7 +271,7 @@ def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobSt
     """
     ask = run_patiently if is_patient else run_command
     states = dict.fromkeys(jobs, JobState("COMPLETED", reason=_FORGOTTEN))
-    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%i|%T|%r|%S|%N"]
+    words = ["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%A|%T|%r|%S|%N"]
     try:
         told = ask(words) if jobs else ""
     except ConfigError as error:
@@ -280,19 +279,15 @@ def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobSt
             raise
         told = ""
     for line in told.splitlines():
-        job, component, state, reason, start, nodes = line.split("|", 5)
-        found = JobState(state, frozenset(host_names(nodes)), reason, start)
-        states |= {job: found, component: found}
+        job, state, reason, start, nodes = line.split("|", 4)
+        states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)
     return states
 
 
 def num_restarts(job: str) -> int:
-    """How often SLURM has put a job back to those that wait, with all of its components.
-
-    Raises: SchedulerSilent.
-    """
-    told = run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]).split()
-    return max((int(count) for count in told if count.isdecimal()), default=0)
+    """How often SLURM has put a job back to those that wait. Raises: SchedulerSilent."""
+    told = run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]).strip()
+    return int(told) if told.isdecimal() else 0
 
 
 def host_names(hosts: str) -> list[str]:
@@ -324,7 +319,7 @@ def cancel(words: Sequence[str]) -> None:
 
 def what_to_change(script: str = "") -> str:
     """For whoever has asked for what there is not, by a job's script if it was one."""
-    kept = r"^#SBATCH (hetjob|--(?!output|chdir|ntasks|no-|requeue).*)$"
+    kept = r"^#SBATCH (--(?!output|chdir|ntasks|no-|requeue).*)$"
     asked = re.findall(kept, script, re.MULTILINE)
     advice = "\nchange scheduler.slurm (--dry-run shows the script)"
     advice += f"; asked for: {' '.join(asked)}" if asked else ""

@@ -19,8 +19,7 @@ class Job:
 
     Attributes:
         job_id: SLURM's.
-        name: of the job, or of the steps in it, that are the run's; all components of a
-            heterogeneous job have the same.
+        name: of the job, or of the steps in it, that are the run's.
         plan: what was asked for.
         is_own: it was submitted for the run, and ends with it.
         is_taken: a node of the run is of it, or is to be.
@@ -44,11 +43,6 @@ class Job:
     step: Step | None = None
     runs_since_s: float = 0.0
     told: str = "nothing is known of it yet"
-
-    @property
-    def invitation(self) -> str:
-        """Name of that to its agents."""
-        return self.plan.job_id(self.name)
 
     def check_waits(self, state: JobState) -> None:
         """Logs why it waits, when that has changed.

@@ -1,7 +1,7 @@
 """The jobs that lend a run its nodes.
 
     begin        within an allocation a step of it starts; else a job is submitted for each kind of
-                 nodes, or one of which they are components; none if SLURM refuses any of them
+                 nodes; none if SLURM refuses any of them
     submit       one more: a further node, or one in the place of a lost node
     end_one      a node is given back
     end          what agents, which have been told, do not end by themselves is cancelled
@@ -24,13 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_jobs import (
-    JobPlan,
-    job_plans,
-    merged_plan,
-    submissions,
-    submitted_id,
-)
+from areal_sc.config.slurm_jobs import JobPlan, job_plans, merged_plan
 from areal_sc.config.slurm_script import JOIN_SECRET, RESTART_COUNT, job_script
 from areal_sc.errors import ConfigError, SchedulerSilent, WorkerStartError
 from areal_sc.ids import random_id
@@ -107,19 +101,12 @@ class Jobs:
         plans, around = job_plans(self._config.slurm), os.environ.get("SLURM_JOB_ID", "")
         steps = [job for job in self._jobs if not job.is_own]
         if steps or (around and not self._jobs):
-            if any(plan.is_component for plan in plans):
-                what = "scheduler.slurm.heterogeneous has no effect in job %s, whose nodes are used"
-                logger.warning(what, around)
             return steps or [self._begin_step(around, merged_plan(plans))]
-        for together in submissions(plans):
-            if not self._free([plan.single for plan in together]):
-                script = job_script(self._config, self._folder.path, together)
+        for plan in plans:
+            if self._free(plan.single) is None:
+                script = job_script(self._config, self._folder.path, plan)
                 commands.check_submission(script, self._variables)
-        jobs: list[Job] = []
-        for together in submissions(plans):
-            for _ in range(together[0].num_jobs):
-                jobs += self._submit_together([plan.single for plan in together])
-        return jobs
+        return [self.submit(plan.single) for plan in plans for _ in range(plan.num_jobs)]
 
     def has(self, job_id: str) -> bool:
         """Whether it is one of the run's, and was not ended."""
@@ -136,12 +123,11 @@ class Jobs:
         self._file.note_lent(lent)
 
     def _begin_step(self, around: str, plan: JobPlan) -> Job:
-        """Raises: ConfigError: the job around the script lacks nodes, or has them in components."""
+        """Raises: ConfigError: the job around the script lacks nodes, or has several kinds."""
         if int(os.environ.get("SLURM_HET_SIZE") or 1) > 1:
             raise ConfigError(
                 f"the script runs in the heterogeneous job {around}, whose nodes are not used: "
-                "start it in a job of one kind of nodes, or outside of any: then "
-                "scheduler.slurm.heterogeneous=true asks for nodes that differ"
+                "start it in a job of one kind of nodes, or outside of any"
             )
         nodes = commands.host_names(os.environ.get("SLURM_JOB_NODELIST", ""))[: plan.num_nodes]
         if len(nodes) < plan.num_nodes:
@@ -149,7 +135,7 @@ class Jobs:
                 f"scheduler.slurm.nodes: expected at most {len(nodes)}, the nodes of job {around}, "
                 f"in which the script runs, got {plan.num_nodes}"
             )
-        job = Job(around, self._new_name([plan]), plan, is_own=False)
+        job = Job(around, self._new_name(plan), plan, is_own=False)
         self._jobs.append(job)
         self._note()
         count = os.environ.get(RESTART_COUNT, "")
@@ -159,7 +145,7 @@ class Jobs:
 
     def _invite(self, job: Job) -> str:
         num_restarts = MAX_RESTARTS if self._config.slurm.requeue else 0
-        return self._joins.invite(job.invitation, job.plan.num_nodes, num_restarts)
+        return self._joins.invite(job.name, job.plan.num_nodes, num_restarts)
 
     def submit(self, plan: JobPlan, on_named: Callable[[Job], None] = lambda job: None) -> Job:
         """A job that waits for its nodes: a new one, or one of an earlier start that nobody has.
@@ -169,54 +155,37 @@ class Jobs:
         Raises: ConfigError: SLURM refuses it. SchedulerSilent: slurmctld cannot be reached.
             WorkerStartError: the jobs have ended.
         """
-        [job] = self._submit_together([plan], on_named)
-        return job
-
-    def _submit_together(
-        self, plans: Sequence[JobPlan], on_named: Callable[[Job], None] = lambda job: None
-    ) -> list[Job]:
-        """By one `sbatch`. Arguments and errors as in `submit`."""
         with self._one_submits:
             self._check_open()
-            name = self._new_name(plans)
-            jobs = self._free(plans) or [Job("", name, plan, is_own=True) for plan in plans]
-            for job in jobs:
-                job.is_taken = True
-                on_named(job)
-            if all(job.job_id for job in jobs):
-                return jobs
-            if not jobs[0].was_tried:
-                self._jobs += jobs
+            job = self._free(plan) or Job("", self._new_name(plan), plan, is_own=True)
+            job.is_taken = True
+            on_named(job)
+            if not job.was_tried:
+                self._jobs.append(job)
                 self._note()
-            self._submit(jobs)
-        return jobs
+            if not job.job_id:
+                self._submit(job)
+        return job
 
-    def _submit(self, jobs: Sequence[Job]) -> None:
-        """All that have one name. Raises: as `submit`."""
-        name, were_tried = jobs[0].name, jobs[0].was_tried
-        script = job_script(self._config, self._folder.path, [job.plan for job in jobs])
-        variables = {**self._variables, JOIN_SECRET: "\n".join(map(self._invite, jobs))}
-        submitted = commands.found_job(name) if were_tried else ""
-        for job in jobs:
-            job.was_tried = True
+    def _submit(self, job: Job) -> None:
+        """Raises: as `submit`."""
+        script = job_script(self._config, self._folder.path, job.plan)
+        variables = {**self._variables, JOIN_SECRET: self._invite(job)}
+        found = commands.found_job(job.name) if job.was_tried else ""
+        job.was_tried = True
         try:
-            submitted = submitted or commands.submit(script, name, variables)
+            job.job_id = found or commands.submit(script, job.name, variables)
         except ConfigError:
-            for job in jobs:
-                self._jobs.remove(job)
+            self._jobs.remove(job)
             raise
         except SchedulerSilent:
-            for job in jobs:
-                job.is_taken = False  # whoever asks next finds out what became of it
+            job.is_taken = False  # whoever asks next finds out what became of it
             raise
         finally:
-            for job in jobs:
-                job.job_id = job.plan.job_id(submitted)
             self._note()
         with self._one_looks:
             self._pause_s = FIRST_LOOK_S
-        for job in jobs:
-            logger.info("job=%s name=%s nodes=%d", job.job_id, name, job.plan.num_nodes)
+        logger.info("job=%s name=%s nodes=%d", job.job_id, job.name, job.plan.num_nodes)
 
     def _submit_lost(self, lost: Job) -> None:
         """One that slurmctld has lost, by the same name; once, as it may have ended at once.
@@ -227,33 +196,23 @@ class Jobs:
             self._check_open()
             if lost.job_id:
                 logger.warning("job=%s was lost by slurmctld: it is submitted again", lost.job_id)
-            jobs = [job for job in self._jobs if job.name == lost.name]
-            for job in jobs:
-                job.was_lost, job.job_id = True, ""
+            lost.was_lost, lost.job_id = True, ""
             self._note()  # the next start looks for it by its name
             try:
-                self._submit(jobs)
+                self._submit(lost)
             except SchedulerSilent as error:
                 logger.warning("job %s is not submitted yet: %s", lost.name, error)
-            for job in jobs:
-                job.is_taken = True
+            lost.is_taken = True
 
     def _check_open(self) -> None:
         """Raises: WorkerStartError: it is closed."""
         if self._is_closed:
             raise WorkerStartError("no job is submitted: the scheduler is closed")
 
-    def _free(self, plans: Sequence[JobPlan]) -> list[Job]:
-        """One like each of these, of one submission, that nobody has, as far as is known; []: there
-        are none.
-        """
-        names = dict.fromkeys(job.name for job in self._jobs if job.is_own and not job.is_taken)
-        for name in names:
-            jobs = [job for job in self._jobs if job.name == name]
-            have_ended = any(self._known(job).has_ended for job in jobs)
-            if [job.plan for job in jobs] == list(plans) and not have_ended:
-                return jobs
-        return []
+    def _free(self, plan: JobPlan) -> Job | None:
+        """One like this that nobody has, as far as is known; None: there is none."""
+        free = (job for job in self._jobs if job.is_own and not job.is_taken and job.plan == plan)
+        return next((job for job in free if not self._known(job).has_ended), None)
 
     def check_start(self, job: Job, num_joined: int) -> None:
         """Whether all is well with a job not all of whose agents have joined.
@@ -376,19 +335,14 @@ class Jobs:
     def _note(self) -> None:
         """Raises: RunFolderError: it cannot be written. StaleTerm."""
         lending = self._file.lending
-        names = {
-            it.name for it in self._jobs if it.job_id in lending or not self._known(it).has_ended
-        }
-        jobs = [it for it in self._jobs if it.name in names]  # components go together
+        jobs = [it for it in self._jobs if it.job_id in lending or not self._known(it).has_ended]
         self._file.note_jobs([JobRecord(it.name, it.plan, it.is_own, it.job_id) for it in jobs])
 
-    def _new_name(self, plans: Sequence[JobPlan]) -> str:
-        kinds = "-".join(plan.kind for plan in plans)
-        return f"{NAME_PREFIX}{self._run_id}-{kinds}-{random_id()}"
+    def _new_name(self, plan: JobPlan) -> str:
+        return f"{NAME_PREFIX}{self._run_id}-{plan.kind}-{random_id()}"
 
     def _start_error(self, job: Job, what: str) -> WorkerStartError:
-        own_log = f"slurm-{submitted_id(job.job_id)}"
-        path = self._folder.log_path(own_log if job.is_own else STEPS_LOG)
+        path = self._folder.log_path(f"slurm-{job.job_id}" if job.is_own else STEPS_LOG)
         # what an agent has said, or the shell that could not start it, tells more than its srun
         joined = {log_of(it, self._folder) for it in self._joins.joined(job.job_id).values()}
         logs = sorted({*self._folder.logs.glob(f"agent-*-{job.job_id}.*.log")} - joined)

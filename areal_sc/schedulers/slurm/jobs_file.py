@@ -32,7 +32,7 @@ class JobRecord:
     """A job of the run, or the one that its script runs in.
 
     Attributes:
-        name: of the job, or of the run's steps in it; all components of a job have the same.
+        name: of the job, or of the run's steps in it.
         job_id: SLURM's; "": it may not have been submitted.
     """
 

@@ -4,8 +4,7 @@
                │ its job waits for the node, or its first agent has not joined yet
                │ SLURM has put the job back to those that wait: its new agents join by themselves
                │ SLURM has lost the node
-               ├► another node of the allocation, else a job of one node ─► its agent has joined
-               └► of a heterogeneous job nothing is left: all of it starts again, or the run ends
+               └► another node of the allocation, else a job of one node ─► its agent has joined
 
 consumes     agents that join, and looks at the node's job
 waits for    the agent, `startup_timeout_s` at most from when its job runs; for the job, and for a
@@ -229,9 +228,6 @@ class Renewal:
         SchedulerSilent.
         """
         lent, job = self._lent, self._lent.job
-        if job.plan.is_component:
-            self._wait_for_end_of_all()
-            return
         state = self._jobs.state(job).state
         if state in _WANTED_ENDS and not is_single(job, self._config):
             what = f"no node is asked for in place of {lent.name}: its job is {state}"
@@ -247,26 +243,6 @@ class Renewal:
         self._step = None
         self.job = self._jobs.submit(job.plan.of_one(lent.node.purpose))
         lent.wait_for(self.job)
-
-    def _wait_for_end_of_all(self) -> None:
-        """SLURM ends the components of a job, or starts them again, when it gives up a node.
-
-        Raises: WorkerStartError: it has ended them, or does not know that the node is lost.
-        """
-        lent, self._step = self._lent, None
-        state = self._jobs.state(lent.job)
-        if not state.has_ended and commands.is_silent(lent.name):
-            if lent.node.coming is None:
-                what = (lent.name, lent.job.job_id)
-                logger.warning("node=%s is silent; SLURM is to end or restart all of job=%s", *what)
-            lent.wait_for(lent.job)
-            return
-        raise WorkerStartError(
-            f"no node is asked for in place of {lent.name}: it was of the heterogeneous job "
-            f"{lent.job.job_id}, which is {state.state} ({state.reason}), and ends or starts again "
-            "as a whole; with scheduler.slurm.requeue=true SLURM starts it again when a node is "
-            "lost"
-        )
 
     def _start_step(self, name: str, before: str = "") -> None:
         job, self._name = self._lent.job, name

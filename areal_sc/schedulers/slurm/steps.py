@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_jobs import JobPlan, submitted_id
+from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
@@ -62,7 +62,7 @@ class Steps:
             restart: how often SLURM has started the job again.
             before: a shell command that each node runs first.
         """
-        flags = [f"--jobid={submitted_id(job_id)}", "--overlap", f"--job-name={name}"]
+        flags = [f"--jobid={job_id}", "--overlap", f"--job-name={name}"]
         lines = step_lines(self._config, self._folder.path, plan, nodes, flags, before)
         restarts = {RESTART_COUNT: str(restart)} if restart else {}
         with self._folder.log_path(STEPS_LOG).open("ab") as log:

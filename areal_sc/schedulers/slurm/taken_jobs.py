@@ -85,10 +85,7 @@ def _with_ids(known: RunJobs) -> list[JobRecord]:
     """
     if known.lent:  # all first ones have theirs; a successor that is submitted again is found then
         return known.jobs
-    return [
-        job if job.job_id else replace(job, job_id=job.plan.job_id(found_job(job.name)))
-        for job in known.jobs
-    ]
+    return [job if job.job_id else replace(job, job_id=found_job(job.name)) for job in known.jobs]
 
 
 def _is_expected(agent: FoundAgent, known: RunJobs, jobs: Sequence[JobRecord]) -> bool:
@@ -99,19 +96,17 @@ def _is_expected(agent: FoundAgent, known: RunJobs, jobs: Sequence[JobRecord]) -
 
 
 def _not_ended(jobs: Sequence[JobRecord], *, has_agents: bool) -> list[JobRecord]:
-    """Those that wait or run, or of which a component does, and those of which that is not known.
+    """Those that wait or run, and those of which that is not known.
 
     Raises: SchedulerSilent: as in `find`.
     """
     try:
-        ids = [job.job_id for job in jobs if job.job_id]
+        # an older areal_sc had jobs such as 17+1: these end by their names, if they have not ended
+        ids = [job.job_id for job in jobs if job.job_id.isdecimal()]
         states = commands.look_at(ids, is_patient=not has_agents)
     except SchedulerSilent as error:
         if not has_agents:
             raise
         logger.warning("what became of the run's jobs is not known: %s", error)
         states = {}
-    names = {
-        job.name for job in jobs if job.job_id not in states or not states[job.job_id].has_ended
-    }
-    return [job for job in jobs if job.name in names]
+    return [job for job in jobs if job.job_id not in states or not states[job.job_id].has_ended]

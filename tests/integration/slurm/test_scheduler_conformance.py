@@ -32,7 +32,6 @@ from areal_sc.transport.shards.memory_folder import user_folder
 
 KINDS = ("local", "a job", "inside an allocation", "ssh")
 SINGLY = "a job a node"
-DIFFERING = "a heterogeneous job"
 ORPHANS_S = 4.0
 
 
@@ -49,9 +48,6 @@ def config_of(kind: str, run_dir: Path, cluster: Cluster) -> SchedulerConfig:
     if kind == SINGLY:
         rollout = RolloutNodes(nodes=1, role_workers=1)
         slurm = SlurmConfig(gang=False, train=TrainNodes(nodes=1), rollout=rollout)
-    elif kind == DIFFERING:
-        rollout = RolloutNodes(nodes=len(NODES) - 1, cpus_per_node=2)
-        slurm = SlurmConfig(nodes=1, heterogeneous=True, rollout=rollout)
     return replace(config, type="slurm", slurm=slurm)
 
 
@@ -162,7 +158,7 @@ async def started(config: SchedulerConfig) -> tuple[asyncio.subprocess.Process, 
 class TestScript:
     """Of each kind but local, whose scripts have tests of their own."""
 
-    @pytest.mark.parametrize("kind", [*KINDS[1:], DIFFERING], indirect=True)
+    @pytest.mark.parametrize("kind", KINDS[1:], indirect=True)
     async def test_a_script_that_is_killed_or_stopped_leaves_nothing_for_long(
         self, kind: tuple[str, Cluster], tmp_path: Path
     ) -> None:

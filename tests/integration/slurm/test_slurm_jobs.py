@@ -63,6 +63,11 @@ async def test_each_role_has_nodes_of_its_own_kind_and_gpus_that_no_other_has(
         assert len({node.facts.token for node in nodes}) == 4
         assert len({node.log_path for node in nodes}) == 4
         assert all(node.log_path.exists() for node in nodes)
+        lost = next(node for node in of[Purpose.rollout] if node.name != both)
+        cluster.on(lost.name, "pkill", "-9", "-x", "areal:agent")
+        await scheduler.renew(lost, lost.facts.incarnation)
+        assert lost.facts.num_devices == 2
+        assert visible_devices(cluster, scheduler, lost.name) == ["0,1"]
     await until(lambda: cluster.left_overs() == [])
     assert cluster.jobs() == []
 

@@ -244,6 +244,7 @@ def test_nearest_keys_prefers_the_named_section() -> None:
         ("temperature", "did you mean generation.temperature?"),
         ("rollout.group_sise", "did you mean rollout.group_size?"),
         ("nothing_like_it", "the top level has run_dir"),
+        ("scheduler.slurm.heterogeneous", "nodes that differ are a job each now: leave it out"),
     ],
 )
 def test_words_of_others_are_understood_by_what_they_mean(word: str, meant: str) -> None:

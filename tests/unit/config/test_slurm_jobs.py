@@ -10,12 +10,9 @@ from areal_sc.config.slurm_jobs import (
     memory_bytes,
     merged_plan,
     single_plan,
-    submissions,
-    submitted_id,
     workers_of_single,
 )
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig, TrainNodes
-from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 
 LEAST = {"run_dir": "r", "total_steps": 1, "actor": {"path": "m"}}
@@ -56,23 +53,6 @@ def test_nodes_that_join_singly_are_a_job_each_and_trainers_one() -> None:
         ({Purpose.train: 2}, 1),
         ({Purpose.rollout: 1}, 2),
     ]
-
-
-def test_nodes_that_differ_are_components_of_one_job_on_request() -> None:
-    differ = {"nodes": 2, "rollout": RolloutNodes(nodes=4, constraint="l40")}
-    plans = job_plans(SlurmConfig(heterogeneous=True, **differ))
-    assert [plan.component for plan in plans] == [0, 1]
-    assert submissions(plans) == [plans]
-    assert [plan.job_id("17") for plan in plans] == ["17+0", "17+1"]
-    assert {submitted_id(plan.job_id("17")) for plan in plans} == {"17"}
-    apart = job_plans(SlurmConfig(**differ))
-    assert submissions(apart) == [[plan] for plan in apart]
-    assert [plan.job_id("17") for plan in apart] == ["17", "17"]
-    assert not merged_plan(plans).is_component, "an allocation is as it is"
-    [alike] = job_plans(SlurmConfig(heterogeneous=True, nodes=2))
-    assert not alike.is_component
-    with pytest.raises(ConfigError, match=r"heterogeneous: expected false with gang=false"):
-        job_plans(SlurmConfig(heterogeneous=True, gang=False, **differ))
 
 
 def test_what_a_role_is_not_given_is_as_for_the_others() -> None:

@@ -13,11 +13,12 @@ import pytest
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_script import COMES_BACK, JOIN_SECRET, job_script, step_lines
-from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig, TrainNodes
+from areal_sc.config.slurm_settings import SlurmConfig
 
 
 def test_what_is_not_set_is_left_to_the_cluster() -> None:
-    script = job_script(SchedulerConfig(run_dir="/r"), Path("/r"), job_plans(SlurmConfig()))
+    [plan] = job_plans(SlurmConfig())
+    script = job_script(SchedulerConfig(run_dir="/r"), Path("/r"), plan)
     flags = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
     assert flags == [
         *("--nodes=1", "--ntasks-per-node=1", "--output=/dev/null", "--chdir=/"),
@@ -39,9 +40,8 @@ def test_all_settings_are_in_the_script_and_bash_reads_it() -> None:
         extra_flags=["--exclusive"],
         setup=["module load cuda"],
     )
-    script = job_script(
-        SchedulerConfig(run_dir="/r", slurm=slurm), Path("/a folder"), job_plans(slurm)
-    )
+    [plan] = job_plans(slurm)
+    script = job_script(SchedulerConfig(run_dir="/r", slurm=slurm), Path("/a folder"), plan)
     flags = {line for line in script.splitlines() if line.startswith("#SBATCH")}
     assert flags > {
         *("#SBATCH --gpus-per-node=8", "#SBATCH --mem=64G", "#SBATCH --exclusive"),
@@ -52,22 +52,12 @@ def test_all_settings_are_in_the_script_and_bash_reads_it() -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_components_of_a_heterogeneous_job_are_one_script(tmp_path: Path) -> None:
-    """Each agent is told the id of its own component, and gets an invitation to that."""
-    train, rollout = TrainNodes(nodes=1, gpus_per_node=4), RolloutNodes(nodes=2, partition="cheap")
-    slurm = SlurmConfig(heterogeneous=True, train=train, rollout=rollout)
+def test_each_node_of_a_job_gets_an_agent_with_the_jobs_invitation(tmp_path: Path) -> None:
+    slurm = SlurmConfig(nodes=2)
     config = SchedulerConfig(run_dir=str(tmp_path), slurm=slurm, node_folder=str(tmp_path))
-    script = job_script(config, tmp_path, job_plans(slurm))
-    first, second = script.split("#SBATCH hetjob\n")
-    assert "#SBATCH --gpus-per-node=4\n" in first
-    assert "--partition" not in first
-    assert "#SBATCH --partition=cheap\n" in second
-    assert "--gpus-per-node" not in second
-    assert script.count("#SBATCH --nodes=") == script.count("#SBATCH --no-requeue\n") == 2
-    assert "--no-kill" not in script
     stand_ins = {
         "scontrol": 'shift 2; echo "$@"',
-        "srun": f'echo "$(cat) $*" >>{tmp_path}/agents',
+        "srun": f'echo "$(cat) ${{{JOIN_SECRET}-no more}} $*" >>{tmp_path}/agents',
     }
     for name, does in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
@@ -75,30 +65,22 @@ def test_components_of_a_heterogeneous_job_are_one_script(tmp_path: Path) -> Non
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "a",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "a",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "a b",
+        "SLURM_JOB_NODELIST": "a b",
         "SLURM_SUBMIT_DIR": "/",
-        JOIN_SECRET: "key one\nkey two",
+        JOIN_SECRET: "key one",
     }
-    (tmp_path / "script").write_text(script)
+    [plan] = job_plans(slurm)
+    (tmp_path / "script").write_text(job_script(config, tmp_path, plan))
     subprocess.run(["bash", str(tmp_path / "script")], check=True, env=variables)
     agents = sorted((tmp_path / "agents").read_text().splitlines())
-    told = [
-        re.findall(r"^(key \w+) .*--het-group=(\d) .*nodelist=(\w) .*ID\+(\d);", it)
-        for it in agents
-    ]
-    assert told == [
-        [("key one", "0", "a", "0")],
-        [("key two", "1", "a", "1")],
-        [("key two", "1", "b", "1")],
-    ]
+    told = [re.findall(r"^(key \w+ no more) .*nodelist=(\w) ", it) for it in agents]
+    assert told == [[("key one no more", "a")], [("key one no more", "b")]]
 
 
 def test_agents_of_nodes_that_are_replaced_do_not_ask_the_run_to_end() -> None:
     slurm = SlurmConfig(gang=False)
     config = SchedulerConfig(run_dir="/r", slurm=slurm)
-    train, rollout = (job_script(config, Path("/r"), [plan]) for plan in job_plans(slurm))
+    train, rollout = (job_script(config, Path("/r"), plan) for plan in job_plans(slurm))
     assert f"export {COMES_BACK}=1" in rollout
     assert COMES_BACK not in train
 
@@ -112,7 +94,8 @@ def test_a_job_has_its_log_in_the_run_folder_or_else_on_its_node(
         (run_dir / "logs").mkdir(parents=True)
     slurm = SlurmConfig(setup=["echo set up in $PWD; exit"])
     config = SchedulerConfig(run_dir=str(run_dir), slurm=slurm, node_folder=str(node_folder))
-    script = job_script(config, run_dir, job_plans(slurm))
+    [plan] = job_plans(slurm)
+    script = job_script(config, run_dir, plan)
     variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path / "not there")}
     subprocess.run(["bash", "-c", script], input="\n", text=True, check=True, env=variables)
     [log] = tmp_path.rglob("slurm-7.log")
@@ -162,7 +145,8 @@ def test_a_container_is_around_the_agent_and_not_around_slurms_commands(
     container: list[str], command: str
 ) -> None:
     slurm = SlurmConfig(container=container, python="python3", requeue=True)
-    script = job_script(SchedulerConfig(run_dir="/r", slurm=slurm), Path("/r"), job_plans(slurm))
+    [plan] = job_plans(slurm)
+    script = job_script(SchedulerConfig(run_dir="/r", slurm=slurm), Path("/r"), plan)
     assert "#SBATCH --requeue\n" in script
     [line] = [line.strip() for line in script.splitlines() if line.startswith("  srun ")]
     words = shlex.split(line)

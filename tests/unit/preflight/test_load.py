@@ -162,12 +162,8 @@ def test_flags_work_from_python_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "further",
-    [
-        (),
-        ("scheduler.slurm.gang=false", "rollout.autoscale.max=9"),
-        ("scheduler.slurm.heterogeneous=true",),
-    ],
-    ids=["gang", "single", "heterogeneous"],
+    [(), ("scheduler.slurm.gang=false", "rollout.autoscale.max=9")],
+    ids=["gang", "single"],
 )
 def test_a_dry_run_shows_the_jobs_that_slurm_would_get_and_their_workers(
     tmp_path: Path,
@@ -183,9 +179,7 @@ def test_a_dry_run_shows_the_jobs_that_slurm_would_get_and_their_workers(
     words += ["scheduler.type=slurm", *further, "--dry-run"]
     load_config(settings, *words, makes_model=True)
     shown = capsys.readouterr().out
-    scripts = shown.split("#!/bin/bash\n")[1:]
-    train, rollout = scripts if len(scripts) > 1 else (shown[shown.index("#SBATCH ") :], shown)
-    assert ("\n#SBATCH hetjob\n" in train) == (len(scripts) == 1) == ("hetero" in str(further))
+    _, train, rollout = shown.split("#!/bin/bash\n")
     assert "sbatch obeys the environment before the script: {'SBATCH_ACCOUNT': 'mine'}" in shown
     assert train.startswith("#SBATCH --nodes=1\n")
     assert "#SBATCH --gpus-per-node=8\n" in train

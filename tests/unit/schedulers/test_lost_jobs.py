@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import JobPlan, job_plans
-from areal_sc.config.slurm_script import JOIN_SECRET
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
 from areal_sc.errors import ConfigError
 from areal_sc.run_folder import RunFolder
@@ -71,43 +71,10 @@ def test_one_that_slurm_does_not_take_again_can_be_ended(
     lost.end_one(job, 0.0, are_told=False)
 
 
-def test_components_that_are_lost_are_submitted_again_together(
+def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm = SlurmConfig(heterogeneous=True, rollout=RolloutNodes(nodes=1, constraint="other"))
-    plans = job_plans(slurm)
-    records = [JobRecord("one", it, is_own=True, job_id=it.job_id("17")) for it in plans]
-    joins: Any = SimpleNamespace(invite=lambda name, *_: f"secret of {name}")
-    steps: Any = None
-    folder, known = RunFolder(tmp_path), RunJobs("run", "", records)
-    lost = Jobs(SchedulerConfig(run_dir="r", slurm=slurm), folder, known, {}, steps, joins)
-    submitted: list[str] = []
-
-    def submit(script: str, name: str, variables: Mapping[str, str]) -> str:
-        submitted.append(script)
-        assert variables[JOIN_SECRET] == "secret of one+0\nsecret of one+1"
-        return "18"
-
-    states = dict.fromkeys(["17+0", "17+1"], FORGOTTEN)
-    waits = JobState("PENDING")  # a slow machine looks again
-    monkeypatch.setattr(commands, "look_at", lambda ids: {it: states.get(it, waits) for it in ids})
-    monkeypatch.setattr(commands, "found_job", lambda _: "")
-    monkeypatch.setattr(commands, "submit", submit)
-    components = [lost.of(record.job_id) for record in records]
-    lost.check_start(components[0], 0)
-    lost.check_start(components[1], 0)
-    assert [job.job_id for job in components] == ["18+0", "18+1"]
-    [script] = submitted
-    assert "#SBATCH hetjob" in script
-    noted = JobsFile.read(folder)
-    assert noted is not None
-    assert [job.job_id for job in noted.jobs] == ["18+0", "18+1"]
-
-
-def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    slurm = SlurmConfig(heterogeneous=True, rollout=RolloutNodes(nodes=1, constraint="other"))
+    slurm = SlurmConfig(rollout=RolloutNodes(nodes=1, constraint="other"))
     started: list[JobPlan] = []
     steps: Any = SimpleNamespace(start=lambda job, name, plan, *_, **__: started.append(plan))
     joins: Any = None
@@ -116,8 +83,8 @@ def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(commands, "host_names", lambda _: ["node1", "node2"])
     [job] = Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
-    assert (job.job_id, job.plan.num_nodes, started[0].component) == ("5", 2, None)
-    assert "heterogeneous has no effect in job 5, whose nodes are used" in caplog.text
+    assert (job.job_id, started) == ("5", [job.plan])
+    assert job.plan.shares == {Purpose.train: 1, Purpose.rollout: 1}, "one step for both kinds"
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     with pytest.raises(ConfigError, match="runs in the heterogeneous job 5, whose nodes are not"):
         Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import json
 from unit.schedulers.conftest import SILENT, stand_in
 
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
+from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, taken_jobs
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState
-from areal_sc.schedulers.slurm.jobs_file import JobRecord
+from areal_sc.schedulers.slurm.jobs_file import JobRecord, RunJobs
+from areal_sc.schedulers.slurm.taken_jobs import find_earlier
+from areal_sc.transport.security.keys import RunKeys
 
 
 def test_a_submission_that_was_accepted_without_an_answer_is_not_repeated(bin_folder: Path) -> None:
@@ -61,7 +65,7 @@ def test_a_script_that_begins_waits_for_slurmctld(
     bin_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "_LOOK_AGAIN_S", 0.01)
-    once = f"[ -e {bin_folder}/asked ] && echo '17|17|PENDING|None|N/A|'"
+    once = f"[ -e {bin_folder}/asked ] && echo '17|PENDING|None|N/A|'"
     stand_in(bin_folder, "squeue", f"{once} || {{ touch {bin_folder}/asked; {SILENT}; }}")
     [plan] = job_plans(SlurmConfig())
     waits = JobRecord("one", plan, is_own=True, job_id="17")
@@ -121,10 +125,31 @@ def test_a_job_that_is_forgotten_has_ended(bin_folder: Path) -> None:
 
 
 def test_a_look_tells_state_nodes_and_reason(bin_folder: Path) -> None:
-    stand_in(bin_folder, "squeue", "echo '17|17|RUNNING|None|2026-01-02T03:04:05|node3'")
+    stand_in(bin_folder, "squeue", "echo '17|RUNNING|None|2026-01-02T03:04:05|node3'")
     expected = JobState("RUNNING", frozenset(["node3"]), "None", "2026-01-02T03:04:05")
     assert commands.look_at(["16", "17"])["17"] == expected
     assert not expected.has_ended
+    stand_in(bin_folder, "squeue", "echo '2        '")
+    assert commands.num_restarts("17") == 2
+
+
+def test_jobs_of_an_older_format_end_by_their_names(bin_folder: Path) -> None:
+    """They were components of one job, and their file has fields that there are no more."""
+    plan = {"request": {}, "shares": {"any": 1}, "num_jobs": 1}
+    jobs = [
+        {"name": "one", "plan": plan | {"component": it}, "is_own": True, "job_id": f"17+{it}"}
+        for it in range(2)
+    ]
+    folder, keys = RunFolder(bin_folder / "run"), RunKeys.create()
+    folder.path.mkdir()
+    old = {"run_id": keys.run_id, "settings": "", "jobs": jobs, "lent": []}
+    folder.jobs_path.write_bytes(json.encode(old))
+    waits = f"[ -e {bin_folder}/scancel.calls ] || printf '17|PENDING\\n18|PENDING\\n'"
+    looks = stand_in(bin_folder, "squeue", waits)
+    ended = stand_in(bin_folder, "scancel", "true")
+    assert find_earlier(folder, keys, "new").known == RunJobs(keys.run_id, "new")
+    assert ended.read_text() == "--state=PENDING 17 18\n"
+    assert all("-n one,one" in look for look in looks.read_text().splitlines())
 
 
 def test_what_a_surrounding_job_says_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,18 +161,6 @@ def test_what_a_surrounding_job_says_is_not_handed_on(monkeypatch: pytest.Monkey
     assert (found["SLURM_CONF"], found["SBATCH_ACCOUNT"], found["MORE"]) == (
         *("/etc/slurm.conf", "mine", "1"),
     )
-
-
-def test_components_of_a_job_are_told_apart_and_found_by_the_id_of_all(bin_folder: Path) -> None:
-    lines = "18|17+1|PENDING|Priority|N/A|\\n17|17+0|PENDING|Resources|N/A|\\n"
-    stand_in(bin_folder, "squeue", f"printf '{lines}'")
-    states = commands.look_at(["17+0", "17+1"])
-    assert [states[it].reason for it in ("17+0", "17+1")] == ["Resources", "Priority"]
-    assert commands.look_at(["17"])["17"].reason == "Resources", "the job around a script, say"
-    stand_in(bin_folder, "squeue", "echo 17+1; echo 17+0")
-    assert commands.found_job("areal_sc-1") == "17"
-    stand_in(bin_folder, "squeue", "echo 0; echo 1")  # one is not put back yet
-    assert commands.num_restarts("17+0") == 1
 
 
 @pytest.mark.parametrize(
