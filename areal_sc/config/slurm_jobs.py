@@ -1,6 +1,6 @@
-"""Which jobs a run asks SLURM for: nodes that are alike are one job, whatever they are for.
+"""Which jobs a run asks SLURM for.
 
-Nodes that differ are a job each.
+Nodes that are alike are one job, whatever they are for; nodes that differ are a job each.
 """
 
 from __future__ import annotations

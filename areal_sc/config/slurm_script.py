@@ -102,7 +102,7 @@ def step_lines(
 
 
 def _begin_lines(config: SchedulerConfig) -> list[str]:
-    """The shell's input is the first line of its agents' own input."""
+    """Shell lines before those of agents; its input is the first line of each agent's own."""
     return [
         "read -r join_secret",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
