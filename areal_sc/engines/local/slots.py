@@ -142,6 +142,7 @@ class SlotTable:
         self.top_k = np.zeros(max_rows, dtype=np.int64)
         self.stream_keys = np.zeros(max_rows, dtype=np.uint64)
         self.stop_token_ids = np.full((max_rows, 1), -1, dtype=np.int64)
+        self.has_stop_strings = np.zeros(max_rows, dtype=np.bool_)
 
     @property
     def num_running(self) -> int:
@@ -210,9 +211,9 @@ class SlotTable:
         self.cached[rows] = length
         self.length[rows] = length + 1
         has_stopped = (self.stop_token_ids[rows] == sampled[:, None]).any(axis=1)
-        for at, (row, token) in enumerate(zip(rows.tolist(), sampled.tolist(), strict=True)):
-            stops = self._requests[row].stops
-            has_stopped[at] |= stops is not None and stops.completes(token)
+        for at in np.flatnonzero(self.has_stop_strings[rows]):
+            stops = self._requests[rows[at]].stops
+            has_stopped[at] |= stops is not None and stops.completes(int(sampled[at]))
         is_finished = has_stopped | (length + 1 >= self.max_length[rows])
         finished = []
         for i in np.flatnonzero(is_finished):
@@ -258,6 +259,7 @@ class SlotTable:
             self.stop_token_ids = np.pad(self.stop_token_ids, widths, constant_values=-1)
         self.stop_token_ids[row] = -1
         self.stop_token_ids[row, :num_stops] = request.stop_token_ids
+        self.has_stop_strings[row] = request.stops is not None
         if request.prefix_group is not None:
             self._groups.setdefault(request.prefix_group, []).append(request)
 
@@ -304,6 +306,7 @@ class SlotTable:
             self.top_k,
             self.stream_keys,
             self.stop_token_ids,
+            self.has_stop_strings,
         ):
             column[targets] = column[sources]
         moves = list(zip(sources, targets, strict=True))
