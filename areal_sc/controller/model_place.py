@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from areal_sc.controller.ledger import Ledger
 from areal_sc.disk import Disk
+from areal_sc.errors import RunFolderError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class ModelPlace(Struct, frozen=True):
 
 
 class PlaceFile:
-    """Keeps the place of one model. Methods that write raise OSError, and StaleTerm.
+    """Keeps the place of one model. Methods that write raise RunFolderError.
 
     Attributes:
         left: what the start before has left; None: nothing.
@@ -72,7 +73,7 @@ class PlaceFile:
         return self.left
 
     async def begin(self, lineage: int, version: int) -> None:
-        """The model is in another lineage."""
+        """The model goes to another lineage."""
         await self._write(replace(self._place, lineage=lineage, version=version))
 
     async def advance(self, version: int) -> None:
@@ -86,5 +87,8 @@ class PlaceFile:
 
     async def _write(self, place: ModelPlace) -> None:
         content = msgspec.json.encode(place)
-        await self._disk.run(lambda: self._disk.create(self._path, content))
+        try:
+            await self._disk.run(lambda: self._disk.create(self._path, content))
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self._path}: {error}") from error
         self._place = place

@@ -151,8 +151,8 @@ class TrainController(Controller):
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
             lineage = self._common.enter_lineage(self.role, self._folder)
-            recovery = await self._ranks.start(lineage)
             await self.place.begin(lineage, 0)
+            recovery = await self._ranks.start(lineage)
         self._recover_by(recovery)
 
     async def close_async(self) -> None:
@@ -354,8 +354,8 @@ class TrainController(Controller):
         has_snapshot = step > 0 or self._folder.snapshot_path(step).exists()
         place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
         lineage = self._common.enter_lineage(self.role, self._folder)
-        await self._ranks.load(lineage, Source(step, place))
         await self.place.begin(lineage, step)
+        await self._ranks.load(lineage, Source(step, place))
         self._begin_version()
 
     def note_snapshot(self, step: int) -> None:

@@ -127,7 +127,7 @@ class FaultyScript(TrainingRun):
         self.settings.store_groups = store_groups
 
     def _is_missing(self, worker: SimulatedWorker) -> bool:
-        members = (*self.actor.fleet.members, *self.rollout.fleet.members)
+        members = [member for it in self.controllers for member in it.fleet.members]
         is_wanted = any(member.name == worker.name for member in members)
         return is_wanted and worker.exit_status is not None
 
@@ -156,7 +156,7 @@ class FaultyScript(TrainingRun):
         self.cluster.terms[self.process] = RunTerm.begin(self.cluster.run_dir)
         self.make_controllers()
         self.all_rollouts.append(self.rollout)
-        for controller in (self.actor, self.rollout):
+        for controller in self.controllers:
             controller._control_loop = _ThisLoop()  # type: ignore[assignment]
         await self._play()
 
@@ -168,10 +168,10 @@ class FaultyScript(TrainingRun):
             self._has_taken_over = False
             if self.ends:
                 self._check_newest()
-                taken = await take_over([self.actor, self.rollout])
+                taken = await take_over(self.controllers)
                 self._check_newest()
                 self._has_taken_over = taken is not None
-                for controller in (self.actor, self.rollout):
+                for controller in self.controllers:
                     if controller.worker_lost is not None:
                         raise controller.worker_lost
                 if taken is None:
@@ -280,7 +280,7 @@ class FaultyScript(TrainingRun):
 
     async def _unless_given_up(self, work: Coroutine[Any, Any, Any]) -> None:
         """As `ControlLoop.run`: a worker that is given up ends every call."""
-        task, controllers = asyncio.create_task(work, name="the step"), (self.actor, self.rollout)
+        task, controllers = asyncio.create_task(work, name="the step"), self.controllers
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=5.0)
@@ -307,10 +307,11 @@ class FaultyScript(TrainingRun):
             rest_s = self.faults.last_s - self.cluster.now_s  # of a partition, say
             if rest_s > 0.0 or any(self._is_missing(w) or w.is_hung for w in workers):
                 await asyncio.sleep(max(rest_s, 0.0) + NOTICE_S)
-            await self.actor._ranks.repeated(_nothing)  # as when the model is written
+            for model in (*self.others, self.actor):
+                await model._ranks.repeated(_nothing)  # as when the model is written
             staying = [state.member for state in self.rollout._workers.set.staying]
             for controller, members in (
-                (self.actor, self.actor.fleet.members),
+                *((model, model.fleet.members) for model in (*self.others, self.actor)),
                 (self.rollout, staying),
             ):
                 assert controller._recovery is not None
@@ -334,7 +335,7 @@ class FaultyScript(TrainingRun):
             self.check_batch(batch)
         await self._evaluate_when_due()
         self.phase = "recomputing log-probabilities"
-        batch = await actor.compute_proximal_logprobs_async(batch)
+        batch = await self.compute_logprobs(batch)
         batch = actor.compute_advantages(batch)
         self._set_phase("training")
         await actor.ppo_update_async(batch)

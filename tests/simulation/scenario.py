@@ -88,6 +88,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
         restart_s=rng.choice((0.0, 1.0, 5.0, 60.0)),
     )
     settings.admission = rng.choice(list(AdmissionMode))
+    settings.has_reference = random.Random(f"reference {seed}").random() < 0.25
     if FaultKind.scale in kinds and seed % 2:
         # drawn apart, so that other seeds are what they were
         scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))

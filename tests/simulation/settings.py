@@ -53,6 +53,7 @@ class Settings:
     memory_every: int = 1
     keep_rows_steps: int = 0
     max_deaths: int = 5
+    has_reference: bool = False
     seed: int = 0
     behavior: Behavior = field(default_factory=Behavior)
 

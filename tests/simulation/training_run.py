@@ -25,6 +25,7 @@ from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc.config.schema import WeightUpdateMethod
+from areal_sc.controller.base import Controller
 from areal_sc.controller.evaluation import EvaluationOutcome
 from areal_sc.controller.ledger import Ledger
 from areal_sc.controller.rollout import RolloutController
@@ -61,6 +62,11 @@ class TrainingRun(RunBooks):
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), cluster, runtime=runtime)
         self.rollout = RolloutController(LocalGenerator(rollout_config), cluster, runtime=runtime)
+        reference = TrainController(
+            FSDPPPOActor(actor_config), cluster, role="ref", runtime=runtime
+        )
+        self.others = [reference] if settings.has_reference else []
+        self.controllers: list[Controller] = [*self.others, self.actor, self.rollout]
         self.rollout.groups.admission.total_steps = (
             settings.num_steps if settings.ends_at_last_step else None
         )
@@ -69,13 +75,13 @@ class TrainingRun(RunBooks):
     @asynccontextmanager
     async def started(self) -> AsyncIterator[TrainingRun]:
         """The controllers, between `start_async` and `close_async`."""
-        around, actor, rollout = asyncio.all_tasks(), self.actor, self.rollout
+        around, controllers = asyncio.all_tasks(), self.controllers
         try:
             with self.watching():
-                await asyncio.gather(actor.start_async(), rollout.start_async())
+                await asyncio.gather(*(controller.start_async() for controller in controllers))
                 yield self
         finally:
-            await asyncio.gather(actor.close_async(), rollout.close_async())
+            await asyncio.gather(*(controller.close_async() for controller in controllers))
             self.clean_up()
         left = asyncio.all_tasks() - around
         await asyncio.sleep(SLOWEST_MESSAGES_S)  # what was on its way arrives
@@ -103,7 +109,7 @@ class TrainingRun(RunBooks):
         self.check_batch(batch)
         self.check_stores(batch)
         await self._evaluate_when_due()
-        batch = await actor.compute_proximal_logprobs_async(batch)
+        batch = await self.compute_logprobs(batch)
         batch = actor.compute_advantages(batch)
         await actor.ppo_update_async(batch)
         self.check_step_was_trained(batch)
@@ -114,6 +120,11 @@ class TrainingRun(RunBooks):
         for rank in self.cluster.train_workers:
             assert len(rank.store.sizes) == num_sealed, "a rank holds more than the weights"
         return batch
+
+    async def compute_logprobs(self, batch: BatchMetadata) -> BatchMetadata:
+        for reference in self.others:
+            batch = await reference.compute_logprobs_async(batch, field="reference_logprobs")
+        return await self.actor.compute_proximal_logprobs_async(batch)
 
     def watching(self) -> AbstractContextManager[Any]:
         """While it lasts, these books hear of it when the ledger goes back."""
