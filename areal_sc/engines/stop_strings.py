@@ -34,8 +34,8 @@ class StopStrings:
     """Reads one answer's tokens.
 
     A token's text depends on its neighbours: a character may have several tokens, and some
-    tokenizers drop the space that begins a text. Tokens are therefore decoded behind those that
-    gave the last whole characters.
+    tokenizers drop the space that begins a text. Tokens are therefore decoded together with those
+    before them, back to where the last but one whole character ends.
 
     Raises: ConfigError: a string has a special token in it, which the text of answers leaves out.
     """
@@ -53,9 +53,9 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._longest = max(map(len, self.strings))
         self._token_ids: list[int] = []
-        self._num_known = 0  # of these tokens: they are there for those behind them
-        self._known = ""  # their text
-        self._tail = ""  # the end of the answer's text up to there: a stop may begin in it
+        self._num_known = 0  # of these tokens; they are there for those behind them
+        self._known = ""  # text of these
+        self._tail = ""  # end of the answer's text up to there: a stop may begin in it
 
     def completes(self, token_id: int) -> bool:
         """Takes the answer's next token; whether a string is complete with it."""
@@ -63,12 +63,12 @@ class StopStrings:
             return False
         self._token_ids.append(token_id)
         text = self._decode()
-        seen = self._tail + text.rstrip(_INCOMPLETE)[len(self._known) :]
+        seen = self._tail + text[len(self._known) :]
         if any(string in seen for string in self.strings):
             return True
         is_whole = len(text) > len(self._known) and not text.endswith(_INCOMPLETE)
         if is_whole or len(self._token_ids) - self._num_known > _MAX_OPEN_TOKENS:
-            self._tail = (self._tail + text[len(self._known) :])[-self._longest :]
+            self._tail = seen[-self._longest :]
             del self._token_ids[: self._num_known]
             self._num_known, self._known = len(self._token_ids), self._decode()
         return False
