@@ -347,7 +347,7 @@ def summary_table(summary: Summary) -> Table:
 
 
 def _entries(values: Mapping[str, Any]) -> str:
-    """Counts by cause, or numbers by name; a name may stand for several."""
+    """Counts by cause, or numbers by name, also several of each."""
     if all(isinstance(value, int) for value in values.values()):
         return describe_counts(values)
     entries = (

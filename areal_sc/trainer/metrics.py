@@ -227,8 +227,8 @@ class Summary:
         wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
         accuracy_before, accuracy_after: means of the workflow's metric of that name.
         reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
-        named_evaluations: name of an `Evaluations` -> these fields, of its own prompts; the fields
-            themselves are of the one without a name.
+        other_evaluations: name of an evaluation -> accuracy and reward of its newest result: those
+            of further prompts (`NAME/before`, ...), and `periodic`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
         num_rows_trained_twice: by the ledger; anything but 0 is a defect.
         num_worker_restarts: of workers that were lost and started again.
@@ -245,7 +245,7 @@ class Summary:
     reward_after: float | None = None
     reward_parts_before: Mapping[str, float] | None = None
     reward_parts_after: Mapping[str, float] | None = None
-    named_evaluations: Mapping[str, Mapping[str, Any]] | None = None
+    other_evaluations: Mapping[str, Mapping[str, float | None]] | None = None
     max_token_staleness_trained: int | None = None
     max_group_staleness: int | None = None
     num_rows_trained: int | None = None
@@ -284,12 +284,24 @@ def summarize(
     def total(name: str) -> Any:
         return sum(getattr(step, name) for step in steps)
 
-    by_name: dict[str, list[EvaluationResult]] = {}
-    for result in evaluations:
-        by_name.setdefault(result.name.rpartition("/")[0], []).append(result)
-    measured = _evaluated(by_name.pop("", []))
-    if by_name:
-        measured["named_evaluations"] = {n: _evaluated(of_it) for n, of_it in by_name.items()}
+    named = {result.name: result for result in evaluations}
+    measured: dict[str, Any] = {
+        f"{metric}_{name}": getattr(named[name], metric)
+        for metric in ("accuracy", "reward")
+        for name in ("before", "after")
+        if name in named
+    }
+    for name in ("before", "after"):
+        if name in named and (parts := named[name].reward_parts()):
+            measured[f"reward_parts_{name}"] = parts
+    if "greedy" in named:
+        measured["greedy_accuracy_after"] = named["greedy"].accuracy
+    further = {
+        name: {"accuracy": result.accuracy, "reward": result.reward}
+        for name, result in named.items()
+        if name not in ("before", "after", "greedy")
+    }
+    measured["other_evaluations"] = further or None
     if steps:
         time_s, num_rows = total("step_time_s"), total("num_rows")
         measured |= {
@@ -304,23 +316,6 @@ def summarize(
         }
     # the record of a step is lost with a script that dies between the two
     return Summary(num_steps=steps[-1].step if steps else 0, **others, **measured)
-
-
-def _evaluated(evaluations: Sequence[EvaluationResult]) -> dict[str, Any]:
-    """The fields that follow from the evaluations on one set of prompts."""
-    found = {result.name.rpartition("/")[2]: result for result in evaluations}
-    measured: dict[str, Any] = {
-        f"{metric}_{name}": getattr(found[name], metric)
-        for metric in ("accuracy", "reward")
-        for name in ("before", "after")
-        if name in found
-    }
-    for name in ("before", "after"):
-        if name in found and (parts := found[name].reward_parts()):
-            measured[f"reward_parts_{name}"] = parts
-    if "greedy" in found:
-        measured["greedy_accuracy_after"] = found["greedy"].accuracy
-    return measured
 
 
 def _ratio(part: float, whole: float) -> float:

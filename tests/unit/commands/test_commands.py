@@ -85,7 +85,7 @@ def test_curve_draws_and_sums_up_what_a_stopped_run_has_measured(
     assert said.startswith(f"1 steps: {folder.learning_curve_path}\nnum_steps ")
     assert re.search(r"^reward_before +0\.125 *$", said, re.MULTILINE)
     assert re.search(r"^wait_share +50% *$", said, re.MULTILINE)
-    assert "math (accuracy_before 0.250, accuracy_after 0.500," in said
+    assert "math/after (accuracy 0.500, reward 0.500)" in " ".join(said.split())
     assert "wall_time_s" not in said
     assert folder.learning_curve_path.read_bytes().startswith(b"\x89PNG")
     assert not folder.summary_path.exists()

@@ -111,26 +111,28 @@ def test_summary_of_a_run(make_step: MakeStep, make_evaluation: MakeEvaluation) 
     assert {name: values[name] for name in expected} == expected
 
 
-def test_evaluations_with_a_name_have_a_place_of_their_own(make_evaluation: MakeEvaluation) -> None:
-    evaluations = [
-        make_evaluation("before", accuracy=0.1, reward=0.1),
-        make_evaluation("math/before", accuracy=0.2),
-        make_evaluation("code/before", accuracy=None, reward=0.4),
-        make_evaluation("math/periodic", accuracy=0.3),
-        make_evaluation("math/after", accuracy=0.9, reward=0.8),
-        make_evaluation("math/greedy", accuracy=0.95),
-    ]
-    summary = summarize([], evaluations)
+def test_evaluations_of_further_prompts_are_in_the_summary(
+    make_evaluation: MakeEvaluation,
+) -> None:
+    """And the newest one on the way, which is the last one of a run that was stopped."""
+    summary = summarize(
+        [],
+        [
+            make_evaluation("before", accuracy=0.1),
+            make_evaluation("math/before", accuracy=0.2),
+            make_evaluation("code/before", accuracy=None, reward=0.4),
+            make_evaluation("periodic", accuracy=0.3),
+            make_evaluation("periodic", accuracy=0.5),
+            make_evaluation("math/after", accuracy=0.9, reward=0.8),
+        ],
+    )
     assert (summary.accuracy_before, summary.accuracy_after) == (0.1, None)
-    measured = json.loads(summary.to_json())["named_evaluations"]
-    assert measured["math"] == {
-        "accuracy_before": 0.2,
-        "accuracy_after": 0.9,
-        "greedy_accuracy_after": 0.95,
-        "reward_before": 0.2,
-        "reward_after": 0.8,
+    assert json.loads(summary.to_json())["other_evaluations"] == {
+        "math/before": {"accuracy": 0.2, "reward": 0.2},
+        "code/before": {"accuracy": None, "reward": 0.4},
+        "periodic": {"accuracy": 0.5, "reward": 0.2},
+        "math/after": {"accuracy": 0.9, "reward": 0.8},
     }
-    assert measured["code"] == {"accuracy_before": None, "reward_before": 0.4}
 
 
 def test_summary_of_a_run_without_steps_or_evaluations() -> None:
