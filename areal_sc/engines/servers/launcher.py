@@ -13,12 +13,32 @@ import os
 import runpy
 import signal
 import sys
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+END_SIGNAL = signal.SIGRTMIN  # as an agent's: nobody else sends it
+OF_SCRIPT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOT_INSTALLED = 66  # exit code: the interpreter does not have the servers' program
 
 
+def end_by_sigterm(number: int, frame: FrameType | None) -> None:
+    """The server ends as it would without `leave_signals_to_script`."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def leave_signals_to_script() -> None:
+    """The script answers signals that are sent to all processes of a run.
+
+    They are blocked, also in all that this process starts: a server takes its own handlers.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, OF_SCRIPT)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, end_by_sigterm)
+
+
 def main() -> None:
+    leave_signals_to_script()
     start = json.load(sys.stdin)
     # The kernel kills this process when the worker's thread that started it ends, however that
     # happens; its own processes have to ask for the same of this one.

@@ -144,7 +144,7 @@ class ServerProcess:
     async def stop(self) -> None:
         """Asks it to end, and kills what is left after `stop_timeout_s`."""
         if self._process.returncode is None:
-            self._process.terminate()
+            self._process.send_signal(launcher.END_SIGNAL)
             try:
                 async with asyncio.timeout(self._handle.servers.stop_timeout_s):
                     await self._process.wait()
