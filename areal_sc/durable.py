@@ -62,13 +62,13 @@ def write_atomic(target: Path, content: bytes) -> None:
 def append_or_undo(file: FileIO, content: bytes | memoryview) -> None:
     """Appends all of the content to a file that is open for appending, or nothing.
 
-    Raises: OSError: it cannot be written; the file ends where it did.
+    Raises: OSError: it cannot be written. Whatever is raised, the file ends where it did.
     """
     end, rest = os.fstat(file.fileno()).st_size, memoryview(content)
     try:
         while rest:
             rest = rest[file.write(rest) :]
-    except OSError:
+    except BaseException:  # Ctrl-C, too
         with suppress(OSError):
             file.truncate(end)
         raise

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError
+from areal_sc.run_marker import SHA256, digest_of
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20
@@ -40,9 +41,10 @@ class RunBegin:
 
     def note(self, name: str, now: Mapping[str, str]) -> None:
         """Raises: RunFolderError: it cannot be read, or written."""
-        content = json.dumps({**self._read(), name: dict(now)}, indent=1)
+        content = {**self._read(), name: dict(now)}
+        sealed = json.dumps({**content, SHA256: digest_of(content)}, indent=1)
         try:
-            write_atomic(self._path, content.encode())
+            write_atomic(self._path, sealed.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
 
@@ -67,6 +69,11 @@ class RunBegin:
     def _read(self) -> dict[str, Any]:
         try:
             content = json.loads(self._path.read_bytes())
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
+            digest = content.pop(SHA256, None)  # an older areal_sc wrote none
+            if digest not in (None, digest_of(content)):
+                raise ValueError("its checksum is wrong")
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -77,7 +84,7 @@ class RunBegin:
                 *(self._path, error),
             )
             return {}
-        return content if isinstance(content, dict) else {}
+        return content
 
 
 def content_of(path: Path) -> dict[str, str]:

@@ -117,7 +117,8 @@ class RunFolder(RunFiles):
                     "made it; go on with that one, choose another run_dir, or delete the run by "
                     "--overwrite"
                 )
-            for path in (self.config_path, self.path / MARKER, self.path / COPY):
+            files = self.config_path, self.begun_path, self.path / MARKER, self.path / COPY
+            for path in files:
                 if path.is_dir():
                     raise self._error(f"{path} is a folder, not a file; move it away")
             return self._continuation(resume, total_steps)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MARKER: Final = "run.json"
 COPY: Final = ".run.json"
+SHA256: Final = "sha256"
 _KIND: Final = "areal_sc run"
 
 
@@ -36,7 +37,7 @@ class RunMarker:
 
     def _to_json(self) -> bytes:
         content = {"kind": _KIND, "format_version": self.format_version, "settings": self.settings}
-        return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode() + b"\n"
+        return json.dumps({**content, SHA256: digest_of(content)}, indent=1).encode() + b"\n"
 
     @classmethod
     def read(cls, folder: Path) -> RunMarker | None:
@@ -63,11 +64,12 @@ def _read(path: Path) -> RunMarker | None:
     if not isinstance(content, dict):
         return None
     is_old = content.keys() == {"kind", "format_version"}
-    digest = content.pop("sha256", None)
-    if content.get("kind") != _KIND or not (is_old or digest == _digest(content)):
+    digest = content.pop(SHA256, None)
+    if content.get("kind") != _KIND or not (is_old or digest == digest_of(content)):
         return None
     return RunMarker(content.get("format_version"), content.get("settings"))
 
 
-def _digest(content: dict[str, Any]) -> str:
+def digest_of(content: dict[str, Any]) -> str:
+    """What stands in a JSON file for all the rest of it, so that damage is told from content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

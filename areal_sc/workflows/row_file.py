@@ -95,7 +95,8 @@ class WrittenRows(Prompts):
         for line in file:
             if not line.endswith(b"\n"):
                 return  # it is being written
-            self._places[_loads(line)["index"]] = self._end
+            if (index := _index_of(line)) is not None:
+                self._places[index] = self._end
             self._end += len(line)
 
 
@@ -250,9 +251,20 @@ def _found_rows(path: Path) -> dict[int, bytes]:
                 if not line.endswith(b"\n"):
                     file.truncate(end)
                     break
-                found[_loads(line)["index"]] = _digest(line)
+                if (index := _index_of(line)) is not None:
+                    found[index] = _digest(line)
+                else:
+                    _logger.warning("%s has a damaged line: its row is written anew", path)
                 end += len(line)
     return found
+
+
+def _index_of(line: bytes) -> int | None:
+    """Number of the row of a line; None: the line is damaged."""
+    try:
+        return int(_loads(line)["index"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _digest(line: bytes) -> bytes:

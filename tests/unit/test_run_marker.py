@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
     return folder.path
 
 
-@pytest.mark.parametrize("name", ["run.json", ".run.json", "config.yaml"])
+@pytest.mark.parametrize("name", ["run.json", ".run.json", "config.yaml", "begun.json"])
 def test_any_flipped_bit_is_made_good(path: Path, name: str) -> None:
     """With the settings of then: a seed of 1 in place of 3 is told from a change of the command."""
     file = path / name
@@ -40,7 +40,7 @@ def test_any_flipped_bit_is_made_good(path: Path, name: str) -> None:
         with RunFolder(path) as folder:
             assert folder.open(config_text=CONFIG) is Opening.resume
         assert file.read_bytes() == whole
-        told = [] if name == "config.yaml" else [f"{file} was damaged"]
+        told = [f"{file} was damaged"] if name.endswith("run.json") else []
         assert [warning.partition(";")[0] for warning in folder.warnings] == told
 
 
@@ -95,7 +95,7 @@ def test_a_run_without_copies_goes_on_and_gets_them(
     assert RunFolder(path).decide() is Opening.resume
 
 
-@pytest.mark.parametrize("name", ["run.json", ".run.json", "config.yaml"])
+@pytest.mark.parametrize("name", ["run.json", ".run.json", "config.yaml", "begun.json"])
 def test_a_preview_refuses_what_cannot_be_written(path: Path, name: str) -> None:
     (path / name).unlink()
     (path / name).mkdir()

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,15 @@ async def test_another_start_goes_on_with_the_file_that_workers_read(tmp_path: P
     assert rows[3]["answer"] == "9", "it is there before the new script has read it"
     await again.make_readable(number, 3, 5, 8)
     assert [rows[index]["answer"] for index in (3, 5, 8)] == ["27", "25", "64"]
+
+
+async def test_a_damaged_line_is_written_anew(tmp_path: Path) -> None:
+    for damage in (b'{"indey": ', b'{"index"\xba '):
+        with closing(SourceRegistry(tmp_path, "rollout")) as registry:
+            number = registry.register_prompts(Squares())
+            await registry.make_readable(number, 3, 5)
+            path = next((tmp_path / "sources").glob("rows-*.jsonl"))
+            rows = SourceReader(tmp_path).prompts(number)
+            assert [rows[index]["answer"] for index in (3, 5)] == ["9", "25"]
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b'{"index": ', damage, 2))
