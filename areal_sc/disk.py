@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from areal_sc.durable import write_atomic
+from areal_sc.durable import own_file, write_atomic
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Disk:
 class _File:
     def __init__(self, path: Path, may_change: Callable[[], None]) -> None:
         self._may_change = may_change
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115
 
     def write(self, content: memoryview) -> int:
         self._may_change()

@@ -2,7 +2,7 @@
 
     replace_file    a file's content, written piece by piece; `write_atomic` is for one piece
     commit_folder   a folder's content; the new one may come from another file system
-    append_or_undo  what a file gets at its end
+    append_or_undo  what a file gets at its end; `own_file` opens one
 
 The first two write beside the target, bring everything to the disk, and rename. A folder cannot
 take the name of another one in a single step, so for a moment the former one has another name;
@@ -57,6 +57,11 @@ def write_atomic(target: Path, content: bytes) -> None:
     """
     with replace_file(target) as file:
         file.write(content)
+
+
+def own_file(path: str, flags: int) -> int:
+    """Opens a file, as `opener` of `open`; no link, which somebody else may have put there."""
+    return os.open(path, flags | os.O_NOFOLLOW, _MODE)
 
 
 def append_or_undo(file: FileIO, content: bytes | memoryview) -> None:

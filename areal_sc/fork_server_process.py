@@ -32,6 +32,7 @@ from typing import Any, Final, NoReturn
 
 from msgspec import msgpack
 
+from areal_sc.durable import own_file
 from areal_sc.errors import ArealError
 from areal_sc.process import (
     become_subreaper,
@@ -159,7 +160,7 @@ class ForkServerProcess:
 
     def _spawn(self, spec: dict[str, Any], log_path: str) -> int:
         server_pid = os.getpid()
-        output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        output = own_file(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         sys.stdout.flush()
         sys.stderr.flush()
         try:

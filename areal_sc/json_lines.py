@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_sc.durable import append_or_undo
+from areal_sc.durable import append_or_undo, own_file
 from areal_sc.errors import RunFolderError
 
 T = TypeVar("T")
@@ -24,8 +24,9 @@ class JsonLines:
         """Raises: RunFolderError: the file cannot be opened."""
         self._path = path
         try:
+            # without a buffer, nothing is left to fail when it is closed
+            self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115
             _cut_unfinished_line(path)
-            self._file = path.open("ab", buffering=0)  # nothing left to fail when it is closed
         except OSError as error:
             raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
 

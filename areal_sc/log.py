@@ -20,9 +20,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
+
+from areal_sc.durable import own_file
 
 LOG_TAIL_LINES: Final = 15
 SHOWN_OF_A_PLACE: Final = 20
@@ -39,6 +42,9 @@ class _LogFile(RotatingFileHandler):
     """Says once that it cannot be written, in place of a traceback for each record."""
 
     _has_failed = False
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=own_file)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

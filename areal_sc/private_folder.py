@@ -21,7 +21,7 @@ _ROOT: Final = 0
 
 
 def make_private(folder: Path, warn: Callable[[str], None]) -> None:
-    """Verifies a run folder, and what lies in it; only what others could write to is searched.
+    """Verifies a folder, and what lies in it; only what others could write to is searched.
 
     Args:
         warn: is told what stays open to others.
@@ -33,9 +33,12 @@ def make_private(folder: Path, warn: Callable[[str], None]) -> None:
     found = folder.stat()
     if found.st_uid != user:
         raise RunFolderError(
-            f"run folder {folder}: it belongs to user {found.st_uid}, and you are user {user}: "
-            "start as that user, give it to yourself by `chown -R`, or choose another run_dir"
+            f"folder {folder}: it belongs to user {found.st_uid}, and you are user {user}: "
+            "start as that user, give it to yourself by `chown -R`, or choose another folder"
         )
+    above = folder.parent.stat().st_mode
+    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        warn(f"{folder.parent}: anybody can put another folder in the place of {folder.name}")
     _verify(folder, user, warn, was_open=_take_back(folder, found, warn))
 
 
@@ -47,13 +50,12 @@ def _verify(folder: Path, user: int, warn: Callable[[str], None], *, was_open: b
             if found.st_uid not in (user, _ROOT):
                 raise RunFolderError(
                     f"{path} belongs to user {found.st_uid}, and you are user {user}: somebody "
-                    "else has put it into the run folder. Look at it, then delete it, or choose "
-                    "another run_dir"
+                    "else has put it there. Look at it, then delete it, or choose another folder"
                 )
             if is_link and was_open:
                 raise RunFolderError(
                     f"{path} is a link to {os.readlink(path)}, in a folder that other users could "
-                    "write to. Look at it, then delete it, or choose another run_dir"
+                    "write to. Look at it, then delete it, or choose another folder"
                 )
             could_write = not is_link and _take_back(path, found, warn)
             if stat.S_ISDIR(found.st_mode) and (could_write or was_open):

@@ -24,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from areal_sc.durable import own_file
 from areal_sc.errors import RunFolderError, exit_code_of
 from areal_sc.process import machine_id
 from areal_sc.run_owner import RunTerm
@@ -155,7 +156,8 @@ class StatusBoard:
         try:
             if self._term is not None:
                 self._term.check()  # else the file is another process's
-            partial.write_bytes(msgspec.json.encode(self._status))
+            with open(partial, "wb", opener=own_file) as file:
+                file.write(msgspec.json.encode(self._status))
             partial.replace(self._path)
         except (OSError, RunFolderError) as error:
             if self._is_writable:

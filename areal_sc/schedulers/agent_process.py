@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from areal_sc.agent_files import AgentFile
+from areal_sc.durable import own_file
 from areal_sc.errors import TransportError
 from areal_sc.process import END_SIGNAL, OtherProcess, environment_of_workers, exit_text
 from areal_sc.run_owner import RunTerm
@@ -84,7 +85,7 @@ class StartedAgent:
     def __init__(
         self, command: Sequence[str], log_path: Path, env: dict[str, str], introduction: bytes
     ) -> None:
-        with log_path.open("ab") as log:
+        with open(log_path, "ab", opener=own_file) as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,  # open as long as this process lives

@@ -21,6 +21,7 @@ from typing import Final
 
 from msgspec import json
 
+from areal_sc.durable import own_file
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.process import exit_text, heard_from
@@ -125,7 +126,7 @@ class FilesBeside:
         before, path = self._address, self._folder.log_path(_LOG)
         port = before.rpartition(":")[2] or "0"
         words = str(self._folder.path), self._interface.bind, port
-        with path.open("ab") as log:
+        with open(path, "ab", opener=own_file) as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words],
                 stdin=subprocess.PIPE,  # open as long as this process lives, unless it is closed

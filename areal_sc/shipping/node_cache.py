@@ -22,13 +22,15 @@ import stat
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from areal_sc.durable import commit_folder, remove
-from areal_sc.errors import ConfigError, WaitTimeout
+from areal_sc.errors import ConfigError, RunFolderError, WaitTimeout
 from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
+from areal_sc.private_folder import make_private
 from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
     READ_TREE_PIECE,
@@ -83,6 +85,7 @@ class NodeCache:
             status = self.path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise _unusable(self.path, "it belongs to another user")
+            make_private(self.path, partial(logger.warning, "%s"))
             self.path.chmod(_OWNER_ONLY)
             self._trees.mkdir(exist_ok=True)
             for log in (self.path / "logs").glob("*"):
@@ -93,6 +96,8 @@ class NodeCache:
                     self._remove_unused(entry)
         except OSError as error:
             raise _unusable(self.path, error.strerror) from error
+        except RunFolderError as error:
+            raise _unusable(self.path, str(error)) from error
 
     def _remove_unused(self, entry: Path) -> None:
         if entry.suffix == ".partial":

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_sc import interrupts
+from areal_sc.durable import own_file
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -219,7 +220,7 @@ def _append_to_log(run_dir: Path, level: str, text: str) -> Path | None:
     """Adds to the run's log; None where that is not possible."""
     path = RunFolder(run_dir).log_path("controller")
     try:
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
             file.write(f"{datetime.now():%H:%M:%S} {level} controller: {text}")
     except OSError:
         return None  # no such folder, or a full disk: the caller shows it instead

@@ -27,6 +27,7 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from areal_sc.durable import own_file
 from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
 from areal_sc.user_code import describe
 from areal_sc.workflows.base import Prompts
@@ -121,7 +122,7 @@ class RowWriter:
         self._rows: Any = rows if self.num_rows is not None else iter(rows)
         self._kind = type(rows).__name__
         self._earlier = _found_rows(path)
-        self._file = path.open("ab")
+        self._file = open(path, "ab", opener=own_file)  # noqa: SIM115
         self._written: set[int] = set()
         # None: nothing more is wanted
         self._wanted: queue.SimpleQueue[tuple[Sequence[int], Future[None]] | None]

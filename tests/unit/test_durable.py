@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_disk import small_disk
 
-from areal_sc.durable import commit_folder, partial_of, recover_folder
+from areal_sc.durable import append_or_undo, commit_folder, partial_of, recover_folder
 
 CONTENT = {"config.json": b"{}", "weights/0": b"0" * 100_000, "weights/1": b"1" * 200_000}
 
@@ -101,3 +103,19 @@ def test_an_interrupted_replacement_is_made_good(tmp_path: Path) -> None:
     assert content_of(final) == CONTENT
     recover_folder(final)
     assert list(tmp_path.iterdir()) == [final]
+
+
+class _Interrupted(FileIO):
+    """Takes a part of what is written; then the signal handler of a script raises."""
+
+    def write(self, content: Any) -> int:
+        super().write(content[:3])
+        raise KeyboardInterrupt
+
+
+def test_an_append_that_is_interrupted_is_undone(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"whole\n")
+    with _Interrupted(path, "ab") as file, pytest.raises(KeyboardInterrupt):
+        append_or_undo(file, b"another\n")
+    assert path.read_bytes() == b"whole\n"

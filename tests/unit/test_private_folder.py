@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.errors import RunFolderError
+from areal_sc.disk import Disk
+from areal_sc.errors import ConfigError, RunFolderError
+from areal_sc.json_lines import JsonLines
+from areal_sc.log import _LogFile
 from areal_sc.private_folder import make_private
 from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.schedulers.agent_process import StartedAgent
+from areal_sc.shipping.node_cache import NodeCache
 
 CONFIG = "seed: 0\n"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
@@ -74,8 +79,39 @@ def test_what_belongs_to_another_user_ends_the_start(path: Path, name: str) -> N
 def test_a_file_system_that_keeps_its_permissions_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tmp_path.chmod(0o777)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for open_to_all in (tmp_path, folder):
+        open_to_all.chmod(0o777)
     monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
     told: list[str] = []
-    make_private(tmp_path, told.append)
-    assert told == [f"{tmp_path}: others can write to it, and its file system keeps it so"]
+    make_private(folder, told.append)
+    assert told == [
+        f"{tmp_path}: anybody can put another folder in the place of run",
+        f"{folder}: others can write to it, and its file system keeps it so",
+    ]
+
+
+def test_a_nodes_folder_that_others_could_write_to_is_searched(tmp_path: Path) -> None:
+    cache = NodeCache(str(tmp_path))
+    cache.make()
+    (cache.path / "trees" / "planted").symlink_to(tmp_path)
+    cache.make()
+    (cache.path / "trees").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"planted is a link to .*, in a folder that other"):
+        cache.make()
+
+
+def test_no_link_in_the_place_of_a_file_is_written_through(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (link := path / "link").symlink_to(victim)
+    for write in (
+        lambda: JsonLines(link),
+        lambda: Disk().append_to(link),
+        lambda: _LogFile(link),
+        lambda: StartedAgent(["true"], link, {}, b""),
+    ):
+        with pytest.raises((OSError, RunFolderError), match="Too many levels of symbolic links"):
+            write()
+    assert victim.read_text() == "as it was"

@@ -92,7 +92,7 @@ class ServerProcess:
         }
         log_path.parent.mkdir(exist_ok=True)  # not a run folder that was moved away
         # Its owner's alone: servers print their arguments, the key among them.
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         log_begin = os.fstat(log).st_size
         try:
             process = await asyncio.create_subprocess_exec(

@@ -21,6 +21,7 @@ from typing import Final
 
 from msgspec import json
 
+from areal_sc.durable import own_file
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.log import setup_logging
 from areal_sc.process import leave_signals_to_script, name_process
@@ -50,7 +51,7 @@ class Guard:
         owner = Owner.read(folder.path)
         assert owner is not None, "this process"
         words = str(folder.path), json.encode(owner).decode(), str(orphan_timeout_s)
-        with folder.log_path("guard").open("ab") as log:
+        with open(folder.log_path("guard"), "ab", opener=own_file) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "areal_sc.schedulers.slurm.guard", *words],
                 stdin=subprocess.PIPE,  # open as long as this process lives

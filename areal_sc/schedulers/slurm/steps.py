@@ -11,6 +11,7 @@ from typing import Final
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
+from areal_sc.durable import own_file
 from areal_sc.ids import random_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.joining import JoinServer
@@ -65,7 +66,7 @@ class Steps:
         flags = [f"--jobid={job_id}", "--overlap", f"--job-name={name}"]
         lines = step_lines(self._config, self._folder.path, plan, nodes, flags, before)
         restarts = {RESTART_COUNT: str(restart)} if restart else {}
-        with self._folder.log_path(STEPS_LOG).open("ab") as log:
+        with open(self._folder.log_path(STEPS_LOG), "ab", opener=own_file) as log:
             step = subprocess.Popen(
                 ["bash", "-c", "\n".join(lines)],
                 env=commands.environment({**self._variables, **restarts}),
