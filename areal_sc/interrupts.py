@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Final
 
@@ -21,10 +23,12 @@ SNAPSHOT_SIGNAL: Final = signal.SIGUSR1
 
 
 _asked: Final[set[str]] = set()
+_answers: Final[list[Callable[[], None]]] = []
+"""Of runs in other threads than the main one: each answers one request, the newest first."""
 
 
 def ask_to_stop(request: str) -> None:
-    """Does as Ctrl-C does in this process; called on any thread.
+    """Does as Ctrl-C does in this process, or in the thread in which it runs; called on any thread.
 
     Args:
         request: names one request from outside. Several controllers hear of it, and the first of
@@ -34,9 +38,37 @@ def ask_to_stop(request: str) -> None:
         return
     _asked.add(request)
     logger.warning("the run is asked to stop from outside, by `python -m areal_sc stop`")
+    if _answers:
+        _answers.pop()()
+        return
     # a script in the background of a shell may ignore SIGINT
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
+
+
+def interrupt(thread: int) -> None:
+    """Raises KeyboardInterrupt in a thread, when that runs Python code again."""
+    raised = ctypes.py_object(KeyboardInterrupt)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
+@contextmanager
+def answered_here(answer: Callable[[], None] | None = None) -> Iterator[None]:
+    """A run is in the block: it is asked to stop where it is, if that is not the main thread.
+
+    Args:
+        answer: in place of a KeyboardInterrupt.
+    """
+    if threading.current_thread() is threading.main_thread():
+        yield
+        return
+    its = answer or partial(interrupt, threading.get_ident())
+    _answers.append(its)
+    try:
+        yield
+    finally:
+        if its in _answers:
+            _answers.remove(its)
 
 
 @contextmanager

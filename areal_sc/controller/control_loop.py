@@ -177,10 +177,11 @@ def start(*controllers: Controller) -> Iterator[TakenOver | None]:
     try:
         for controller in controllers:
             controller.attach(control_loop)
-        control_loop.run(_start_all(controllers))
-        taken = control_loop.run(take_over(controllers)) if control_loop.takes_over else None
-        with _small_collections():
-            yield taken
+        with interrupts.answered_here():
+            control_loop.run(_start_all(controllers))
+            taken = control_loop.run(take_over(controllers)) if control_loop.takes_over else None
+            with _small_collections():
+                yield taken
     except TransportError as error:
         loss = control_loop.run(_notice_loss(control_loop))
         if loss is None:

@@ -65,7 +65,7 @@ def run_script(
     A failure is shown as one block. SIGTERM and SIGHUP (unless it is ignored, as under nohup)
     unwind `main` as Ctrl-C does, once; further ones are ignored, so that the clean-up can finish.
     SIGUSR1 has a meaning while a run trains; elsewhere nothing happens. In another thread than the
-    main one no signal is answered.
+    main one no signal is answered; `python -m areal_sc stop` is.
 
     Args:
         main: takes the command line's arguments.

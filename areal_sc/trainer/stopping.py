@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
-from areal_sc import telling
+from areal_sc import interrupts, telling
 from areal_sc.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.workers.spec import Wish
 
@@ -72,14 +72,14 @@ class StopWish:
 def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Iterator[StopWish]:
     """The first SIGINT or SIGTERM is noted; a further one does what it did before the block.
 
-    A noted one that the block ends without an error for takes effect at its end.
+    A noted one that the block ends without an error for takes effect at its end. No signal reaches
+    another thread than the main one; there `python -m areal_sc stop` stands for Ctrl-C.
 
     Args:
-        limit_s: after which a noted signal arrives again; 0, or outside of the main thread: none
-            is noted.
+        limit_s: after which a noted signal arrives again; 0: none is noted.
         tell: is called at once with the signal that was noted, on a thread of its own.
     """
-    if limit_s <= 0 or threading.current_thread() is not threading.main_thread():
+    if limit_s <= 0:
         yield StopWish(is_noted=False)
         return
     wish = StopWish(is_noted=True)
@@ -100,19 +100,27 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
             telling.tell(tell, asked_by)
             if not is_over.wait(limit_s):
                 wish.may_repeat = False
-                signal.pthread_kill(main_thread, asked_by)
+                again(asked_by)
 
-    main_thread = threading.get_ident()
+    def again(number: signal.Signals) -> None:
+        if is_main:
+            signal.pthread_kill(thread, number)
+        else:
+            interrupts.interrupt(thread)
+
+    thread = threading.get_ident()
+    is_main = threading.current_thread() is threading.main_thread()
     watcher = threading.Thread(target=watch, name="stop", daemon=True)
     watcher.start()
     notes = dict.fromkeys(_WISHES, note) | {SNAPSHOT_SIGNAL: lambda *_: wish.on_wish(Wish.snapshot)}
-    for number, its in notes.items():
+    for number, its in notes.items() if is_main else ():
         handler = signal.getsignal(number)
         if callable(handler):  # what is ignored, or ends the process, stays as it is
             before[number] = handler
             signal.signal(number, its)
     try:
-        yield wish
+        with interrupts.answered_here(lambda: note(signal.SIGINT, None)):
+            yield wish
     except GeneratorExit as left:
         if left.__context__ is not None:  # the loop was left by an error, not by its own will
             wish.asked_by = None
@@ -127,4 +135,4 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
             signal.signal(held, its)
         watcher.join(_JOIN_LIMIT_S)
         if wish.asked_by is not None:
-            signal.raise_signal(wish.asked_by)
+            again(wish.asked_by)

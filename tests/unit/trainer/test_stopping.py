@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from areal_sc import interrupts
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.stopping import StopWish, stop_wishes
 from areal_sc.workers.spec import Wish
@@ -142,18 +143,35 @@ def test_an_error_of_the_step_is_not_hidden_by_a_wish() -> None:
         train(step)
 
 
-@pytest.mark.parametrize("is_main", [True, False])
-def test_without_a_limit_or_in_another_thread_nothing_is_noted(is_main: bool) -> None:
-    handlers = []
+def test_without_a_limit_nothing_is_noted() -> None:
+    with stop_wishes(0.0, lambda asked_by: None):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    def look() -> None:
-        with stop_wishes(0.0 if is_main else LIMIT_S, lambda asked_by: None):
-            handlers.append(signal.getsignal(signal.SIGINT))
 
-    if is_main:
-        look()
-    else:
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join(20)
-    assert handlers == [signal.default_int_handler]
+@pytest.mark.parametrize("ends_by", ["the step", "the second request", "the clock"])
+def test_a_run_in_another_thread_hears_requests_to_stop(ends_by: str) -> None:
+    """As it hears Ctrl-C in the main thread, which is left alone."""
+    done: list[str] = []
+
+    def step() -> None:
+        interrupts.ask_to_stop(f"first, {ends_by}")
+        if ends_by == "the second request":
+            interrupts.ask_to_stop(f"second, {ends_by}")
+        give_up_s = time.monotonic() + (0.0 if ends_by == "the step" else 20.0)
+        while time.monotonic() < give_up_s:
+            time.sleep(0.001)
+        done.append("the step")
+
+    def run() -> None:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            with interrupts.answered_here():  # as `start` does
+                train(step, limit_s=0.01 if ends_by == "the clock" else LIMIT_S)
+        except KeyboardInterrupt as error:
+            done.append(type(error).__name__)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    expected = ["the step", "Terminated"] if ends_by == "the step" else ["KeyboardInterrupt"]
+    assert done == expected
