@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from areal_sc.durable import own_file
 
@@ -44,7 +44,8 @@ class _LogFile(RotatingFileHandler):
     _has_failed = False
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=own_file)
+        opened = open(self.baseFilename, self.mode, encoding=self.encoding, opener=own_file)
+        return cast("TextIOWrapper", opened)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
