@@ -44,8 +44,8 @@ class _LogFile(RotatingFileHandler):
     _has_failed = False
 
     def _open(self) -> TextIOWrapper:
-        opened = open(self.baseFilename, self.mode, encoding=self.encoding, opener=own_file)
-        return cast("TextIOWrapper", opened)
+        log = open(self.baseFilename, self.mode, encoding=self.encoding, opener=own_file)  # noqa: SIM115
+        return cast("TextIOWrapper", log)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
