@@ -20,7 +20,7 @@ from areal_sc.controller.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.group_deaths import GroupDeaths, rejected_reply
 from areal_sc.controller.rejections import Rejections
 from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.errors import StepsLost, WorkerLost, WorkflowError
+from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.workers.calls import (
     RUN_EVALUATION,
@@ -101,6 +101,7 @@ class OutsideGroups:
             await self._make_readable(group.prompt.dataset, group.prompt.index)
             deaths = GroupDeaths(group.prompt, self._suspects)
             reply: GroupReply | None = None
+            was_full = False
             while reply is None:
                 async with deaths.turn:
                     worker = await self._workers.set.take(version)
@@ -110,6 +111,11 @@ class OutsideGroups:
                         self._begin_attempt(group)
                         if rejection := deaths.note(death):
                             reply = rejected_reply(group, rejection, self._config.group_size)
+                    except StoreFull as error:
+                        if was_full or not await self._workers.yield_memory(error):
+                            raise
+                        was_full = True
+                        self._begin_attempt(group)
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._workers.on_room()

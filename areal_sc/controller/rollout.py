@@ -14,7 +14,7 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,7 +43,7 @@ from areal_sc.controller.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weight_updates import update_timeout_s
 from areal_sc.controller.weights_reader import WeightsReader
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import RunFolderError, WorkerError, WorkerLost
+from areal_sc.errors import RunFolderError, StoreFull, WorkerError, WorkerLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_lineage import newest_lineage
@@ -333,6 +333,10 @@ class RolloutController(WeightsReader):
         self._check_loop()
         self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
+
+    def share_memory(self, yield_memory: Callable[[StoreFull], Awaitable[bool]]) -> None:
+        """Rows without room get that of what can be spared: see `RolloutWorkers.yield_memory`."""
+        self._workers.yield_memory = yield_memory
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""

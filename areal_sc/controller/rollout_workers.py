@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from areal_sc.controller.background import Background
@@ -37,7 +37,7 @@ from areal_sc.controller.weight_updates import (
 from areal_sc.controller.worker_set import WorkerSet
 from areal_sc.controller.worker_store import Needs
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import ArealError, PeerLost, RpcTimeout, WorkerError, WorkerLost
+from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers import calls
@@ -65,6 +65,7 @@ class RolloutWorkers:
         on_room: called whenever room in a store is free again.
         on_progress: called with each worker that has given rows, or an evaluated episode.
         on_rows_lost: called with the runs whose shards are gone with a worker.
+        yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RolloutWorkers:
         self.on_room: Callable[[], None] = lambda: None
         self.on_progress: Callable[[Member], None] = lambda member: None
         self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
+        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
@@ -383,3 +385,7 @@ class RolloutWorkers:
             self.set.recount(state)
             self.on_room()
             self._background.notify()
+
+
+async def _has_nothing_to_spare(error: StoreFull) -> bool:
+    return False

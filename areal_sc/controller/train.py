@@ -433,7 +433,7 @@ class TrainController(Controller):
     def note_reader(self, rollout: RolloutController) -> None:
         """Its workers have got weights from an earlier start of this controller."""
         self._readers.add(rollout)
-        rollout.groups.yield_memory = self._ranks.memory.yield_memory
+        rollout.share_memory(self._ranks.memory.yield_memory)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""

@@ -62,7 +62,6 @@ class TrainingGroups:
         run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
         on_batch: called when the batch of the next step is formed.
-        yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
         begun_step: the ranks have begun this step for an earlier start of the script; -1: none.
     """
 
@@ -83,7 +82,6 @@ class TrainingGroups:
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self.begun_step = -1
-        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
         self._config = config
         self._workers = workers
         self._rejections = rejections
@@ -380,7 +378,7 @@ class TrainingGroups:
                     if rejection := deaths.note(death):
                         reply = rejected_reply(group, rejection, self._config.group_size)
                 except StoreFull as error:
-                    if was_full or not await self.yield_memory(error):
+                    if was_full or not await self._workers.yield_memory(error):
                         raise
                     was_full = True
                     self.ledger.requeue(group.group_id, f"{worker.name} had no room for its rows")
@@ -393,10 +391,15 @@ class TrainingGroups:
         except WorkerLost:
             self.run_again[worker.name] += 1
             self.ledger.requeue(group.group_id, f"{worker.name} was lost")
-            self._restored[group.group_id] = group
-            self.admit()
+        except StoreFull as error:
+            if not await self._workers.yield_memory(error):
+                raise
+            self.ledger.requeue(group.group_id, f"{worker.name} had no room for its rows")
         else:
             self._end(group, worker, reply)
+            return
+        self._restored[group.group_id] = group
+        self.admit()
 
     def _end(self, group: Group, worker: RolloutWorkerState, reply: GroupReply) -> None:
         self.admission.note_end(worker.name, reply.num_waiting)
@@ -434,7 +437,3 @@ class TrainingGroups:
                 self._tasks.pop(group.group_id).cancel()
             self._restored.pop(group.group_id, None)
             self.ledger.reject(group.group_id, STALE, returns_prompt=True)
-
-
-async def _has_nothing_to_spare(error: StoreFull) -> bool:
-    return False

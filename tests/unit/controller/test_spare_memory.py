@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.errors import StoreFull
+from areal_sc.workers.calls import RunGroup
 
 
 async def in_full_memory(
@@ -52,6 +54,35 @@ def test_snapshots_in_memory_yield_once_and_loudly(
     (warning,) = (text for text in caplog.messages if "are given up" in text)
     assert "checkpoint.memory_every_steps=1" in warning
     assert "the arena cannot take 9 bytes more" in warning
+
+
+async def rollout_batch_in_full_memory() -> TrainingRun:
+    """Between two training steps; `in_full_memory` has the same of training's own rows."""
+    run = TrainingRun(Settings(num_steps=6, memory_every=1, behavior=Behavior()))
+    act = SimulatedRolloutWorker.run_group
+
+    async def full(self: Any, args: RunGroup) -> object:
+        if self.cluster.snapshots and args.group_id < 0:
+            raise StoreFull("the arena cannot take 9 bytes more")
+        return await act(self, args)
+
+    with patch.object(SimulatedRolloutWorker, "run_group", full):
+        async with run.started():
+            for _ in range(3):
+                await run.step()
+            await asyncio.sleep(60)  # a snapshot has been written
+            assert run.cluster.snapshots
+            batch = await run.rollout.rollout_batch_async(run.prompts, run.workflow, num_groups=2)
+            assert len(batch.rows) == 2 * run.settings.group_size
+            for _ in range(3):
+                await run.step()
+            await run.check_end()
+    return run
+
+
+def test_rows_that_are_not_of_training_get_their_room_too() -> None:
+    run = run_virtual(rollout_batch_in_full_memory())
+    assert not run.cluster.snapshots
 
 
 def test_without_them_a_full_memory_ends_the_run() -> None:
