@@ -70,8 +70,22 @@ def read_json_lines(path: Path, line_type: type[T]) -> list[T]:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in one line; floats that are not finite are null, NumPy's numbers are floats."""
-    return msgspec.json.encode(value, enc_hook=float)
+    """JSON in one line; floats that are not finite are null, NumPy's numbers are floats.
+
+    What is no Unicode, as a file's name may be, is shown by question marks.
+    """
+    try:
+        return msgspec.json.encode(value, enc_hook=float)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_as_unicode(msgspec.to_builtins(value, enc_hook=float)))
+
+
+def _as_unicode(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_as_unicode(key): _as_unicode(inner) for key, inner in value.items()}
+    return [_as_unicode(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _cut_unfinished_line(path: Path) -> None:

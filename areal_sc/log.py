@@ -44,8 +44,8 @@ class _LogFile(RotatingFileHandler):
     _has_failed = False
 
     def _open(self) -> TextIOWrapper:
-        log = open(self.baseFilename, self.mode, encoding=self.encoding, opener=own_file)  # noqa: SIM115
-        return cast("TextIOWrapper", log)
+        how = {"encoding": "utf-8", "errors": "backslashreplace"}  # wherever it runs
+        return cast("TextIOWrapper", open(self.baseFilename, self.mode, opener=own_file, **how))
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

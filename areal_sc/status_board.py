@@ -22,10 +22,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from areal_sc.durable import own_file
 from areal_sc.errors import RunFolderError, exit_code_of
+from areal_sc.json_lines import to_json
 from areal_sc.process import machine_id
 from areal_sc.run_owner import RunTerm
 from areal_sc.run_status import End, Phase, RoleStatus, RunStatus
@@ -157,7 +156,7 @@ class StatusBoard:
             if self._term is not None:
                 self._term.check()  # else the file is another process's
             with open(partial, "wb", opener=own_file) as file:
-                file.write(msgspec.json.encode(self._status))
+                file.write(to_json(self._status))
             partial.replace(self._path)
         except (OSError, RunFolderError) as error:
             if self._is_writable:

@@ -35,6 +35,13 @@ def test_logging_is_as_it_was_after_a_block(
     assert [record.getMessage() for record in caplog.records] == ["of what follows"]
 
 
+def test_a_log_takes_what_is_no_unicode(tmp_path: Path) -> None:
+    with logging_to("script", tmp_path / "log"):
+        logging.getLogger("test").warning("rows-\udcff \u2192 %s", "\u4e2d")
+    text = (tmp_path / "log").read_text(encoding="utf-8")
+    assert "WARNING script test: rows-\\udcff \u2192 \u4e2d\n" in text
+
+
 def test_the_script_s_log_begins_anew_when_it_is_too_large(tmp_path: Path) -> None:
     path = tmp_path / "controller.log"
     with logging_to("controller", path, max_bytes=1000):

@@ -126,6 +126,7 @@ def test_a_controller_that_ends_leaves_what_it_knew_but_no_workers(
         (None, 0, ""),
         (WorkerLost("rollout/0 is lost\nand more"), 5, "WorkerLost: rollout/0 is lost"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt: "),
+        (OSError("no rows-\udcff.txt"), 1, "OSError: no rows-?.txt"),
         (ExceptionGroup("g", [ValueError("a")]), 1, "ExceptionGroup: g (1 sub-exception)"),
     ],
 )

@@ -104,6 +104,14 @@ def test_a_line_that_the_disk_took_in_part_is_taken_back(
     assert [record["step"] for record in read_metrics(path)] == [1, 3]
 
 
+def test_a_cause_that_is_no_unicode_is_told_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with closing(MetricsLog(path)) as log:
+        log.event("went_back", step=3, cause="no rows-\udcff.txt", seconds=math.nan)
+    (record,) = read_metrics(path)
+    assert (record["cause"], record["seconds"]) == ("no rows-?.txt", None)
+
+
 def test_values_that_are_not_finite_are_valid_json(tmp_path: Path, make_step: MakeStep) -> None:
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsLog(path)) as log:
