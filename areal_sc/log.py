@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -30,7 +31,7 @@ from areal_sc.durable import own_file
 LOG_TAIL_LINES: Final = 15
 SHOWN_OF_A_PLACE: Final = 20
 """Different warnings of one line of code that reach the screen; the log has all."""
-_KEPT_WARNINGS: Final = 50
+_PLACE: Final = "areal_sc_place"
 _OWN: Final = "areal_sc"
 LOOK_AT_LOGS_S: Final = 2.0
 _LOG_TAIL_BYTES: Final = 64 << 10
@@ -61,19 +62,22 @@ class _LogFile(RotatingFileHandler):
 
 
 class _Untold(logging.Handler):
-    """Keeps each warning once, until the script asks for it."""
+    """Keeps each warning once, and not too many of one place, until the script asks for it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: dict[str, bool] = {}  # text -> whether it was told
+        self._num_kept: Counter[Hashable] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if len(self.texts) < _KEPT_WARNINGS:
-            self.texts.setdefault(_text_of(record), False)
+        place, text = _place_of(record), _text_of(record)
+        if text not in self.texts and self._num_kept[place] < SHOWN_OF_A_PLACE:
+            self._num_kept[place] += 1
+            self.texts[text] = False
 
 
 def take_warnings() -> tuple[str, ...]:
-    """What this worker or agent has warned of, and not told yet."""
+    """What this process has warned of, and not told yet."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Untold):
             new = tuple(text for text, is_told in handler.texts.items() if not is_told)
@@ -98,7 +102,7 @@ class Screen(logging.Handler):
         self._note = note
         self.level_of_others = logging.WARNING
         self._shown = set(shown_before)
-        self._num_shown: Counter[tuple[str, int]] = Counter()
+        self._num_shown: Counter[Hashable] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         is_own = record.name.partition(".")[0] == _OWN
@@ -108,7 +112,7 @@ class Screen(logging.Handler):
             if record.levelno < logging.WARNING:
                 self._note(_text_of(record))
                 return
-            place, text = (record.pathname, record.lineno), _text_of(record)
+            place, text = _place_of(record), _text_of(record)
             if text in self._shown or self._num_shown[place] >= SHOWN_OF_A_PLACE:
                 return
             self._shown.add(text)
@@ -119,6 +123,16 @@ class Screen(logging.Handler):
 
 shown_before: Final[set[str]] = set()
 """Warnings that this process has shown before a run had the log."""
+
+
+def tell_warning(text: str, by: str) -> None:
+    """Logs what `take_warnings` gave of another process: one line of code tells those of all."""
+    logger.warning("%s: %s", by, text, extra={_PLACE: re.sub(r"\d+", "", text)})
+
+
+def _place_of(record: logging.LogRecord) -> Hashable:
+    """Warnings of one place are much alike."""
+    return getattr(record, _PLACE, (record.pathname, record.lineno))
 
 
 def _text_of(record: logging.LogRecord) -> str:

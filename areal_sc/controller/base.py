@@ -7,7 +7,6 @@ Controllers are asyncio inside; their blocking methods run the awaitable ones on
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,6 +26,7 @@ from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError, WorkerLost
+from areal_sc.log import tell_warning
 from areal_sc.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
@@ -37,7 +37,6 @@ from areal_sc.workflows.sources import SourceRegistry
 if TYPE_CHECKING:
     from areal_sc.controller.control_loop import ControlLoop
 
-logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound="Controller")
 P = ParamSpec("P")
@@ -195,7 +194,7 @@ class Controller(ABC):
                 told.setdefault(text, []).append(member.name)
         for text, names in told.items():
             others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            logger.warning("%s%s: %s", names[0], others, text)
+            tell_warning(text, f"{names[0]}{others}")
         return {member.name for member in stats}
 
     def begin_worker_stats(self) -> Future[list[dict[str, float]]]:

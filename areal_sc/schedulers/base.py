@@ -6,7 +6,6 @@ controller ── RPC ──► the node's agent, which starts, watches and ends
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +16,13 @@ from typing import Protocol, runtime_checkable
 from areal_sc.config.machine import resolved_device
 from areal_sc.config.placement import DevicePlacement, Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
+from areal_sc.log import tell_warning
 from areal_sc.run_owner import RunTerm
 from areal_sc.run_status import Wait
 from areal_sc.status_board import StatusBoard
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 from areal_sc.workers.spec import LivingWorker, NodeFacts, WorkerOrder
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -56,7 +54,7 @@ class Node:
     def __post_init__(self) -> None:
         self.placement = DevicePlacement(self.facts.num_devices, self.name)
         for text in self.facts.warnings:
-            logger.warning("node %s: %s", self.name, text)
+            tell_warning(text, f"node {self.name}")
 
     @property
     def name(self) -> str:

@@ -6,8 +6,9 @@ Messages are msgpack lists on a stream socket, one request at a time:
     ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
 
 where the arguments are `values.dumps([prompt, completion, extra])`, and the details are the
-attributes of a RewardError; and one ["ready"] at the start. The process ends with the
-connection, or by SIGKILL.
+attributes of a RewardError; and one ["ready"] at the start. Before an answer there may be
+["warned", text]: what the user's code has logged. The process ends with the connection, or by
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import msgpack
 
 from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.log import setup_logging, take_warnings
 from areal_sc.process import bury_left
 from areal_sc.user_code import (
     MAX_TEXT_CHARS,
@@ -100,12 +102,16 @@ def failure_of(error: BaseException) -> tuple[str, dict[str, str]]:
 def run_reward_process(spec: dict[str, Any]) -> int:
     """Entry point; `spec["fd"]` is the socket to the pool. Returns at its end of file."""
     rewards: dict[int, Callable[..., Any]] = {}
+    setup_logging("reward")
     with socket.socket(fileno=spec["fd"]) as connection:
         connection.setblocking(True)
         connection.sendall(pack(["ready"]))
         left: set[int] = set()
         for number, request in enumerate(_requests(connection), start=1):
-            connection.sendall(pack(_answer(request, rewards)))
+            answer = _answer(request, rewards)
+            for text in take_warnings():
+                connection.sendall(pack(["warned", text]))
+            connection.sendall(pack(answer))
             if number % _REQUESTS_A_BURIAL == 0:
                 left = bury_left(left)
     return 0

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.fork_server import Child, ForkServer
+from areal_sc.log import tell_warning
 from areal_sc.process import num_killed_for_memory
 from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
@@ -100,8 +101,10 @@ class _Process:
     async def reply(self) -> list[Any]:
         """Its next message. Raises: ConnectionError: it has ended."""
         while True:
-            for message in self._unpacker:
-                return list(message)
+            for kind, *rest in self._unpacker:
+                if kind != "warned":
+                    return [kind, *rest]
+                tell_warning(*rest, by="a reward process")
             received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
             if not received:
                 raise ConnectionResetError

@@ -109,6 +109,8 @@ def is_killed_once(prompt, completion):
 
 def prints(prompt, completion):
     print("said by the reward", completion)
+    import logging
+    logging.getLogger("task").warning("no answer in %s", completion)
     return 1.0
 
 def sleeps(prompt, completion):
@@ -467,12 +469,16 @@ async def test_a_cancelled_call_leaves_the_process_usable(
     await pool.close()
 
 
-async def test_what_a_reward_prints_is_in_its_log(
-    server: ForkServer, user: ModuleType, tmp_path: Path
+async def test_what_a_reward_prints_is_in_its_log_and_what_it_warns_of_is_told(
+    server: ForkServer, user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = make_pool(server, tmp_path)
-    await pool.score(user.prints, {}, "xyz")
-    assert (tmp_path / "reward.log").read_text() == "said by the reward xyz\n"
+    for _ in range(2):
+        await pool.score(user.prints, {}, "xyz")
+    lines = (tmp_path / "reward.log").read_text().splitlines()
+    assert lines[0] == "said by the reward xyz"
+    assert lines[1].endswith("WARNING reward task: no answer in xyz")
+    assert caplog.messages == ["a reward process: no answer in xyz"]
     await pool.close()
 
 

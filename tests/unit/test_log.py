@@ -20,6 +20,7 @@ from areal_sc.log import (
     logging_to,
     setup_logging,
     take_warnings,
+    tell_warning,
 )
 
 
@@ -160,6 +161,13 @@ def test_a_worker_keeps_its_warnings_until_it_is_asked() -> None:
         assert take_warnings() == ("slow tool 1", "slow tool 2")
         logging.getLogger("task").warning("slow tool 2")
         assert take_warnings() == ()
+        for number in range(100):
+            logging.getLogger("task").warning("row %d has no answer", number)
+        for text in ("a tool is gone", "a disk is full", "row 7 is double"):
+            tell_warning(text, "a reward process")
+        *rows, _, _, double = take_warnings()
+        assert len(rows) == SHOWN_OF_A_PLACE
+        assert double == "a reward process: row 7 is double"
     finally:
         root.handlers[:] = before
         root.setLevel(level)
