@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 from areal_sc.durable import own_file
 
@@ -45,8 +45,8 @@ class _LogFile(RotatingFileHandler):
     _has_failed = False
 
     def _open(self) -> TextIOWrapper:
-        how = {"encoding": "utf-8", "errors": "backslashreplace"}  # wherever it runs
-        return cast("TextIOWrapper", open(self.baseFilename, self.mode, opener=own_file, **how))
+        how = "backslashreplace"
+        return open(self.baseFilename, "a", encoding="utf-8", errors=how, opener=own_file)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -62,7 +62,7 @@ def unknown_key(where: str, key: str, keys: Mapping[str, Any]) -> ConfigError:
     is_ours = any(known.rpartition(".")[2] == name for known in nearest)  # in another section
     if key in _FORMER:
         advice = _FORMER[key]
-    elif not is_ours and (meaning := meant_by(key)):
+    elif meaning := meant_by(key, is_ours=is_ours):
         advice = meaning
     elif nearest:
         advice = f"did you mean {' or '.join(nearest)}?"
@@ -130,7 +130,7 @@ def _first_line(error: BaseException) -> str:
     )
 
 
-def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
+def nearest_keys(key: str, keys: Collection[str]) -> list[str]:
     """The known keys that `key` may have meant, best first; [] when nothing is close.
 
     Names are compared without their section, so a setting in the wrong section is found; the
@@ -146,9 +146,14 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     def score(path: str) -> float:
         its_section, _, its_name = path.rpartition(".")
         words, its_words = set(name.split("_")), set(its_name.split("_"))
-        is_part = its_section == section and (words <= its_words or its_words <= words)
+        is_part = (
+            its_section == section
+            and path not in sections
+            and (words <= its_words or its_words <= words)
+        )
         return max(PART_SIMILARITY if is_part else 0.0, similarity(name, its_name))
 
+    sections = {path.rpartition(".")[0] for path in keys}
     scores = {path: score(path) for path in keys if path != key}
     best = max(scores.values(), default=0.0)
     if best < MIN_SIMILARITY:

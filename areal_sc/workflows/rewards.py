@@ -104,7 +104,7 @@ class _Process:
             for kind, *rest in self._unpacker:
                 if kind != "warned":
                     return [kind, *rest]
-                tell_warning(*rest, by="a reward process")
+                tell_warning(rest[0], "a reward process")
             received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
             if not received:
                 raise ConnectionResetError
