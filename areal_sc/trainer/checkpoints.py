@@ -88,8 +88,7 @@ class Checkpoints(BesideTraining):
         """
         step = self._actor.version
         if step == self._run.config.total_steps:
-            if self._run.config.checkpoint.every_steps:
-                self.finish()
+            self._run.keep_last_step()
             self.collect()
             return
         due = self._due(step)

@@ -157,6 +157,7 @@ class Evaluations(BesideTraining):
 
     def finish(self) -> None:
         """Evaluates the trained model, at the run's temperature and, by default, greedily."""
+        self._run.keep_last_step()
         self._rollout.wait_for_weights()
         self.begin("after")
         if self._run.config.evaluation.greedy:

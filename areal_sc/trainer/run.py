@@ -220,8 +220,17 @@ class Run:
         """Says that a model lies in a folder."""
         self.tell(lambda tracker: tracker.on_model(step, folder))
 
+    def keep_last_step(self) -> None:
+        """Has a snapshot of the newest step on the disk, also where a loop ended before its time.
+
+        What follows may take long, and be stopped.
+        """
+        if self.checkpoints is not None and self.config.checkpoint.every_steps:
+            self.checkpoints.finish()
+
     def finish(self, actor: TrainController, rollout: RolloutController) -> Summary:
         """Writes the model, the learning curve and, last, the summary: the run is finished."""
+        self.keep_last_step()
         model = self.folder.path / "model"
         actor.save_hf(model)
         self.tell_model(actor.version, model)

@@ -18,6 +18,7 @@ from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import RunTerm
 from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
+from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics_log import read_metrics
 from areal_sc.trainer.run import Run
 
@@ -84,6 +85,9 @@ class Rollout:
 
     def state(self) -> RolloutState:
         return state_of(self.version)
+
+    def wait_for_weights(self) -> None:
+        pass
 
     def go_back(self, state: RolloutState) -> None:
         self.restored.append(state)
@@ -261,6 +265,17 @@ def test_the_last_step_is_on_the_disk_before_what_follows(
     writer.actor.is_fast = True
     writer.begin(100)
     assert names(folder) == ["step-000099", "step-000100"]
+
+
+def test_a_loop_that_ended_before_its_time_has_one_of_its_last_step(
+    run: Run, folder: RunFolder, writer: Writer
+) -> None:
+    """Before it evaluates, which may be stopped."""
+    run.config.checkpoint.every_steps = 5
+    writer.actor.is_fast = True
+    writer.begin(7)
+    Evaluations(run, writer.rollout, None, "workflow").finish()  # type: ignore[arg-type]
+    assert names(folder) == ["step-000007"]
 
 
 def test_without_snapshots_there_is_none_of_the_last_step(run: Run, folder: RunFolder) -> None:
