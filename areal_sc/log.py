@@ -76,6 +76,29 @@ class _Untold(logging.Handler):
             self.texts[text] = False
 
 
+class _OfUser(logging.Handler):
+    """A handler of the user's, whose errors end nothing."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__(handler.level)
+        self._handler = handler
+        self._has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._handler.handle(record)
+        except Exception:  # code of the user's
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("%s failed; the run goes on without it", self._handler)
+
+
+def _is_terminal(handler: logging.Handler) -> bool:
+    console = getattr(handler, "console", None)  # of rich
+    stream = getattr(handler, "stream", getattr(console, "file", None))
+    return stream in (sys.stderr, sys.stdout)
+
+
 def take_warnings() -> tuple[str, ...]:
     """What this process has warned of, and not told yet."""
     for handler in logging.getLogger().handlers:
@@ -175,17 +198,16 @@ def logging_to(
     """`setup_logging` for the block; afterwards records go where they went before.
 
     Meanwhile `screen` stands for what the user had set up for a terminal, at the level set there;
-    files of the user's go on.
+    files and whatever else the user has set up go on.
     """
     root, shown_by = logging.getLogger(), warnings.showwarning
     handlers, level = root.handlers[:], root.level
     setup_logging(role, path, max_bytes)
     (own,) = root.handlers
-    root.handlers += [handler for handler in handlers if isinstance(handler, logging.FileHandler)]
+    root.handlers += [_OfUser(handler) for handler in handlers if not _is_terminal(handler)]
     root.setLevel(min(level, logging.INFO) if handlers and level else logging.INFO)
     if screen is not None:
-        terminals = (sys.stderr, sys.stdout)
-        if any(getattr(handler, "stream", None) in terminals for handler in handlers):
+        if any(map(_is_terminal, handlers)):
             screen.level_of_others = level
         root.addHandler(screen)
     try:

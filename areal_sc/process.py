@@ -26,8 +26,11 @@ from areal_sc.errors import ConfigError
 MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
 
-FOR_SCRIPT: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that the script of a run answers, also where they are sent to all of its processes: by
+FOR_SCRIPT: Final = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+"""Signals that are the script's to answer, also where they are sent to all processes of its run: by
 systemd, supervisord, a cluster, or a closed terminal."""
 
 END_SIGNAL: Final = signal.SIGRTMIN

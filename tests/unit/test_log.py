@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from small_disk import small_disk
@@ -33,7 +34,7 @@ def test_logging_is_as_it_was_after_a_block(
     logging.getLogger("own").warning("of what follows")
     assert warnings.showwarning is shown_by
     assert (tmp_path / "log").read_text().endswith(" INFO controller own: of the block\n")
-    assert [record.getMessage() for record in caplog.records] == ["of what follows"]
+    assert caplog.messages == ["of the block", "of what follows"]  # pytest's is as a user's
 
 
 def test_a_log_takes_what_is_no_unicode(tmp_path: Path) -> None:
@@ -109,7 +110,8 @@ def test_warnings_reach_the_screen_once(tmp_path: Path) -> None:
         except OSError:
             user.exception("it failed")
 
-    told = shown_by_run(tmp_path / "log", log)
+    with patch.object(logging.getLogger(), "handlers", []):  # pytest's raises for a wrong call
+        told = shown_by_run(tmp_path / "log", log)
     assert told.count("warning: a disk is full") == 1
     few = [text for text in told if "too few rows" in text]
     assert len(few) == SHOWN_OF_A_PLACE
@@ -139,6 +141,28 @@ def test_what_the_user_logs_to_a_terminal_is_shown_and_files_of_the_user_s_go_on
         file.close()
     assert told == ["accuracy 0.5"]
     assert (tmp_path / "mine.log").read_text().startswith("accuracy 0.5\n")
+
+
+def test_a_handler_of_the_user_s_goes_on_and_ends_nothing(tmp_path: Path) -> None:
+    class Messenger(logging.Handler):
+        """Sends what is logged to a chat, which may be away."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            sent.append(record.getMessage())
+            raise ConnectionError("the chat is away")
+
+    sent: list[str] = []
+    root, messenger = logging.getLogger(), Messenger(logging.WARNING)
+    root.addHandler(messenger)
+    try:
+        with logging_to("controller", tmp_path / "log"):
+            for number in range(2):
+                logging.getLogger("task").warning("warning %d", number)
+            logging.getLogger("task").info("no warning")
+    finally:
+        root.removeHandler(messenger)
+    assert [text for text in sent if text.startswith("warning")] == ["warning 0", "warning 1"]
+    assert (tmp_path / "log").read_text().count("ConnectionError: the chat is away") == 1
 
 
 def test_a_screen_that_nobody_reads_costs_nothing(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def leave_signals_to_script() -> None:
     They are blocked, also in all that this process starts: a server takes its own handlers.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, OF_SCRIPT)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, end_by_sigterm)
 
 

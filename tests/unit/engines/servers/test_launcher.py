@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from areal_sc.engines.servers import launcher
+from areal_sc.process import FOR_SCRIPT
 
 SERVER = """
 import signal, subprocess, sys, time
@@ -39,7 +40,7 @@ def test_a_server_and_what_it_starts_end_by_one_signal_alone(tmp_path: Path) -> 
         server.stdin.write(json.dumps(start).encode())
         server.stdin.close()
         child = int(server.stdout.readline())
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for signum in FOR_SCRIPT:
             for pid in (server.pid, child):
                 os.kill(pid, signum)
         assert server.poll() is None
