@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.durable import own_file
+from areal_sc.user_code import describe, text_of
 
 LOG_TAIL_LINES: Final = 15
 SHOWN_OF_A_PLACE: Final = 20
@@ -162,12 +163,12 @@ def _text_of(record: logging.LogRecord) -> str:
     """Its message, with what was raised; a wrong call of the user's is shown as it was made."""
     try:
         text = record.getMessage().rstrip()
-    except Exception:  # as `Handler.handleError` has it
-        text = f"{record.msg} {record.args}"
+    except BaseException:  # of user code; as `Handler.handleError` has it
+        text = f"{text_of(record.msg)} {text_of(record.args)}"
     if record.name == "py.warnings":  # its second line is the code
         text = text.partition("\n")[0]
     raised = record.exc_info[1] if record.exc_info else None
-    return text if raised is None else f"{text}: {type(raised).__name__}: {raised}"
+    return text if raised is None else f"{text}: {describe(raised)}"
 
 
 def setup_logging(role: str, path: Path | None = None, max_bytes: int = 0) -> None:

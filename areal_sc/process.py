@@ -131,9 +131,26 @@ def refuse_in_worker(what: str) -> None:
         )
 
 
+def refuse_several_starts() -> None:
+    """Raises: ConfigError: a launcher of ranks has started the script once a rank."""
+    num = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and num.isdecimal() and int(num) > 1:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE={num} are set: torchrun, accelerate launch or another launcher "
+            f"has started the script {num} times; expected one start, `python script.py`: the run "
+            "starts its ranks itself (actor.parallel). Where this is the only one, unset WORLD_SIZE"
+        )
+
+
 def tell_starter(what: bytes) -> None:
-    """Writes a line for `heard_from` to standard output. Raises: BrokenPipeError: nobody reads."""
-    os.write(sys.stdout.fileno(), _SAYS + what + b"\n")
+    """Writes a line for `heard_from` to standard output, of which nobody reads more.
+
+    So what is printed from then on goes to standard error: it would fill the pipe, and wait.
+
+    Raises: BrokenPipeError: nobody reads.
+    """
+    os.write(1, _SAYS + what + b"\n")
+    os.dup2(2, 1)
 
 
 def heard_from(output: IO[bytes], timeout_s: float) -> bytes:

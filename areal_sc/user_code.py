@@ -131,6 +131,16 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The error, and the explicit causes below it; `raise error from error` is its own."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        cause = cause.__cause__
+    return found
+
+
 def text_of(value: object, how: Callable[[Any], str] = str) -> str:
     """The `str`, or `repr`, of an object whose class may be the user's."""
     try:
@@ -176,11 +186,9 @@ def _users(error: BaseException) -> list[traceback.FrameSummary]:
 
     Python's "coroutine raised StopIteration" has none of its own.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes_of(error):
         if frames := [frame for frame in _frames(cause) if not _is_library(frame.filename)]:
             return frames
-        cause = cause.__cause__
     return []
 
 

@@ -121,8 +121,8 @@ def _installed_cuda_memory(
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     listed = command_output(query)
     if listed is not None:
-        lines = [line.strip() for line in listed.splitlines() if line.strip()]
-        # in MiB; devices without memory of their own answer [N/A]
+        # in MiB; devices without memory of their own answer [N/A]. A site's wrapper may say more.
+        lines = re.findall(r"^\s*(\d+|\[.+\])\s*$", listed, re.MULTILINE)
         return tuple(int(line) << 20 if line.isdecimal() else None for line in lines)
     return (None,) * sum(node.name[6:].isdecimal() for node in device_folder.glob("nvidia*"))
 

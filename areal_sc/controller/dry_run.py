@@ -26,9 +26,10 @@ from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.fork_server import ForkServer
 from areal_sc.hub import cached_model
+from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workflows.base import Prompts, Workflow
+from areal_sc.workflows.base import Prompts, Trajectory, Workflow
 from areal_sc.workflows.rejection import Rejection
 from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.sources import SourceReader
@@ -202,11 +203,12 @@ class TaskLook:
         try:
             row = dict(prompts[index])
             tokens = await self._first_prompt(workflow, row, pool)
-        except TimeoutError:
-            raise WorkflowError(
-                f"row {index}: the episode asked the model nothing in {EPISODE_LIMIT_S:g} s"
-            ) from None
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as raised:  # the user's code may raise anything
+            error = raised.error if isinstance(raised, Raised) else raised
+            if isinstance(raised, Raised) and raised.is_late:
+                raise WorkflowError(
+                    f"row {index}: the episode asked the model nothing in {EPISODE_LIMIT_S:g} s"
+                ) from None
             why = Rejection.of(error).of_prompt(index, row, "")
             (found.too_long if isinstance(error, PromptTooLong) else found.unusable).append(why)
             if len(found.unusable) == UNUSABLE and not found.lengths:
@@ -222,7 +224,8 @@ class TaskLook:
     ) -> list[int]:
         """What an episode asks the model first; it ends there."""
         model = self._model(None)
-        episode = asyncio.create_task(self._episode(workflow, row, pool, model))
+        playing = self._episode(workflow, row, pool, model)
+        episode: asyncio.Task[Any] = asyncio.create_task(playing)
         await asyncio.wait([episode, model.asked], return_when=asyncio.FIRST_COMPLETED)
         if not model.asked.done():
             await episode
@@ -243,10 +246,9 @@ class TaskLook:
         stop = "" if self._ends else "".join(self._config.generation.stop[:1])
         model = self._model([*encode_text(self._tokenizer, text + stop), *self._ends[:1]] or [0])
         try:
-            returned = await self._episode(workflow, row, pool, model)
-            rows = checked_episode(returned, self._config, is_trained=True)
-        except Exception as error:  # as above
-            rows = Rejection.of(error)
+            rows = await self._episode(workflow, row, pool, model)
+        except Raised as raised:
+            rows = Rejection.of(raised.error)
         if isinstance(rows, Rejection):
             why = rows.of_prompt(index, row, "").describe()
             raise WorkflowError(f"tried on one row, the episode was rejected: {why}")
@@ -255,11 +257,15 @@ class TaskLook:
 
     async def _episode(
         self, workflow: Workflow, row: dict[str, Any], pool: RewardPool, model: _Model
-    ) -> Any:
+    ) -> list[Trajectory] | Rejection:
         engine: Any = model  # as far as episodes use one
         seen = WorkerEpisodeEngine(engine, pool, "dry run", self._config.generation, None)
-        async with asyncio.timeout(EPISODE_LIMIT_S):
-            return await workflow.run_episode(dict(row), seen)
+
+        async def run() -> list[Trajectory] | Rejection:
+            returned = await workflow.run_episode(dict(row), seen)
+            return checked_episode(returned, self._config, is_trained=True)
+
+        return await await_user_code(run, EPISODE_LIMIT_S)
 
     def _model(self, answer: list[int] | None) -> _Model:
         return _Model(self._tokenizer, self._config.max_context_tokens, answer)

@@ -9,8 +9,8 @@ from typing import Any, Final
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.errors import ArealError, SchedulerSilent
-from areal_sc.process import refuse_in_worker
+from areal_sc.errors import ArealError, ConfigError, SchedulerSilent
+from areal_sc.process import refuse_in_worker, refuse_several_starts
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
@@ -41,6 +41,7 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
         RunFolderError: another process runs in the folder, or it cannot be used.
     """
     refuse_in_worker("make_scheduler")
+    refuse_several_starts()
     own: MakeScheduler | None = own_scheduler(config.type)
     if folder is None and config.run_only:
         logger.warning(
@@ -52,7 +53,12 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
         return NoNodes(config, folder)
     if own is None:
         return _BUILT_IN[config.type](config, folder)
-    scheduler = own(config, folder)
+    try:
+        scheduler = own(config, folder)
+    except (ArealError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        raise ConfigError(f"scheduler.type: {config.type} raised {blame(error)}") from error
     for name in _AWAITED:
         if method := getattr(scheduler, name, None):
             setattr(scheduler, name, _bordered(method, f"{config.type}: {name}"))

@@ -32,7 +32,7 @@ from areal_sc.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.process import be_deaf, open_files_advice, refuse_in_worker
 from areal_sc.run_folder import Opening, RunFolder
 from areal_sc.telling import Outlet, end_outlets, tolerate_other_encodings
-from areal_sc.user_code import describe, first_of, text_of
+from areal_sc.user_code import causes_of, describe, first_of, text_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """End a run as Ctrl-C does; SIGHUP says that the terminal is gone."""
@@ -207,13 +207,11 @@ def _show_way_on(block: _Block, run_dir: Path | None, *, is_stopped: bool) -> No
 def _reasons(error: BaseException) -> Iterator[str]:
     """The explicit causes below an error whose text it does not contain already."""
     told = text_of(error)
-    cause = error.__cause__
-    while cause is not None:
+    for cause in causes_of(error)[1:]:
         text = text_of(cause)
         if text and text not in told:
             yield f"{type(cause).__name__}: {text}"
             told += text
-        cause = cause.__cause__
 
 
 def _append_to_log(run_dir: Path, level: str, text: str) -> Path | None:

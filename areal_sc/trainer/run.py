@@ -36,7 +36,7 @@ from areal_sc.controller.train import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models
-from areal_sc.process import process_age_s, refuse_in_worker
+from areal_sc.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.run_folder import Opening, RunFolder
 from areal_sc.run_status import Phase as StatusPhase
 from areal_sc.samples import Sample
@@ -87,6 +87,7 @@ class Run:
 
     def __init__(self, config: GRPOConfig, trackers: Sequence[Tracker] = ()) -> None:
         refuse_in_worker("Run")
+        refuse_several_starts()
         self.config = config
         self._given_trackers = list(trackers)
         self._trackers: list[BackgroundTracker] = []

@@ -349,7 +349,7 @@ class RolloutWorker(Worker):
         context = row.input_ids[: list(row.loss_mask).index(True)]
         if not (what := describe_unknown(self.engine.tokenizer, context)):
             return ""
-        content = text_of(self.sources.prompts(prompt.dataset)[prompt.index])
+        content = text_of(prompt.index, lambda it: str(self.sources.prompts(prompt.dataset)[it]))
         return (
             f"the model's tokenizer does not know most of prompt {prompt.index}, {content:.200}: "
             f"{what}; use a model whose tokenizer knows such text"

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from areal_sc.durable import write_atomic
 from areal_sc.errors import WorkflowError
+from areal_sc.user_code import user_code
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.text_files import read_rows
 from areal_sc.workflows.values import MALFORMED, UnfitValue, dumps, from_wire
@@ -98,10 +99,11 @@ def packed_row(row: Any, index: int, kind: str) -> bytes:
             f'{where} is a {type(row).__name__}: expected a dict such as {{"prompt": "...", '
             '"answer": "..."}'
         )
-    try:
-        return dumps(dict(row))
-    except UnfitValue as error:
-        raise WorkflowError(f"{where}: {error.located('')}") from None
+    with user_code(where):
+        try:
+            return dumps(dict(row))
+        except UnfitValue as error:
+            raise WorkflowError(f"{where}: {error.located('')}") from None
 
 
 def row_of(wire: Any, where: str) -> dict[str, Any]:

@@ -167,16 +167,17 @@ def _target_of(obj: Any) -> tuple[str, str | None]:
             "surrounding function as arguments of a Workflow's constructor"
         )
     module = sys.modules.get(module_name)
-    if script := _script_of_tool(module):
-        return f"{script}:{name}", str(script.parent)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
+    if found is not obj and module_name == "__main__" and (script := _script_of_tool(module)):
+        return f"{script}:{name}", str(script.parent)
     if module is None or found is not obj:
+        where = f"{module_name} ({getattr(module, '__file__', None)})"
         raise WorkflowError(
-            f"{kind} {name} cannot be sent to workers: the name {name} of module {module_name} "
-            f"means {_short(found)}; keep the object under its own name, in a file that can be "
-            "imported (a method is no function of the module)"
+            f"{kind} {name} cannot be sent to workers: the name {name} of module {where} means "
+            f"{_short(found)}; keep the object under its own name, in a file that can be imported "
+            "(a method is no function of the module; a tool that runs the script may be `__main__`)"
         )
     location, search_path = _location_of(module)
     return f"{location}:{name}", search_path
@@ -206,16 +207,14 @@ def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
     return str(file), str(file.parent)
 
 
-def _script_of_tool(module: types.ModuleType | None) -> Path | None:
-    """The script that `python -m cProfile`, or another tool of Python's, runs as `__main__`.
+def _script_of_tool(main: types.ModuleType | None) -> Path | None:
+    """The script that a tool runs as `__main__`, `python -m cProfile` say, beside its own module.
 
-    Its names are not in that module, which is the tool's.
+    Its names are not in that module; but it is the first of the arguments, as ever.
     """
-    if module is None or module.__name__ != "__main__" or not getattr(module, "__spec__", None):
-        return None
-    library, script = Path(sysconfig.get_path("stdlib")), Path(sys.argv[0]).resolve()
-    is_tool = Path(str(module.__file__)).resolve().is_relative_to(library.resolve())
-    return script if is_tool and script.is_file() else None
+    script = Path(sys.argv[0]).resolve()
+    is_tools = script != Path(getattr(main, "__file__", None) or "").resolve()
+    return script if is_tools and script.is_file() else None
 
 
 def is_always_importable(root: Path) -> bool:

@@ -101,17 +101,17 @@ class Rejection(Struct, frozen=True, array_like=True):
         """That of an episode whose workflow raised; a RewardError knows its place itself."""
         error = first_of(error)
         message = describe(error)[:_MAX_MESSAGE_CHARS]
-        if isinstance(error, RewardError):
+        if type(error) is RewardError:  # not of a class of the user's, which may lack attributes
             return cls(
-                RejectionKind(error.kind),
+                kind_of(error),
                 text_of(error)[:_MAX_MESSAGE_CHARS],
                 error.error_type,
                 error.place or place_of(error),
                 error.frames,
             )
         if isinstance(error, PromptTooLong):
-            return cls(RejectionKind.prompt_too_long, str(error))
-        if isinstance(error, WorkflowError):
+            return cls(RejectionKind.prompt_too_long, text_of(error))
+        if isinstance(error, WorkflowError) and not isinstance(error, RewardError):
             return cls(RejectionKind.prompt_error, message)
         return cls.raised(RejectionKind.workflow_error, message, error)
 
@@ -119,6 +119,11 @@ class Rejection(Struct, frozen=True, array_like=True):
     def raised(cls, kind: RejectionKind, message: str, error: BaseException) -> Rejection:
         """That of code which raised this."""
         return cls(kind, message, type(error).__name__, place_of(error), last_frames(error))
+
+
+def kind_of(error: RewardError) -> RejectionKind:
+    """The kind of a RewardError; the user's code may raise one of any."""
+    return RejectionKind.__members__.get(str(error.kind), RejectionKind.reward_error)
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:

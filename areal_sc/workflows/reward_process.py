@@ -34,7 +34,7 @@ from areal_sc.user_code import (
 )
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration
 from areal_sc.workflows.reference import ObjectReference, resolve
-from areal_sc.workflows.rejection import RejectionKind
+from areal_sc.workflows.rejection import RejectionKind, kind_of
 from areal_sc.workflows.values import loads
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -86,8 +86,8 @@ def finite_reward(value: Any) -> float:
 def failure_of(error: BaseException) -> tuple[str, dict[str, str]]:
     """The message and the attributes of the RewardError for a reward that raised this."""
     error = first_of(error)
-    if isinstance(error, RewardError):
-        return text_of(error)[:MAX_TEXT_CHARS], {"kind": error.kind}
+    if type(error) is RewardError:
+        return text_of(error)[:MAX_TEXT_CHARS], {"kind": kind_of(error).value}
     raised = error
     if isinstance(error, WorkflowError) and error.__cause__ is not None:
         raised = error.__cause__  # by the user's module, while it was imported

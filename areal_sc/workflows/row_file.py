@@ -24,12 +24,13 @@ import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from areal_sc.durable import own_file
 from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
-from areal_sc.user_code import describe
+from areal_sc.user_code import blame
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.prompts import packed_row, row_of
 
@@ -37,6 +38,7 @@ GROWING: Final = "rows-"
 """Begins the names of files that get further rows while the run goes on."""
 _logger = logging.getLogger(__name__)
 
+_ENDED: Final = object()
 READ_TIMEOUT_S: Final = 600.0
 """The user's code may take so long for one row; more than that, and the row will not come."""
 
@@ -68,6 +70,10 @@ def num_rows_of(rows: PromptSource) -> int | None:
             f"the dataset is a {kind}: expected a list of dicts, an object with __len__ and "
             "__getitem__, an iterable of dicts, or what areal_sc.load_prompts returns"
         ) from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        raise WorkflowError(f"the length of the dataset ({kind}): {blame(error)}") from error
     if num_rows == 0:
         raise WorkflowError(f"the dataset ({kind}) is empty: expected at least 1 prompt")
     return num_rows
@@ -119,7 +125,9 @@ class RowWriter:
 
     def __init__(self, rows: PromptSource, path: Path) -> None:
         self.num_rows = num_rows_of(rows)
-        self._rows: Any = rows if self.num_rows is not None else iter(rows)
+        # the user's __iter__ is called where the first row is read
+        given: Any = rows
+        self._rows = chain.from_iterable([given]) if self.num_rows is None else given
         self._kind = type(rows).__name__
         self._earlier = _found_rows(path)
         self._file = open(path, "ab", opener=own_file)  # noqa: SIM115
@@ -228,18 +236,19 @@ class RowWriter:
         if self._is_closed:
             raise CancelledError
         try:
-            return next(self._rows) if self.num_rows is None else self._rows[index]
-        except StopIteration:
+            row = next(self._rows, _ENDED) if self.num_rows is None else self._rows[index]
+        except BaseException as error:  # the user's code may raise anything
+            raise WorkflowError(
+                f"row {index} of the dataset ({self._kind}) cannot be read: {blame(error)}"
+            ) from error
+        if row is _ENDED:
             raise WorkflowError(
                 f"the dataset ({self._kind}) ended after {index} rows, but row {wanted} is needed: "
                 "a stream gives each row once; let it go on (`.repeat(None)` of `datasets`, "
                 "itertools.cycle), give a dataset with a length, whose rows come again in each "
                 "epoch, or lower total_steps"
-            ) from None
-        except BaseException as error:  # the user's code may raise anything
-            raise WorkflowError(
-                f"row {index} of the dataset ({self._kind}) cannot be read: {describe(error)}"
-            ) from error
+            )
+        return row
 
 
 def _found_rows(path: Path) -> dict[int, bytes]:

@@ -44,6 +44,18 @@ def test_a_log_takes_what_is_no_unicode(tmp_path: Path) -> None:
     assert "WARNING script test: rows-\\udcff \u2192 \u4e2d\n" in text
 
 
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def test_an_error_whose_text_cannot_be_had_is_shown(tmp_path: Path) -> None:
+    shown: list[str] = []
+    with logging_to("controller", tmp_path / "log", screen=Screen(shown.append, shown.append)):
+        logging.getLogger("own").warning("a tracker failed", exc_info=Nameless())
+    assert shown == ["a tracker failed: Nameless: (its text cannot be had: str raised LookupError)"]
+
+
 def test_the_script_s_log_begins_anew_when_it_is_too_large(tmp_path: Path) -> None:
     path = tmp_path / "controller.log"
     with logging_to("controller", path, max_bytes=1000):

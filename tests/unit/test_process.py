@@ -72,6 +72,26 @@ def test_what_a_child_tells_is_found_among_what_else_is_printed() -> None:
         child.communicate(timeout=60)
 
 
+def test_a_script_that_a_launcher_has_started_once_a_rank_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for begin in (lambda: Run(GRPOConfig()), lambda: make_scheduler(SchedulerConfig())):
+        with pytest.raises(ConfigError, match=r"torchrun, .* has started the script 2 times"):
+            begin()
+
+
+def test_a_child_that_prints_more_than_it_tells_does_not_wait_for_a_reader() -> None:
+    code = "from areal_sc.process import tell_starter; tell_starter(b'up'); print('x' * 200_000)"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    assert child.stdout is not None
+    assert heard_from(child.stdout, 60.0) == b"up"
+    assert child.wait(60.0) == 0
+    child.stdout.close()
+
+
 def test_a_worker_has_the_scripts_arguments_and_begins_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

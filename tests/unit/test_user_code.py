@@ -192,3 +192,10 @@ async def test_a_coroutine_that_raises_stop_iteration_is_told_with_its_line() ->
     with pytest.raises(Raised) as raised:
         await await_user_code(stops)
     assert place_of(raised.value.error) == f"test_user_code.py:{stops.__code__.co_firstlineno + 1}"
+
+
+def test_an_error_that_is_its_own_cause_has_an_end() -> None:
+    one, other = ValueError("one"), KeyError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert border.causes_of(one) == [one, other]
+    assert border.blame(one) == "ValueError: one"

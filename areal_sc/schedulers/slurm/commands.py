@@ -242,10 +242,11 @@ def found_job(name: str, give_up_s: float | None = None) -> str:
     num_looks = 0
     while True:
         try:
-            listed = run_command(["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%A"])
+            words = ["squeue", "-h", "--me", "-t", "all", "-n", name, "-o", "%A"]
+            listed = [it for it in _words(run_command(words)) if it[0].isdecimal()]
             num_looks += 1
-            if listed.strip() or num_looks > 1:
-                return next(iter(listed.split()), "")
+            if listed or num_looks > 1:
+                return next(iter(listed), "")
         except SchedulerSilent:
             num_looks = 0
             if time.monotonic() > give_up_s:
@@ -258,7 +259,7 @@ def named_jobs(names: Sequence[str]) -> dict[str, str]:
     if not names:
         return {}
     words = ["squeue", "-h", "--me", "-t", "all", "-n", ",".join(names), "-o", "%A|%T"]
-    listed = (line.split("|", 1) for line in run_command(words).splitlines())
+    listed = _rows(run_command(words), 2)
     return {job: state for job, state in listed if state not in ENDED_STATES}
 
 
@@ -278,23 +279,33 @@ def look_at(jobs: Sequence[str], *, is_patient: bool = False) -> dict[str, JobSt
         if _UNKNOWN_JOB not in str(error):  # the only one ended long ago
             raise
         told = ""
-    for line in told.splitlines():
-        job, state, reason, start, nodes = line.split("|", 4)
+    for job, state, reason, start, nodes in _rows(told, 5):
         states[job] = JobState(state, frozenset(host_names(nodes)), reason, start)
     return states
 
 
+def _words(told: str) -> list[str]:
+    """Lines of one word; a site's wrapper may say more."""
+    return re.findall(r"^[ \t]*(\w\S*)[ \t]*$", told, re.MULTILINE)
+
+
+def _rows(told: str, num_columns: int) -> list[list[str]]:
+    """Lines of so many columns, likewise."""
+    rows = (line.strip().split("|", num_columns - 1) for line in told.splitlines())
+    return [row for row in rows if len(row) == num_columns]
+
+
 def num_restarts(job: str) -> int:
     """How often SLURM has put a job back to those that wait. Raises: SchedulerSilent."""
-    told = run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]).strip()
-    return int(told) if told.isdecimal() else 0
+    told = _words(run_command(["squeue", "-h", "-t", "all", "-j", job, "-O", "RestartCnt:9"]))
+    return max((int(count) for count in told if count.isdecimal()), default=0)
 
 
 def host_names(hosts: str) -> list[str]:
     """`node[1-3]` as node1, node2, node3."""
     if not hosts or not re.search(r"[\[,]", hosts):
         return [hosts] if hosts else []
-    return run_command(["scontrol", "show", "hostnames", hosts]).split()
+    return _words(run_command(["scontrol", "show", "hostnames", hosts]))
 
 
 def steps_of(job: str, name: str) -> list[str]:
@@ -305,8 +316,7 @@ def steps_of(job: str, name: str) -> list[str]:
         if _UNKNOWN_JOB not in str(error):  # it ended long ago, and its steps with it
             raise
         return []
-    lines = (line.strip().split("|", 1) for line in listed.splitlines() if "|" in line)
-    return [step for step, its_name in lines if its_name == name]
+    return [step for step, its_name in _rows(listed, 2) if its_name == name]
 
 
 def cancel(words: Sequence[str]) -> None:
@@ -338,7 +348,7 @@ def most_memory_bytes(partition: str) -> int | None:
     Raises: SchedulerSilent.
     """
     words = [f"--partition={partition}"] if partition else []
-    told = run_command(["sinfo", "-h", "-o", "%m", *words]).split()
+    told = _words(run_command(["sinfo", "-h", "-o", "%m", *words]))
     sizes = [int(size.rstrip("+")) << 20 for size in told if size.rstrip("+").isdecimal()]
     return max(sizes, default=None)
 
@@ -351,7 +361,7 @@ def is_just_back() -> bool:
 def is_silent(node: str) -> bool:
     """Whether slurmctld does not hear the node, or takes it for down. Raises: SchedulerSilent."""
     state = run_command(["sinfo", "-h", "-N", f"--nodes={node}", "-o", "%T"])
-    return "*" in state or state.startswith("down")
+    return any(it.endswith("*") or it.startswith("down") for it in _words(state))
 
 
 def node_addresses(partitions: Collection[str], hosts: str = "") -> list[str]:
@@ -364,7 +374,7 @@ def node_addresses(partitions: Collection[str], hosts: str = "") -> list[str]:
     named = "" if hosts or "" in partitions else ",".join(sorted(partitions))
     flags = {"--partition": named, "--nodes": hosts}
     words = [f"{flag}={value}" for flag, value in flags.items() if value]
-    addresses = run_patiently(["sinfo", "-h", "-N", "-o", "%o", *words]).split()[:MAX_ADDRESSES]
+    addresses = _words(run_patiently(["sinfo", "-h", "-N", "-o", "%o", *words]))[:MAX_ADDRESSES]
     if not addresses:
         what = f"scheduler.slurm.partition={named!r}: SLURM lists no node of it"
         raise ConfigError(what + what_to_change())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from areal_sc.trainer.trackers.base import Tracker
-from areal_sc.user_code import describe
+from areal_sc.user_code import blame
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class BackgroundTracker:
                 self._num_failed += 1
                 if not self._first_error:
                     logger.warning("tracker=%s", self.name, exc_info=True)
-                    self._first_error = describe(error)
+                    self._first_error = blame(error)
             self._busy_since_s = None
 
 

@@ -56,6 +56,13 @@ def test_memory_without_a_value(tmp_path: Path) -> None:
     assert visible_cuda_memory({}, lambda _: "[N/A]\n", tmp_path) == (None,)
 
 
+def test_what_a_wrapper_of_nvidia_smi_says_is_no_device(tmp_path: Path) -> None:
+    greeting = "loading 2 modules: [ok]\n\n"
+    assert visible_cuda_memory({}, lambda _: greeting, tmp_path) == ()
+    assert visible_cuda_memory({}, lambda _: f"{greeting} 81559\n", tmp_path) == (81559 << 20,)
+    assert visible_cuda_memory({}, lambda _: "No devices were found\n", tmp_path) == ()
+
+
 def write(root: Path, name: str, text: str) -> None:
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text(text)

@@ -67,6 +67,11 @@ class Breaks(Workflow):
         raise LookupError("of its own")
 
 
+class Exits(Workflow):
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> None:
+        sys.exit(3)
+
+
 class Stuck(Workflow):
     async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> None:
         await asyncio.get_running_loop().create_future()
@@ -149,6 +154,7 @@ def test_a_loop_of_ones_own_ends_at_its_first_batch(
         (Breaks(), ROWS * 99, "8 of 8 prompts cannot .* LookupError: of its own"),
         (Stuck(), ROWS * 99, "row 0: the episode asked the model nothing in 0.2 s"),
         (Two(), ROWS, "the workflow returned None"),
+        (Exits(), ROWS, r"3 of 3 prompts cannot .* SystemExit at test_dry_run.py:\d+"),
     ],
     ids=[
         "raises",
@@ -161,6 +167,7 @@ def test_a_loop_of_ones_own_ends_at_its_first_batch(
         "many",
         "stuck",
         "returns",
+        "exits",
     ],
 )
 def test_a_task_that_cannot_be_run(

@@ -55,6 +55,22 @@ def test_the_id_is_known_whatever_else_a_sites_wrapper_says(bin_folder: Path, sa
     assert "--export=ALL" in call.split(), "whatever SBATCH_EXPORT says"
 
 
+def test_what_a_sites_wrapper_says_beside_the_answers_is_left_out(bin_folder: Path) -> None:
+    greets = "echo '*** welcome to 2 clusters ***'; "
+    stand_in(bin_folder, "squeue", f"{greets}echo '17|17|RUNNING|None|N/A|n[1-2]'")
+    stand_in(bin_folder, "scontrol", f"{greets}echo n1; echo n2")
+    stand_in(bin_folder, "sinfo", f"{greets}echo 512+; echo 1024")
+    assert commands.look_at(["17"])["17"] == JobState("RUNNING", frozenset({"n1", "n2"}), "None")
+    assert commands.most_memory_bytes("") == 1 << 30
+    assert not commands.is_silent("n1")
+    stand_in(bin_folder, "squeue", f"{greets}echo '17|RUNNING'")
+    assert commands.named_jobs(["one"]) == {"17": "RUNNING"}
+    stand_in(bin_folder, "squeue", f"{greets}echo 17")
+    assert commands.found_job("one") == "17"
+    stand_in(bin_folder, "sinfo", f"{greets}echo n1.site; echo n2.site")
+    assert commands.node_addresses([""]) == ["n1.site", "n2.site"]
+
+
 def test_words_in_another_encoding_are_shown_as_far_as_they_can_be_read(bin_folder: Path) -> None:
     stand_in(bin_folder, "sbatch", r"printf 'Konto \374berzogen' >&2; exit 1")
     with pytest.raises(ConfigError, match="Konto \N{REPLACEMENT CHARACTER}berzogen"):

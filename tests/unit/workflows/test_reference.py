@@ -290,7 +290,8 @@ def test_what_a_script_raises_in_a_worker_is_told_with_its_line(
 
 
 @pytest.mark.parametrize(
-    "tool", [[], ["-m", "cProfile", "-o", "profile"], ["-m", "pdb", "-cc", "-cq"]]
+    "tool",
+    [[], ["-m", "cProfile", "-o", "profile"], ["-m", "pdb", "-cc", "-cq"], ["own_profiler.py"]],
 )
 def test_a_script_of_any_name_is_found_under_tools_too(
     tool: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -302,6 +303,10 @@ def test_a_script_of_any_name_is_found_under_tools_too(
         "import json\nfrom areal_sc.workflows.reference import Referable, reference_of\n"
         "class Task(Referable):\n    def score(self): return 7\n"
         "if __name__ == '__main__': print('>', json.dumps(reference_of(Task()).to_wire()))\n"
+    )
+    (tmp_path / "own_profiler.py").write_text(  # as kernprof, installed as a program
+        "import sys\nsys.argv[:] = sys.argv[1:]\n"
+        "exec(open(sys.argv[0]).read(), {'__name__': '__main__'})\n"
     )
     printed = run_python(*tool, str(script), cwd=tmp_path)
     wire = printed.partition(">")[2].partition("\n")[0]

@@ -8,6 +8,7 @@ from msgspec import msgpack
 
 from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.workflows.rejection import Rejection, RejectionKind, describe_counts, place_of
+from areal_sc.workflows.reward_process import failure_of
 
 
 def parse(text: str) -> object:
@@ -33,6 +34,19 @@ def test_what_a_workflow_raises_is_counted_by_exception_and_place() -> None:
     assert Rejection.of(WorkflowError("no room")).cause == "prompt_error"
     dead = RewardError("it ended", kind=RejectionKind.reward_process_died, place="task.py:3")
     assert Rejection.of(dead).cause == "reward_process_died: task.py:3"
+
+
+class OfAUser(RewardError):
+    def __init__(self) -> None:
+        """Without the attributes of its base."""
+
+
+def test_errors_of_this_package_that_a_user_raises_are_causes_too() -> None:
+    other = Rejection.of(RewardError("no box", kind="format"))
+    assert (other.kind, other.message) == (RejectionKind.reward_error, "no box")
+    assert Rejection.of(OfAUser()).cause == "workflow_error: OfAUser"
+    _, details = failure_of(OfAUser())
+    assert (details["kind"], details["error_type"]) == ("reward_error", "OfAUser")
 
 
 async def test_the_place_of_a_timeout_is_where_the_code_waited() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,52 @@ class Squares:
         if index % 10 == 7:
             raise OSError(f"row {index} is on a broken disk")
         return {"prompt": f"{index} * {index} =", "answer": str(index * index)}
+
+
+class Ends(Mapping[str, Any]):
+    """Raises what is no Exception, or means something else elsewhere, wherever it is called."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _at(self, where: str) -> None:
+        if where == self.where:
+            raise SystemExit(3) if where != "row" else StopIteration("mine")
+
+    def keys(self) -> Any:
+        self._at("keys")
+        return []
+
+    def __len__(self) -> int:
+        self._at("len")
+        if self.where == "iter":
+            raise TypeError("it has none")
+        return 9
+
+    def __getitem__(self, key: Any) -> Any:
+        self._at("row")
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        self._at("iter")
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("len", r"the length of the dataset \(Ends\): SystemExit: 3"),
+        ("iter", r"row 0 of the dataset \(Ends\) cannot be read: SystemExit: 3"),
+        ("row", r"row 0 of the dataset \(Ends\) cannot be read: StopIteration: mine"),
+        ("keys", r"row 0 of the dataset \(Ends\) raised SystemExit: 3"),
+    ],
+)
+def test_whatever_a_dataset_raises_is_told_with_its_line(
+    where: str, said: str, tmp_path: Path
+) -> None:
+    registry = SourceRegistry(tmp_path, "rollout")
+    with pytest.raises(WorkflowError, match=rf"{said} at test_row_file.py:\d+"):
+        registry.register_prompts(Ends(where))
 
 
 def stream(num_rows: int) -> Iterator[dict[str, Any]]:
