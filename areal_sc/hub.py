@@ -7,6 +7,7 @@ of `HF_TOKEN` or `hf auth login`, and without any request where `HF_HUB_OFFLINE=
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -33,7 +34,7 @@ def cached_model(path: str, revision: str = "") -> Path | None:
         revision: branch, tag or commit; "": the newest of the main branch.
     """
     if not is_hub_name(path):
-        return Path(path)
+        return Path(os.path.expanduser(path))
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -50,7 +51,7 @@ def fetch_model(path: str, revision: str = "") -> Path:
     Raises: ModelError: there is no such model, or it cannot be had; says what to do.
     """
     if not is_hub_name(path):
-        return Path(path)
+        return Path(os.path.expanduser(path))
     from huggingface_hub import errors
 
     what = f"model {path}" + (f" at revision {revision}" if revision else "")

@@ -39,32 +39,33 @@ class RunBegin:
         found = self._read().get(name)
         return dict(found) if isinstance(found, dict) else None
 
-    def note(self, name: str, now: Mapping[str, str]) -> None:
-        """Raises: RunFolderError: it cannot be read, or written."""
-        content = {**self._read(), name: dict(now)}
+    def note(self, now: Mapping[str, Mapping[str, str]]) -> None:
+        """Args: now: name -> facts. Raises: RunFolderError: it cannot be read, or written."""
+        content = {**self._read(), **now}
         sealed = json.dumps({**content, SHA256: digest_of(content)}, indent=1)
         try:
             write_atomic(self._path, sealed.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
 
-    def compare(self, name: str, now: Mapping[str, str]) -> None:
+    def compare(self, now: Mapping[str, Mapping[str, str]]) -> None:
         """Warns where something is not what it was at the begin of the run; what is new is noted.
 
-        Raises: RunFolderError: as of `note`.
+        Args: now: name -> facts. Raises: RunFolderError: as of `note`.
         """
         with _one_compares:
-            begun = self.noted(name)
-            if begun is None:
-                self.note(name, now)
-                return
-        changed = [
-            f"{key} {begun.get(key, '(none)')} -> {now.get(key, '(none)')}"
-            for key in sorted({*begun, *now})
-            if begun.get(key) != now.get(key)
-        ]
-        if changed:
-            _logger.warning("%s changed since the run began: %s", name, ", ".join(changed))
+            noted = self._read()
+            begun = {name: facts for name in now if isinstance(facts := noted.get(name), dict)}
+            if new := {name: facts for name, facts in now.items() if name not in begun}:
+                self.note(new)
+        for name, before in begun.items():
+            changed = [
+                f"{key} {before.get(key, '(none)')} -> {now[name].get(key, '(none)')}"
+                for key in sorted({*before, *now[name]})
+                if before.get(key) != now[name].get(key)
+            ]
+            if changed:
+                _logger.warning("%s changed since the run began: %s", name, ", ".join(changed))
 
     def _read(self) -> dict[str, Any]:
         try:

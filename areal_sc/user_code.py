@@ -187,7 +187,7 @@ def _users(error: BaseException) -> list[traceback.FrameSummary]:
     Python's "coroutine raised StopIteration" has none of its own.
     """
     for cause in causes_of(error):
-        if frames := [frame for frame in _frames(cause) if not _is_library(frame.filename)]:
+        if frames := [frame for frame in _frames(cause) if not is_library(frame.filename)]:
             return frames
     return []
 
@@ -203,7 +203,8 @@ def _is_own(file: str) -> bool:
     return Path(file).resolve().is_relative_to(_OWN_FOLDER)
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is none of the user's code."""
     path = Path(file).resolve()
     if file.startswith("<frozen ") or _is_own(file):
         return True

@@ -6,13 +6,13 @@ from typing import Final
 
 import torch
 
-from areal_sc.algorithms.losses import LossTokens, Metric
+from areal_sc.algorithms.losses import LossTokens, checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 
 _NUM_TOKENS: Final = 4
-_EXPECTED: Final = "a scalar loss that depends on the tokens, and a dict of areal_sc's `Metric`"
+_EXPECTED: Final = "a scalar loss that depends on the tokens"
 
 
 class _MadeUpFields(dict[str, torch.Tensor]):
@@ -36,11 +36,9 @@ def try_loss(loss: NamedLoss) -> None:
             returned = compute(LossTokens(values * 1, -values, fields, _NUM_TOKENS))
     except WorkflowError as error:
         raise ConfigError(f"{where}: tried on one row, {error}") from error
-    match returned:
-        case (torch.Tensor() as value, dict() as metrics) if (
-            value.numel() == 1
-            and value.requires_grad
-            and all(isinstance(metric, Metric) for metric in metrics.values())
-        ):
-            return
-    raise ConfigError(f"{where}: expected {_EXPECTED}, got {returned!r:.200}")
+    try:
+        value, _ = checked(returned)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not value.requires_grad:
+        raise ConfigError(f"{where}: expected {_EXPECTED}, got {returned!r:.200}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -53,6 +53,39 @@ class Metric:
 
 Metrics = dict[str, Metric]
 """By the names under which a step reports them; each micro-batch and rank may have its own."""
+
+
+_OWN: Final = frozenset(
+    (
+        *("loss", "entropy", "grad_norm", "lr", "num_tokens", "num_loss_tokens", "num_updates"),
+        *("num_effective_tokens", "num_skipped_updates", "num_micro_batches"),
+    )
+)
+"""Numbers that a step reports whatever its loss does."""
+
+
+def checked(returned: Any) -> tuple[torch.Tensor, Metrics]:
+    """What a loss has returned. Raises: TypeError: it is no scalar with metrics."""
+    match returned:
+        case (torch.Tensor() as value, dict() as metrics) if value.numel() == 1:
+            pass
+        case _:
+            what = f"{returned!s:.200}"
+            raise TypeError(f"expected a scalar tensor and a dict of metrics, got {what}")
+    for name, metric in metrics.items():
+        match metric:
+            case Metric(value=torch.Tensor() as number, combine="mean" | "sum" | "max") if (
+                number.numel() == 1
+            ):
+                pass
+            case _:
+                raise TypeError(
+                    f"metric {name}: expected a Metric of one number, got {metric!r:.200}; "
+                    "Metric.mean, Metric.sum or Metric.max of a tensor makes one"
+                )
+        if name in _OWN:
+            raise TypeError(f"metric {name}: a step reports a number of its own by this name")
+    return value, metrics
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is no such folder. RunFolderError: its journal is damaged."""
-    folder = arguments.run_dir
+    folder = arguments.run_dir.expanduser()
     check_is_folder(folder)
     show: Callable[[GroupAccount | RunAccount], str] = _as_json if arguments.json else _as_text
 

@@ -64,9 +64,9 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: the folder is not empty, or cannot be written."""
-    files = project_files()
-    write_project(arguments.folder, files)
-    sys.stdout.write(next_steps(arguments.folder, files))
+    files, folder = project_files(), arguments.folder.expanduser()
+    write_project(folder, files)
+    sys.stdout.write(next_steps(folder, files))
 
 
 def project_files() -> dict[str, str]:

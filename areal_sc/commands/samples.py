@@ -47,7 +47,7 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there are no such samples. RunFolderError: they cannot be read."""
-    samples = chosen(_samples_of(arguments.run_dir), arguments)
+    samples = chosen(_samples_of(arguments.run_dir.expanduser()), arguments)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # it is a file
     console = Console()
     for part in sample_view(samples, console):

@@ -291,11 +291,11 @@ class Controller(ABC):
 
 def _is_folder(path: str) -> bool:
     """Else it is a name of the hub, or the engine has no model."""
-    return bool(path) and Path(path).is_dir()
+    return bool(path) and Path(path).expanduser().is_dir()
 
 
 def _with_absolute_path(config: ActorConfig | RolloutConfig) -> ActorConfig | RolloutConfig:
     """Nodes have other working directories."""
     if not _is_folder(config.path):
         return config
-    return replace(config, path=str(Path(config.path).absolute()))
+    return replace(config, path=str(Path(config.path).expanduser().absolute()))

@@ -28,7 +28,7 @@ from areal_sc.config.store_room import live_row_bytes
 from areal_sc.config.worker_plan import DTYPE_BYTES, Plan, WorkerPlan
 from areal_sc.engines.training.snapshot_index import SnapshotIndex
 from areal_sc.errors import CheckpointError, ConfigError
-from areal_sc.hub import is_hub_name, local_model
+from areal_sc.hub import local_model
 
 C = TypeVar("C", ActorConfig, RolloutConfig)
 
@@ -45,7 +45,7 @@ def with_local_model(config: C) -> C:
 
     Raises: ModelError: the model is one of the hub, and cannot be had.
     """
-    if not is_hub_name(config.path):
+    if not config.path:
         return config
     return replace(config, path=str(local_model(config.path, config.revision)))
 

@@ -17,7 +17,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Raises: ModelError: the folder has none that can be used."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, local_files_only=True
+            Path(path).expanduser(), local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model folder {path}: no usable tokenizer: {error}") from error

@@ -107,8 +107,8 @@ def check_limits(config: GRPOConfig) -> None:
         raise ConfigError(
             f"ulimit -u: expected room for {num_tasks} more processes and threads of this user, "
             f"which this run takes at least, got {max(left, 0):g}; raise the limit (`nproc` in "
-            "/etc/security/limits.conf, docker run --ulimit nproc=65536), end other processes, or "
-            "use fewer workers"
+            "/etc/security/limits.conf, docker run --ulimit nproc=65536 --pids-limit=-1), end "
+            "other processes, or use fewer workers"
         )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < num_files:

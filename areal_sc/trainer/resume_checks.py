@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.journal import ledger_on_disk
 from areal_sc.disk import Disk
@@ -51,7 +52,7 @@ def describe_resume(folder: RunFolder, actor: TrainHandle) -> Iterator[str]:
 
 
 def compare_with_begin(folder: RunFolder, config: GRPOConfig) -> None:
-    """Warns where the models, or the script, are not those that the run began with.
+    """Warns where models, script or loss are not those that the run began with.
 
     The first start notes what they are. Raises: RunFolderError: they cannot be read, or noted.
     """
@@ -60,9 +61,10 @@ def compare_with_begin(folder: RunFolder, config: GRPOConfig) -> None:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
     if script.is_file() and begin.noted(f"code {script}") is None:  # else the sources compare it
         found[f"script {script}"] = script
-    for name, path in found.items():
-        if path.exists():
-            begin.compare(name, content_of(path))
+    loss = config.actor.ppo.loss.partition(":")[0].split(".")
+    if folder_of_loss := loss_of(config.actor.ppo).search_path():
+        found[f"loss {config.actor.ppo.loss}"] = Path(folder_of_loss, *loss).with_suffix(".py")
+    begin.compare({name: content_of(path) for name, path in found.items() if path.exists()})
 
 
 def check_resumed(folder: RunFolder) -> list[str]:

@@ -286,7 +286,7 @@ def _argument(value: Any, where: str) -> Any:
 def _named(value: Any) -> dict[str, Any] | None:
     """What is found by its name, or its path, in another process."""
     if isinstance(value, Path):  # absolute: workers have another working directory
-        return {"$": "path", "path": str(value.absolute())}
+        return {"$": "path", "path": str(value.expanduser().absolute())}
     if isinstance(
         value, Referable | enum.Enum | types.FunctionType | types.BuiltinFunctionType | type
     ) or dataclasses.is_dataclass(value):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
+from areal_sc.user_code import is_library
 from areal_sc.workflows.reference import references_in
 
 
@@ -26,10 +27,14 @@ def script_files(wire: dict[str, Any]) -> set[str]:
 
 
 def code_files(wire: dict[str, Any]) -> set[str]:
-    """Files of the user's code that define the targets, in the process that named them."""
-    modules = (it["target"].rpartition(":")[0] for it in references_in(wire) if it["search_path"])
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
-    return script_files(wire) | {file for file in files if file}
+    """Files of the user's code that define the targets, and that lie beside them and are imported.
+
+    In the process that named them.
+    """
+    folders = tuple(os.path.join(folder, "") for folder in code_folders(wire))
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    beside = {file for file in files if file.startswith(folders) and not is_library(file)}
+    return script_files(wire) | beside
 
 
 def data_paths(wire: dict[str, Any]) -> set[str]:

@@ -127,7 +127,7 @@ class RowWriter:
         self.num_rows = num_rows_of(rows)
         # the user's __iter__ is called where the first row is read
         given: Any = rows
-        self._rows = chain.from_iterable([given]) if self.num_rows is None else given
+        self._rows: Any = chain.from_iterable([given]) if self.num_rows is None else given
         self._kind = type(rows).__name__
         self._earlier = _found_rows(path)
         self._file = open(path, "ab", opener=own_file)  # noqa: SIM115

@@ -169,11 +169,10 @@ class SourceRegistry:
                 facts |= content_of(path)
         name = numbers[number] = f"{what} {len(numbers)} of {self._owner}"
         found = {name: facts}
-        for file in code_files(wire) - self._compared_code:
+        for file in sorted(code_files(wire) - self._compared_code):
             self._compared_code.add(file)
             found[f"code {file}"] = content_of(Path(file))
-        for name, now in found.items():
-            RunBegin(self._begin_path).compare(name, now)
+        RunBegin(self._begin_path).compare(found)
 
     def _copy(self, rows: Sequence[Any]) -> Prompts:
         with _writing(self._folder / "prompts-*.jsonl"):

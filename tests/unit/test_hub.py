@@ -13,8 +13,11 @@ import huggingface_hub
 import pytest
 from hub_server import TOKEN, HubServer, serve_hub
 
+from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.handle_base import with_local_model
+from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ModelError
-from areal_sc.hub import fetch_model, is_hub_name
+from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 
 FETCH = """
 import sys
@@ -134,3 +137,15 @@ def test_paths_of_this_machine_are_no_names_of_the_hub(
     assert is_hub_name("Qwen/Qwen2.5-0.5B")
     for path in ("runs/model", "./Qwen/model", "/models/qwen", "model", "a/b/c", "../a/b", "~/m"):
         assert not is_hub_name(path), path
+
+
+def test_a_model_below_a_home_folder_is_found(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by who builds an engine, or an argument, in Python, where no settings are read."""
+    monkeypatch.setenv("HOME", str(tiny_model_folder.parent))
+    path = f"~/{tiny_model_folder.name}"
+    assert cached_model(path) == local_model(path) == tiny_model_folder
+    assert with_local_model(ActorConfig(path=path)).path == str(tiny_model_folder)
+    assert load_tokenizer(path).eos_token == "$"
+    assert cached_model("~nobody_of_this_name/x") == Path("~nobody_of_this_name/x")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig
+from areal_sc.config.schema import ActorConfig, GRPOConfig, PPOConfig, RolloutConfig
 from areal_sc.run_begin import RunBegin, content_of
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.resume_checks import compare_with_begin
@@ -26,7 +26,7 @@ def test_what_changed_stays_changed_until_it_is_as_it_was(
         {"a": "1", "b": "2"},
     ):
         caplog.clear()
-        begin.compare("thing", now)
+        begin.compare({"thing": now})
         told.append(caplog.messages)
     change = "thing changed since the run began: b 2 -> (none), c (none) -> 3"
     assert told == [[], [change], [change], []]
@@ -40,11 +40,15 @@ def test_a_model_folder_and_a_script_that_changed_are_told_by_their_files(
     (model / "config.json").write_text("{}")
     (model / "chat_template.jinja").write_text("a")
     script.write_text("lr = 1")
+    loss = tmp_path / "begun_loss.py"
+    loss.write_text("def loss(tokens): return 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     config = GRPOConfig(
-        actor=ActorConfig(path=str(model)), rollout=RolloutConfig(path="owner/name")
+        actor=ActorConfig(path=str(model), ppo=PPOConfig(loss="begun_loss:loss")),
+        rollout=RolloutConfig(path="owner/name"),
     )
     for _ in range(2):
         compare_with_begin(folder, config)
@@ -54,6 +58,10 @@ def test_a_model_folder_and_a_script_that_changed_are_told_by_their_files(
     script.write_text("lr = 2")
     compare_with_begin(folder, config)
     of_model, of_script = caplog.messages
+    loss.write_text("def loss(tokens): return 2")
+    compare_with_begin(folder, config)
+    of_loss = caplog.messages[-1]
+    assert of_loss.startswith("loss begun_loss:loss changed since the run began: begun_loss.py ")
     assert of_model.startswith(f"model {model} changed since the run began: added.json (none) -> ")
     assert "chat_template.jinja" in of_model
     assert "config.json" not in of_model

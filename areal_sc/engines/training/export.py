@@ -117,6 +117,7 @@ def begin_export(
         every rank, when that could not be done.
     """
     writer.wait()
+    folder = folder.expanduser()
     export = _Export(causal_lm, parts, values, source, folder, dtype, writer.group, max_file_bytes)
     if is_staged or not reads_late:
         export.take(copies=is_staged)

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from areal_sc.algorithms.losses import Loss, LossTokens, Metric, Metrics
+from areal_sc.algorithms.losses import Loss, LossTokens, Metric, checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import OUTPUTS, RankPosition
@@ -97,8 +96,11 @@ class MinibatchLoss:
         gradients: Sequence[torch.Tensor | None] = (None, None)
         if self.metrics.failure is None:
             try:
-                gradients = self._gradients(batch, *copies)
-            except Exception as failure:  # the loss may raise anything
+                with torch.enable_grad():  # and afterwards, whatever the loss has set
+                    gradients = self._gradients(batch, *copies)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as failure:  # the loss may raise anything
                 self.metrics.failure = failure
         of_logprobs, of_entropy = gradients
         logprobs, entropy = outputs
@@ -114,7 +116,7 @@ class MinibatchLoss:
         fields = TokenFields(batch, self.rows)
         if self.is_first and "proximal_logprobs" not in self.rows.fields:
             fields["proximal_logprobs"] = logprobs.detach()
-        value, of_loss = _checked(
+        value, of_loss = checked(
             self.compute_loss(LossTokens(logprobs, entropy, fields, self.num_loss_tokens))
         )
         self.metrics.add(
@@ -382,11 +384,3 @@ class RankEngine(ABC):
     def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
         limit = self.config.max_tokens_per_micro_batch
         return pack_rows(rows, chosen, limit, count, are_padded=self._pads_rows)
-
-
-def _checked(returned: Any) -> tuple[torch.Tensor, Metrics]:
-    """What a loss has returned. Raises: TypeError: it is no loss with its metrics."""
-    match returned:
-        case (torch.Tensor() as value, dict() as metrics) if value.numel() == 1:
-            return value, metrics
-    raise TypeError(f"expected a scalar tensor and a dict of metrics, got {str(returned)[:200]}")

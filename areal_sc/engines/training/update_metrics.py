@@ -31,19 +31,11 @@ class UpdateMetrics:
     metrics: Metrics = field(default_factory=dict)
     gradient_norms: list[float] = field(default_factory=list)
     num_micro_batches: int = 0
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     def add(self, **metrics: Metric) -> None:
-        """Adds those of one micro-batch.
-
-        Raises: TypeError: one of them is none. RuntimeError: its value is no scalar.
-        """
+        """Adds those of one micro-batch."""
         for name, metric in metrics.items():
-            if not isinstance(metric, Metric):
-                raise TypeError(
-                    f"metric {name}: expected a Metric, got {type(metric).__name__}; "
-                    "Metric.mean, Metric.sum or Metric.max of a tensor makes one"
-                )
             value = metric.value.detach().reshape(()).float()
             metric = replace(metric, value=value, weight=float(metric.weight))
             self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric

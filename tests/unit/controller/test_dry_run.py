@@ -222,9 +222,9 @@ def raises(tokens): return 1 / 0
     ("name", "said"),
     [
         ("scaled", "missing a required argument: 'scale'"),
-        ("alone", "expected a scalar loss that depends on the tokens, and a dict .* got tensor"),
+        ("alone", "expected a scalar tensor and a dict of metrics, got tensor"),
         ("constant", "expected a scalar loss that depends on the tokens"),
-        ("plain", r"and a dict of areal_sc's `Metric`, got \("),
+        ("plain", "metric mean: expected a Metric of one number, got 1.0"),
         ("raises", r"tried on one row, .* raised ZeroDivisionError: .* at losses_of_a_user.py:8"),
         ("absent", "has no attribute 'absent'"),
     ],

@@ -130,7 +130,9 @@ def test_another_reward_than_the_run_began_with_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "begun_rewards.py"
-    code.write_text("def right(prompt, completion): return 1.0\nright_too = right\n")
+    code.write_text("import begun_helper\ndef right(prompt, completion): return 1.0\n")
+    helper = tmp_path / "begun_helper.py"
+    helper.write_text("scale = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("begun_rewards")
     workflow, other = SingleTurnWorkflow(module.right), SingleTurnWorkflow({"right": module.right})
@@ -141,6 +143,9 @@ def test_another_reward_than_the_run_began_with_is_told(
     code.write_text("def right(prompt, completion): return 0.5\n")
     (told,) = changes(run_dir, caplog, workflow)
     assert told.startswith(f"code {code} changed since the run began: begun_rewards.py ")
+    helper.write_text("scale = 2\n")
+    of_helper, _ = changes(run_dir, caplog, workflow)
+    assert of_helper.startswith(f"code {helper} changed since the run began: begun_helper.py ")
 
 
 def test_a_loop_that_makes_ever_new_lists_notes_a_few(

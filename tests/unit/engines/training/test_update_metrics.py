@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_sc.algorithms.losses import Metric
+from areal_sc.algorithms.losses import Metric, checked
 from areal_sc.engines.training.update_metrics import UpdateMetrics
 
 
@@ -68,18 +68,22 @@ def test_what_is_not_finite_is_reported_and_passes_over_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "error", "message"),
+    ("metric", "message"),
     [
-        (0.5, TypeError, "metric wrong: expected a Metric, got float; Metric.mean"),
-        (None, TypeError, "expected a Metric, got NoneType"),
-        (Metric(torch.ones(2), "sum"), RuntimeError, "invalid for input of size 2"),
+        (0.5, "metric a: expected a Metric of one number, got 0.5; Metric.mean"),
+        (None, "expected a Metric of one number, got None"),
+        (Metric(torch.ones(2), "sum"), "expected a Metric of one number"),
+        (Metric(torch.ones(()), "min"), "expected a Metric of one number"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_metric_is_refused_where_it_is_made(
-    metric: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        UpdateMetrics().add(wrong=metric)
+def test_what_is_no_metric_is_refused_where_it_is_made(metric: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        checked((torch.ones(()), {"a": metric}))
+
+
+def test_a_metric_does_not_stand_for_a_number_of_the_step() -> None:
+    with pytest.raises(TypeError, match="metric num_updates: a step reports a number of its own"):
+        checked((torch.ones(()), {"num_updates": Metric.sum(torch.ones(1))}))
 
 
 def test_an_update_without_a_gradient_is_none() -> None:
