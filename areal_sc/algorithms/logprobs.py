@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+
+_LEAST_BIAS: Final = -1e30
+"""Of any dtype, and finite when it is divided by a small temperature."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def output_logits(
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = _at_least_float32(hidden) @ _at_least_float32(weight).t()
-    return logits if bias is None else logits.add_(bias)
+    # -inf leaves a token out: probability 0 times a finite logit is 0, and times -inf it is NaN
+    return logits if bias is None else logits.add_(bias.clamp(min=_LEAST_BIAS))
 
 
 def float32_linear(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:

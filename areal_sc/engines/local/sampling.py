@@ -83,6 +83,7 @@ def _sample_filtered(
     mass_before = probabilities.cumsum(dim=-1) - probabilities
     outside = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
     logprobs = ordered.masked_fill(outside, -torch.inf).log_softmax(dim=-1)
-    last = (logprobs > -torch.inf).sum(-1) - 1  # the most probable tokens come first
+    # the most probable tokens come first; of logits that are NaN none is more probable
+    last = ((logprobs > -torch.inf).sum(-1) - 1).clamp(min=0)
     ranks = _inverse_cdf(logprobs, draws, last)[:, None]
     return token_ids.gather(1, ranks)[:, 0], logprobs.gather(1, ranks)[:, 0]

@@ -223,3 +223,20 @@ def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy() -> None:
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad[:, :6].double(), inside.grad, atol=1e-6, rtol=1e-5)
     assert (logits.grad[:, 6:] == 0).all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+def test_a_bias_that_rules_tokens_out_leaves_the_others_as_they_are(chunk_tokens: int) -> None:
+    hidden, weight, targets = inputs()
+    inside, targets = weight.detach()[:-3].clone().requires_grad_(), targets.clamp(max=9)
+    expected = chunked_logprobs(hidden, inside, targets, chunk_tokens=chunk_tokens)
+    weighed(*expected).backward()
+    of_hidden, hidden.grad = hidden.grad, None
+    bias = torch.zeros(VOCABULARY).index_fill(0, torch.arange(-3, 0) % VOCABULARY, -torch.inf)
+    found = chunked_logprobs(hidden, weight, targets, bias=bias, chunk_tokens=chunk_tokens)
+    weighed(*found).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(hidden.grad, of_hidden, atol=1e-5, rtol=1e-5)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[:-3], inside.grad, atol=1e-5, rtol=1e-5)
+    assert not weight.grad[-3:].any()
