@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-
 _LEAST_BIAS: Final = -1e30
 """Of any dtype, and finite when it is divided by a small temperature."""
 
