@@ -209,10 +209,11 @@ class ShippedFiles(SharedFiles):
         write_atomic(self._here.path / name, wire)
         reference, own = json.loads(wire), list[str]()
         sources = f"{self._script_dir}/sources/"
-        for path in script_files(reference) | data_paths(reference) | code_folders(reference):
+        named = data_paths(reference) | code_folders(reference)
+        for path in named | script_files(reference):
             if path.startswith(sources):
                 own.append(f"sources/{path.removeprefix(sources)}")
-            elif path not in self._places and path not in script_files(reference):
+            elif path in named and path not in self._places:
                 place = await self._cache.bring(files, path, self._limit_s)
                 if place is not None:
                     self._places[path] = str(place)

@@ -26,7 +26,7 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from functools import reduce
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import BYTECODE_SUFFIXES, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -254,7 +254,8 @@ def _load_script(path: Path) -> types.ModuleType:
     # Where this package started the process, the first script takes the part of `__main__` as in a
     # process that `multiprocessing` has spawned. So it can spawn others, which import it likewise.
     is_main = main.__spec__ is not None and main.__spec__.name.startswith("areal_sc.")
-    loader = SourceFileLoader("__mp_main__" if is_main else name, str(path))  # whatever its suffix
+    kind = SourcelessFileLoader if path.suffix in BYTECODE_SUFFIXES else SourceFileLoader
+    loader = kind("__mp_main__" if is_main else name, str(path))  # whatever else its suffix
     spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

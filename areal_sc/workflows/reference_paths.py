@@ -38,8 +38,9 @@ def code_files(wire: dict[str, Any]) -> set[str]:
 
 
 def data_paths(wire: dict[str, Any]) -> set[str]:
-    """Arguments that are paths."""
-    return {it["path"] for it in _paths_in(wire)}
+    """Arguments that are paths; and scripts without `.py`, which are no code of their folder."""
+    scripts = {file for file in script_files(wire) if not file.endswith(".py")}
+    return scripts | {it["path"] for it in _paths_in(wire)}
 
 
 def named_files(wire: dict[str, Any]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import py_compile
 import subprocess
 import sys
 import textwrap
@@ -322,3 +323,10 @@ def test_a_script_in_an_archive_is_refused(tmp_path: Path, monkeypatch: pytest.M
     main.__dict__["double"] = double
     with pytest.raises(WorkflowError, match="it is no file of its own"):
         reference_of(double)
+
+
+def test_a_compiled_script_is_loaded(tmp_path: Path) -> None:
+    source, compiled = tmp_path / "train.py", tmp_path / "train.pyc"
+    source.write_text("def score(): return 7\n")
+    py_compile.compile(str(source), str(compiled), doraise=True)
+    assert resolve(ObjectReference(f"{compiled}:score"))() == 7

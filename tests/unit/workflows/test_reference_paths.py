@@ -39,6 +39,10 @@ def test_all_paths_of_a_reference_are_named() -> None:
     assert code_folders(wire) == {"/home/me"}
     assert script_files(wire) == {"/home/me/train.py"}
     assert data_paths(wire) == {"/home/me/a", "/elsewhere/b", "/home/me/c"}
+    of_slurm = ObjectReference(
+        "/spool/job1/slurm_script:right", search_path="/spool/job1"
+    ).to_wire()
+    assert data_paths(of_slurm) == {"/spool/job1/slurm_script"}, "the folder's code is `*.py`"
     installed = reference_of(Path.exists).to_wire()
     assert (code_folders(installed), script_files(installed), data_paths(installed)) == (
         *(set(), set(), set()),
