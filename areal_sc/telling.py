@@ -27,7 +27,9 @@ def tell(listener: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> No
     """Calls a listener; what it raises ends nothing, and is logged the first time."""
     try:
         listener(*args, **kwargs)
-    except Exception:  # of a full disk, say, or of user code
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # of a full disk, say, or of user code
         name = getattr(listener, "__qualname__", repr(listener))
         if name not in _failed:
             _failed.add(name)

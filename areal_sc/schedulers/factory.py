@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from areal_sc.config.named_scheduler import own_scheduler
@@ -16,6 +17,7 @@ from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.schedulers.no_nodes import NoNodes
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
+from areal_sc.telling import tell
 from areal_sc.user_code import Raised, await_user_code, blame
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ def make_scheduler(config: SchedulerConfig, folder: RunFolder | None = None) -> 
     for name in _AWAITED:
         if method := getattr(scheduler, name, None):
             setattr(scheduler, name, _bordered(method, f"{config.type}: {name}"))
+    scheduler.close = partial(tell, scheduler.close)  # type: ignore[method-assign]
     return scheduler
 
 

@@ -28,12 +28,17 @@ class Mine:
     async def ended_nodes(self):
         raise SystemExit(3)
 
+    def close(self):
+        raise SystemExit(4)
+
     async def renew(self, node, incarnation):
         raise WorkerStartError(f"{node} does not come up")
 """
 
 
-async def test_what_it_raises_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_it_raises_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "parses.py").write_text("import argparse\nargparse.ArgumentParser().error('no')\n")
@@ -49,5 +54,10 @@ async def test_what_it_raises_is_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    scheduler.close()
+    assert "SystemExit: 4" in caplog.text
+    (tmp_path / "exits.py").write_text("import sys\ndef mine(config, folder): sys.exit(5)\n")
+    with pytest.raises(ConfigError, match=r"exits:mine raised SystemExit: 5 at exits\.py:2"):
+        make_scheduler(SchedulerConfig(type="exits:mine", run_dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match=r"SystemExit: 2 at parses\.py:2"):
         make_scheduler(SchedulerConfig(type="parses:Mine", run_dir=str(tmp_path / "run")))
