@@ -252,7 +252,9 @@ def _end_with(main: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
         returncode = error.exit_code if isinstance(error, ArealError) else 1
     finally:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(returncode)
+        try:  # handlers and streams may be the user's by now
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(returncode)

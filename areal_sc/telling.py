@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TextIO, cast
 
+from areal_sc.user_code import describe
+
 _IS_GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 """Nobody will read there any more: a pipe without a reader, a terminal that was closed."""
 
@@ -44,7 +46,10 @@ class _Nowhere(io.StringIO):
 
 
 class Outlet:
-    """A text stream that never fails: what cannot be written is left out."""
+    """A text stream that never fails: what cannot be written is left out.
+
+    The stream may be a class of the user's, a "tee" say, with no more than `write` and `flush`.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,14 +62,24 @@ class Outlet:
 
     def write(self, text: str) -> int:
         try:
-            text.encode(encoding := self._stream.encoding or "utf-8")
+            text.encode(self.encoding)
         except UnicodeEncodeError:
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
+            text = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
         self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(self._stream.flush)
+        self._attempt(lambda: self._stream.flush())
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except (AttributeError, ValueError):  # it has no such method, or was closed
+            return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -78,13 +93,15 @@ class Outlet:
     def _attempt(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the stream may be the user's, or closed
             if getattr(error, "errno", None) in _IS_GONE:
                 self._leave()
             if not self._has_failed:
                 self._has_failed = True
                 name = getattr(self._stream, "name", "the output")
-                logger.warning("%s cannot be written (%s); the run goes on", name, error)
+                logger.warning("%s cannot be written (%s); the run goes on", name, describe(error))
 
     def _leave(self) -> None:
         """From now on all that this process writes there goes nowhere."""
@@ -93,14 +110,14 @@ class Outlet:
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
             self._stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             return  # it has no file, or is closed: nothing is left to be written
 
 
 def tolerate_other_encodings() -> None:
     """What standard output and error cannot encode is shown by another sign."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and not stream.closed:
             stream.reconfigure(errors="replace")
 
 

@@ -40,6 +40,9 @@ def behave(spec):
             raise ConfigError("from the child")
         case "exit":
             sys.exit("any text")
+        case "close_output":
+            sys.stdout = sys.stderr = None
+            return 6
         case "report":
             fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
             files = [fd for fd in fds if _link(fd).startswith(("socket:", "anon_inode", "pipe:"))]
@@ -163,6 +166,7 @@ async def test_exit_codes_and_output_come_back(tmp_path: Path) -> None:
             (await spawn(server, {"do": "raise"}, log), 1),
             (await spawn(server, {"do": "raise_ours"}, log), 2),
             (await spawn(server, {"do": "exit"}, log), 1),
+            (await spawn(server, {"do": "close_output"}, log), 6),
         ]
         for child, code in spawned:
             assert await code_of(child) == code

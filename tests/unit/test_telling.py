@@ -11,6 +11,7 @@ from typing import IO
 import pytest
 
 from areal_sc.telling import Outlet, tell
+from areal_sc.trainer.display import make_display
 
 
 class Failing(io.StringIO):
@@ -48,6 +49,35 @@ def test_an_output_that_fails_is_told_once_and_ends_nothing(
     stream.error = None
     outlet.write("d")  # a disk may have room again
     assert stream.getvalue() == "ad"
+
+
+class Tee:
+    """As scripts put in place of standard output: what `print` needs, and no more."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        if text == "broken":
+            raise SystemExit(3)
+        self.text += text
+
+
+def test_an_output_of_the_users_need_not_be_a_file(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tee = Tee()
+    monkeypatch.setattr(sys, "stdout", tee)
+    display = make_display()
+    display.note("shown")
+    display.close()
+    assert "shown" in tee.text
+    outlet = Outlet.of(sys.stdout)
+    outlet.write("broken")
+    outlet.write("more")
+    outlet.flush()
+    assert tee.text.endswith("more")
+    assert "SystemExit: 3" in caplog.text
 
 
 def test_text_that_an_output_cannot_encode_is_escaped() -> None:
