@@ -20,7 +20,10 @@ from areal_sc.run_marker import SHA256, digest_of
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20
-"""A larger file is compared by its size alone: each start waits for it."""
+"""Larger files are compared by their size alone, as each start waits for it; the largest ones, where
+those of a folder are more together."""
+MAX_FILES: Final = 10_000
+"""Of a folder with more, their number is compared."""
 
 _one_compares: Final = threading.Lock()
 """Datasets are registered by several threads."""
@@ -93,15 +96,17 @@ def content_of(path: Path) -> dict[str, str]:
 
     Raises: RunFolderError: one of them cannot be read.
     """
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found, left = dict[str, str](), MAX_HASHED_BYTES
     try:
-        return {file.name: _digest(file) for file in files if file.is_file()}
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        if len(files) > MAX_FILES:
+            return {path.name: f"{len(files)} files"}
+        sizes = {file: file.stat().st_size for file in files if file.is_file()}
+        for file in sorted(sizes, key=lambda it: (sizes[it], it.name)):
+            left -= sizes[file]
+            found[file.name] = f"{sizes[file]} bytes"
+            if left >= 0:
+                found[file.name] = hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest()
     except OSError as error:
         raise RunFolderError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def _digest(path: Path) -> str:
-    num_bytes = path.stat().st_size
-    if num_bytes > MAX_HASHED_BYTES:
-        return f"{num_bytes} bytes"
-    return hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
+    return found

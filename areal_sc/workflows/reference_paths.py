@@ -44,15 +44,18 @@ def data_paths(wire: dict[str, Any]) -> set[str]:
 
 
 def named_files(wire: dict[str, Any]) -> set[str]:
-    """Files that there are, and that an argument names as a path or as a text."""
+    """Files and folders that there are, and that an argument names as a path or as a text."""
     values: list[Any] = [wire["args"], wire["kwargs"]]
     found = set()
     while values:
         value = values.pop()
-        if isinstance(value, dict | list):
+        if isinstance(value, dict) and value.get("$") == "reference":  # not its search_path
+            values += [value["reference"]["args"], value["reference"]["kwargs"]]
+        elif isinstance(value, dict | list):
             values += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, str) and os.path.isfile(value):
-            found.add(value)
+        elif isinstance(value, str) and (os.path.isfile(value) or os.path.isdir(value)):
+            if os.access(value, os.R_OK):
+                found.add(value)
     return found
 
 

@@ -219,16 +219,16 @@ class RowWriter:
 
     def _write(self, index: int, key: bytes, text: bytes) -> None:
         line = b'{"index": %d, "%s": %s}\n' % (index, key, text)
-        earlier = self._earlier.pop(index, None)
-        if earlier != _digest(line):
+        digest = _digest(line)
+        first, last = self._earlier.pop(index, (digest, b""))
+        if last != digest:
             self._file.write(line)
-            if earlier is not None and not self._has_told:
-                self._has_told = True
-                _logger.warning(
-                    "row %d of the dataset (%s) changed since an earlier start has read it, and so "
-                    "may others",
-                    *(index, self._kind),
-                )
+        if first != digest and not self._has_told:
+            self._has_told = True
+            _logger.warning(
+                "row %d of the dataset (%s) changed since the run began, and so may others",
+                *(index, self._kind),
+            )
         self._written.add(index)
 
     def _read(self, index: int, wanted: int) -> Any:
@@ -251,9 +251,9 @@ class RowWriter:
         return row
 
 
-def _found_rows(path: Path) -> dict[int, bytes]:
-    """Digests of the lines in a file, by row; a last line that was cut short is cut off."""
-    found: dict[int, bytes] = {}
+def _found_rows(path: Path) -> dict[int, tuple[bytes, bytes]]:
+    """Digests of the first and last lines of each row; a last line that was cut short is cut off."""
+    found: dict[int, tuple[bytes, bytes]] = {}
     if path.exists():
         with path.open("r+b") as file:
             end = 0
@@ -262,7 +262,8 @@ def _found_rows(path: Path) -> dict[int, bytes]:
                     file.truncate(end)
                     break
                 if (index := _index_of(line)) is not None:
-                    found[index] = _digest(line)
+                    digest = _digest(line)
+                    found[index] = found.get(index, (digest, digest))[0], digest
                 else:
                     _logger.warning("%s has a damaged line: its row is written anew", path)
                 end += len(line)

@@ -75,4 +75,9 @@ def test_a_large_file_is_known_by_its_size(tmp_path: Path, monkeypatch: pytest.M
     found = content_of(tmp_path)
     assert found["a"] == "4 bytes"
     assert len(found["b"]) == 12
+    (tmp_path / "c").write_bytes(b"1")
+    assert content_of(tmp_path)["b"] == "3 bytes", "4 are too many"
+    assert len(content_of(tmp_path)["c"]) == 12
+    monkeypatch.setattr("areal_sc.run_begin.MAX_FILES", 2)
+    assert content_of(tmp_path) == {tmp_path.name: "3 files"}
     assert content_of(tmp_path / "none") == {}

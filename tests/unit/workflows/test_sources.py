@@ -122,6 +122,13 @@ def test_other_prompts_than_the_run_began_with_are_told(
     assert of_own.startswith("dataset 2 of rollout changed since the run began: rows.jsonl ")
     file.write_text('{"prompt": "a"}\n')
     assert begun() == []
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "part").write_text("1")
+    assert begun(folder=Scaled(str(folder), 3)) == []
+    (folder / "part").write_text("2")
+    (told,) = begun(folder=Scaled(str(folder), 3))
+    assert "changed since the run began: part " in told
     (tmp_path / "run").rename(tmp_path / "moved")
     assert changes(tmp_path / "moved", caplog, rows) == []
 
