@@ -20,8 +20,8 @@ from areal_sc.run_marker import SHA256, digest_of
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20
-"""Larger files are compared by their size alone, as each start waits for it; the largest ones, where
-those of a folder are more together."""
+"""Each start waits for it: of larger files, and of the largest ones where those of a folder are more
+together, the size is compared."""
 MAX_FILES: Final = 10_000
 """Of a folder with more, their number is compared."""
 

@@ -54,9 +54,8 @@ def named_files(wire: dict[str, Any]) -> set[str]:
         elif isinstance(value, dict | list):
             values += value.values() if isinstance(value, dict) else value
         elif isinstance(value, str) and (os.path.isfile(value) or os.path.isdir(value)):
-            if os.access(value, os.R_OK):
-                found.add(value)
-    return found
+            found.add(value)
+    return {path for path in found if os.access(path, os.R_OK)}
 
 
 def moved(wire: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:

@@ -252,7 +252,7 @@ class RowWriter:
 
 
 def _found_rows(path: Path) -> dict[int, tuple[bytes, bytes]]:
-    """Digests of the first and last lines of each row; a last line that was cut short is cut off."""
+    """Digests of each row's first and last line; a line that was cut short is cut off."""
     found: dict[int, tuple[bytes, bytes]] = {}
     if path.exists():
         with path.open("r+b") as file:
