@@ -1,6 +1,7 @@
 """Where the answer stands in a text. Regular expressions and one scan; time is linear.
 
-    text ── final_answer ──► the content of the last marks, and prose that gives an answer, too
+    text ── final_answer ──► the last mark's content, and the prose behind it that answers, too
+         ── candidates ────► parts of it that may be the answer, with their formulas
 
 Reasoning (`<think>...</think>`) gives no answer. A mark (a box, `####`, `<answer>`) is stronger
 than prose ("the answer is"). Prose is kept with its formulas as single characters, so no rule for
@@ -10,49 +11,107 @@ prose sees a formula.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
-MAX_ANSWER_CHARS: Final = 1000
-_MAX_PROSE_CHARS: Final = 4000
-"""Prose behind the last mark is read from so many characters before its end."""
+_MAX_CHARS: Final = 4000
+"""A text is read from so many characters before its end."""
 
-FORMULA: Final = "\ue000-\uf8ff"
+_FORMULAS: Final = "\ue000-\uf8ff"
 """Characters that stand for a formula in prose; they have no other meaning in Unicode."""
+
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013", "-"),
+        **{"\u2044": "/", "\u221a": "sqrt ", "\u00b7": r"\cdot ", "\u221e": r"\infty "},
+        **{"\u00b1": r"\pm ", "\u2208": r"\in ", "\u2248": r"\approx "},
+    }
+)
+_SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 
 _REASONING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|(?=<answer>)|\Z)", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"####(?!#)\s*([^\n]*)")
 _WORD_FIRST = re.compile(r"\**[A-Za-z]{2}")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(\s*)")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?<=\s)([^\s{}$;]+))?")
+_JOINED_BEFORE = re.compile(
+    r"(?:[-+/^]|\\(?:cdot|times|div|pm|sqrt|frac(?:\s*\{[^{}]*\})?)\s*)\{?$"
+    r"|(?:\b(?:not|minus|negative)|n't)[\s$]*$"
+)
+_JOINED_BEHIND = re.compile(r"\s*(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(
-    r"(?:[\s$,.;&]|\\[,;:! ()\[\]]|\\q?quad|\\text\w*|[{}]|</?answer>|#+|and\b|or\b)*|"
-    r"(?=.*\b(?:and|or)\b)(?:[^.\n]|\.(?=\d)){0,60}",
-    re.DOTALL,
+    r"(?:\W|\\\w+|</?answer>)*|(?=.*\b(?:and|or)\b)(?:[^.\n]|\.(?=\d)){0,60}", re.DOTALL
 )
 _FORMULA = re.compile(
-    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)"
-    r"|(?<!\\)\$ (?:\\.|[^$\\\n])* \$|\\begin\{(\w+\*?)\}.+?\\end\{\1\}",
+    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(\w+\*?)\}.+?\\end\{\1\}"
+    r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
     re.DOTALL,
 )
-_PROSE_MARK = re.compile(
-    r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*"
-    r"|\bfinal answer\b\**:?\**\s*\n",
-    re.IGNORECASE,
+_SAID = re.compile(
+    r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(
-    rf"\.(?=\s+[A-Z{FORMULA}])|(?:(?<![\d)}}!\\])!|\?)(?=\s|$)|\.\**\s*$", re.MULTILINE
+    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|\?)(?=\s|$)|\.\**\s*$", re.MULTILINE
 )
-_CONTENT = re.compile(rf"[\w{FORMULA}]")
+_CONTENT = re.compile(rf"[\w{_FORMULAS}]")
+_MATH_WORD = re.compile(
+    rf".*(?:\\[A-Za-z]|[=+^\d\u00b0\u00d7\u00f7\u03c0\u2200-\u22ff{_FORMULAS}]).*"
+    r"|[-*/<>|&]|[b-zB-HJ-Z]|pi|sqrt.*"
+)
+_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between", "minus", "negative"}
+_COPULA = re.compile(r"(?:\b(?:is|are|equals?|be|to)|[:=])\**$", re.IGNORECASE)
+_CLAUSE = re.compile(r"[,;:]\s+(?=\S+\s+\S)")
+_CONTRAST = re.compile(rf"\bnot\s+\S*[\d{_FORMULAS}]\S*\s+but$", re.IGNORECASE)
+_CONDITION = re.compile(r"\b(?:if|unless|suppose|assum\w+)\b", re.IGNORECASE)
+_OF = re.compile(
+    r"(?<!\ba )(?<!\ban )\b\w+\s+of$|\b(?:multiple|factor|divisor|power|root|fraction|percentage"
+    r"|square|cube|minimum|maximum)s?\s+of$|(?:%|percent)\s+of$|^of$",
+    re.IGNORECASE,
+)
+"""`the root of 5` is another number; `a total of 5` is 5."""
+
+CHANGING = re.compile(
+    r"\b(?:not|no|nor|never|cannot|but|than|least|most|between|from|up to|except|maybe|perhaps"
+    r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
+    r"|after|within|without|almost|nearly|exceeds|twice|double|half|halves|pairs?|squared|cubed"
+    r"|factorial|point|out(?! to)|mod|modulo|base|divided|step|question|equation|wrong|incorrect"
+    r"|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
+    r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
+    re.IGNORECASE,
+)
+"""Beside one of these a number means something else: `less than 5`, `5 squared`."""
+
+_REASON = re.compile(r",?\s+\(?(?:because|since)\b.*", re.IGNORECASE | re.DOTALL)
+_VERDICT = re.compile(
+    r"\b(?:wrong|incorrect|impossible|invalid|false)\b|(?:\b(?:not|cannot)\b|n't).*"
+    r"\b(?:be|right|correct|possible|valid|true|work|answer)\b",
+    re.IGNORECASE,
+)
+_REST = re.compile(
+    rf"(?:[,;]\s*|\s+)\(?(?:(as(?! well)|where|not(?=\s+\W?[\d{_FORMULAS}]))|(which)"
+    r"|so|when|that|if|after|but|for|in|at|to|on|is|are|was|were|has|have|every|each"
+    r"|altogether|total|left|hence|thus|then|instead|rather|remaining|he|she|they|we|it)\b"
+    rf"|\s+\((?=[^\d{_FORMULAS}]*\)$)",
+    re.IGNORECASE,
+)
+"""What follows an answer: a reason, something about it, or other words."""
 
 
 @dataclass(frozen=True)
 class Prose:
-    """A text in which each delimited formula is one character of `FORMULA`."""
+    """A text in which each delimited formula is one character.
+
+    Attributes:
+        is_answer: the text is an answer and nothing else, not a sentence that ends with one.
+    """
 
     text: str
     formulas: dict[int, str]
+    is_answer: bool = False
 
     @classmethod
     def of(cls, text: str) -> Prose:
@@ -63,10 +122,7 @@ class Prose:
             formulas[character] = f" {match.group()} "
             return chr(character)
 
-        return cls(_FORMULA.sub(mask, re.sub(f"[{FORMULA}]", "?", text)), formulas)
-
-    def part(self, text: str) -> Prose:
-        return Prose(text, self.formulas)
+        return cls(_FORMULA.sub(mask, text[-_MAX_CHARS:]), formulas)
 
     def with_formulas(self) -> str:
         return self.text.translate(self.formulas)
@@ -74,47 +130,42 @@ class Prose:
     def last_sentence(self) -> Prose:
         """The last sentence of the last line that is not empty; none if that is a question."""
         lines = [line for line in self.text.splitlines() if _CONTENT.search(line)]
-        is_question = not lines or re.search(r"\?[\s*_]*$", lines[-1])
+        is_question = not lines or lines[-1].rstrip("*_ ").endswith("?")
         sentences = [] if is_question else _SENTENCE_END.split(lines[-1])
-        return self.part(next((s for s in reversed(sentences) if _CONTENT.search(s)), "").strip())
+        last = next((s for s in reversed(sentences) if _CONTENT.search(s)), "")
+        return replace(self, text=last.strip())
 
-    def marked(self) -> list[Prose]:
-        """What follows each "the answer is": one sentence. The last one comes first."""
-        marks = list(_PROSE_MARK.finditer(self.text))
-        return [self.part(_first_sentence(self.text[mark.end() :])) for mark in reversed(marks)]
-
-
-@dataclass(frozen=True)
-class Place:
-    """What stands at the last marks, None without a mark; and the prose behind them."""
-
-    marked: str | None
-    prose: Prose
+    def said(self) -> list[Prose]:
+        """What the last "the answer is" gives, of those with mathematics behind them if any."""
+        said = [_first_sentence(self.text[mark.end() :]) for mark in _SAID.finditer(self.text)]
+        last = sorted(said, key=_has_math)[-1:]
+        return [replace(self, text=sentence, is_answer=True) for sentence in last]
 
 
-def final_answer(text: str) -> Place:
-    """Finds the marks of a completion; marks with only "and" or "or" between them are one list."""
-    text = _without_reasoning(text)
+def final_answer(text: str) -> list[Prose]:
+    """The last mark's content, and what the prose behind it says; else the last sentence.
+
+    Marks with only "and" or "or" between them are one list.
+    """
+    text = re.sub(f"[{_FORMULAS}]", "?", _without_reasoning(text)).translate(_CHARACTERS)
+    text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
+    text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
     marks = _marks(text)
-    end = max((mark[1] for mark in marks), default=0)
-    prose = Prose.of(text[end:][-_MAX_PROSE_CHARS:])
+    prose = Prose.of(text[max((end for _, end, _ in marks), default=0) :])
     if not marks:
-        return Place(None, prose)
+        return prose.said() or [prose.last_sentence()]
     start, _, content = marks.pop()
-    contents = [content]
+    contents = [content.strip()]
     while marks and _BETWEEN.fullmatch(text[marks[-1][1] : start]):
         start, _, content = marks.pop()
-        contents.insert(0, content)
-    distinct = list(dict.fromkeys(content.strip() for content in contents))
-    return Place(", ".join(contents if len(distinct) > 1 else distinct), prose)
+        contents.insert(0, content.strip())
+    marked = Prose.of(", ".join(contents if len(set(contents)) > 1 else contents[:1]))
+    return [*(marked.said() or [replace(marked, is_answer=True)]), *prose.said()]
 
 
 def _without_reasoning(text: str) -> str:
     """The text behind the last `</think>` and before a `<think>` that is not closed."""
-    start = 0
-    for tag in _REASONING.finditer(text):
-        if tag[1]:
-            start = tag.end()
+    start = max((tag.end() for tag in _REASONING.finditer(text) if tag[1]), default=0)
     opened = _REASONING.search(text, start)
     return text[start : opened.start() if opened else len(text)]
 
@@ -128,12 +179,12 @@ def _marks(text: str) -> list[tuple[int, int, str]]:
         if not is_heading:
             marks.append((match.start(), match.end(), _first_sentence(match[1])))
     marks.sort()
-    starts = [start for start, _, _ in marks[1:]] + [len(text)]
-    return [mark for mark, next_start in zip(marks, starts, strict=False) if mark[1] <= next_start]
+    starts = [*(start for start, _, _ in marks[1:]), len(text)]
+    return [mark for mark, start in zip(marks, starts, strict=False) if mark[1] <= start]
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """The outermost boxes; one that is not closed is empty."""
+    """The outermost boxes; one that is not closed, or is a part of a formula, is empty."""
     closing, opened = {}, []
     for brace in _BRACE.finditer(text):
         if brace.group() == "{":
@@ -141,18 +192,16 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
         elif brace.group() == "}" and opened:
             closing[opened.pop()] = brace.start()
     boxes: list[tuple[int, int, str]] = []
-    end = 0
     for match in _BOX.finditer(text):
-        if match.start() < end:
-            continue
-        at = match.end()
-        if text[at : at + 1] == "{":
-            end = closing.get(at, at) + 1
-            content = text[at + 1 : end - 1]
-        else:
-            token = re.compile(r"[^\s{$.,;]*" if match[1] else "").match(text, at)
-            end, content = (token.end(), token.group()) if token else (at, "")
-        boxes.append((match.start(), end, content))
+        end, content = match.end(), match[1] or ""
+        if not content and text[end : end + 1] == "{":
+            end = closing.get(match.end(), end) + 1
+            content = text[match.end() + 1 : end - 1]
+        before = text[max(match.start() - 20, 0) : match.start()]
+        if _JOINED_BEFORE.search(before) or _JOINED_BEHIND.match(text, end):
+            content = ""
+        if not boxes or match.start() >= boxes[-1][1]:
+            boxes.append((match.start(), end, content))
     return boxes
 
 
@@ -160,3 +209,76 @@ def _first_sentence(text: str) -> str:
     """The first sentence of the first line that is not empty, without a closing tag."""
     line = next((line for line in text.splitlines() if _CONTENT.search(line)), "")
     return _SENTENCE_END.split(line.strip().partition("</")[0])[0]
+
+
+def candidates(sentence: Prose) -> Iterator[tuple[str, str]]:
+    """Parts that may be the answer of a sentence, each with another expression that must agree.
+
+    If the sentence is an answer itself, another expression in it is no answer.
+    """
+    text = _REASON.sub("", sentence.text)
+    text = text if _has_math(text) else sentence.text
+    expression = _last_expression(text, is_only=sentence.is_answer)
+    parts = [(text, ""), (expression, ""), _without_rest(expression)]
+    if sentence.is_answer:
+        parts.insert(1, _without_rest(text))
+    for part, other in parts:
+        yield part.translate(sentence.formulas), other.translate(sentence.formulas)
+
+
+def _without_rest(text: str) -> tuple[str, str]:
+    """`5` of `5, so 2 + 3 = 5`, and the last expression of the rest.
+
+    Both are empty where the rest denies the answer, or makes it another one.
+    """
+    rest = _REST.search(text)
+    if rest is None or not _has_math(text[: rest.start()]):
+        return "", ""
+    head, behind = text[: rest.start()], text[rest.end() :]
+    if rest[1]:
+        return head, ""
+    if rest[2]:
+        return ("", "") if _VERDICT.search(behind) else (head, "")
+    between, other = _split_last(behind)
+    return ("", "") if CHANGING.search(between) else (head, other)
+
+
+def _last_expression(sentence: str, *, is_only: bool) -> str:
+    """The last run of words that look like mathematics, with what follows it.
+
+    Empty where there is none, where words before it change its meaning (less than 5), and, with
+    `is_only`, where there is another one, unless "is" stands between them.
+    """
+    before, expression = _split_last(sentence)
+    clause = _CLAUSE.split(before)[-1]
+    nearest = " ".join(_CONTRAST.sub("", clause).split()[-3:])  # not quite exactly 5
+    if CHANGING.search(nearest) or _CONDITION.search(clause):
+        return ""
+    if _OF.search(nearest) and "=" not in expression:
+        return ""
+    is_another = is_only and _has_math(before) and not _COPULA.search(before)
+    return "" if is_another else expression
+
+
+def _split_last(text: str) -> tuple[str, str]:
+    """What stands before the last run of words that look like mathematics, and from there on."""
+    words = text.split()
+    are_math = [_is_math(word) for word in words]
+    if words and words[-1].strip("().*") == "A":  # the last word is no article
+        are_math[-1] = True
+    if True not in are_math:
+        return text, ""
+    start = len(words) - 1 - are_math[::-1].index(True)
+    while start > 0 and (are_math[start - 1] or words[start - 1].lower() in _CONNECTORS):
+        start -= 1
+    while not are_math[start] and words[start].lower() not in ("minus", "negative"):
+        start += 1
+    return " ".join(words[:start]), " ".join(words[start:])
+
+
+def _has_math(text: str) -> bool:
+    return any(map(_is_math, text.split()))
+
+
+def _is_math(word: str) -> bool:
+    return bool(_MATH_WORD.fullmatch(word.strip("*_`$.,;:!?()[]{}") or word))

@@ -10,16 +10,16 @@ from typing import Any
 
 from areal_sc.errors import ConfigError
 from areal_sc.workflows.base import declare_reward
-from areal_sc.workflows.math_answer import Answer, Words, plain_layout, plain_words, read_answer
-from areal_sc.workflows.math_compare import are_equal, check_parsable, library_verdict, warm_up
-from areal_sc.workflows.math_place import Place, Prose, final_answer
-from areal_sc.workflows.math_prose import candidates, has_mathematics
+from areal_sc.workflows.math_answer import Answer, plain_words, read_answer
+from areal_sc.workflows.math_compare import are_equal, is_parsable, library_verdict, warm_up
+from areal_sc.workflows.math_place import Prose, candidates, final_answer
 from areal_sc.workflows.reference import Referable
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""
 
 _MAX_NAMED = 5
+_WORDS = re.compile(r"[\s*$(]*(?:\\text\s*\{[^{}]+\}|[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*)[\s*$.)]*")
 
 
 class Reading(StrEnum):
@@ -31,7 +31,7 @@ class Reading(StrEnum):
 
 def exact_match(prompt: Mapping[str, Any], completion: str) -> float:
     """1.0 where the completion is `prompt["answer"]`, white space around it aside."""
-    return float(completion.strip() == _answer_of(prompt).strip())
+    return float(completion.strip() == _reference(prompt).strip())
 
 
 class NumericMatch(Referable):
@@ -49,12 +49,12 @@ class NumericMatch(Referable):
         declare_reward(late_reward=0.0, late_after_s=TIME_LIMIT_S, prepare=warm_up)(self)
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
-        gold = _answer_of(prompt)
+        gold = _reference(prompt)
         if self.reading is Reading.math_verify:
             return library_verdict(gold, completion)
         reference = _read_reference(gold)
         try:
-            return float(_is_right(reference, final_answer(completion)))
+            return float(_is_right(reference, completion))
         except Exception:  # sympy raises whatever it likes over what a model writes
             return 0.0
 
@@ -70,17 +70,15 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
     """
     faults = []
     for index, row in enumerate(rows):
-        if "answer" not in row:
-            faults.append(f"row {index} has no 'answer', only {sorted(row)}")
-            continue
         try:
-            _read_reference(_answer_of(row))
+            _read_reference(_reference(row))
+        except KeyError:
+            faults.append(f"row {index} has no 'answer', only {sorted(row)}")
         except ValueError as error:
             faults.append(f"row {index}: {error}")
     if faults:
-        named = faults[:_MAX_NAMED]
-        if len(faults) > _MAX_NAMED:
-            named.append(f"and {len(faults) - _MAX_NAMED} more")
+        others = len(faults) - _MAX_NAMED
+        named = [*faults[:_MAX_NAMED], *[f"and {others} more"] * (others > 0)]
         raise ConfigError(
             "\n  ".join([f"{len(faults)} reference answers cannot be read:", *named])
             + "\nexpected a number, an expression, a list, a tuple, a set, or a word; "
@@ -88,7 +86,7 @@ def check_answers(rows: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _answer_of(row: Mapping[str, Any]) -> str:
+def _reference(row: Mapping[str, Any]) -> str:
     """Raises: ValueError: it is missing; the word None is no answer."""
     if row["answer"] is None:
         raise ValueError("the reference answer is missing (null)")
@@ -101,65 +99,32 @@ def _read_reference(text: str) -> Answer:
 
     Raises: ValueError: it is neither.
     """
-    place = final_answer(text)
-    content = text if place.marked is None else place.marked
-    words = plain_words(content)
-    if "\\" not in plain_layout(content) and re.fullmatch(
-        r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*", words
-    ):
-        return Words(words)
-    answer = read_answer(content) or _read_marked(place) or _read_said(place.prose)
-    if answer is None and re.fullmatch(r"\s*\\text\s*\{[^{}]+\}\s*", content):
-        return Words(words)
-    try:
-        if answer is None:
-            raise ValueError("neither mathematics nor words")
-        check_parsable(answer)
-    except ValueError as error:
-        raise ValueError(f"the reference answer {text!r} cannot be parsed") from error
+    place = final_answer(text)[0]
+    content = place.with_formulas() if place.is_answer else text
+    answer = _read(place) if place.is_answer else read_answer(text)
+    if answer is None and _WORDS.fullmatch(content):
+        return Answer(plain_words(content), "words")
+    if answer is None or not is_parsable(answer):
+        raise ValueError(f"the reference answer {text!r} cannot be parsed")
     return answer
 
 
-def _is_right(gold: Answer, place: Place) -> bool:
-    """Whether what is marked is the reference, and the prose behind it gives no other answer."""
-    if isinstance(gold, Words):
-        return gold.latex in map(plain_words, _places_of_words(place))
-    said = _read_said(place.prose)
-    if place.marked is None:
-        given = said if said is not None else _read_last(place.prose)
-        return given is not None and are_equal(gold, given)
-    given = _read_marked(place)
+def _is_right(gold: Answer, completion: str) -> bool:
+    """Whether the final answer is the reference, and no prose behind it gives another one."""
+    places = final_answer(completion)
+    if gold.kind == "words":
+        return plain_words(places[0].with_formulas()) == gold.latex
+    given, *others = map(_read, places)
     if given is None or not are_equal(gold, given):
         return False
-    return said is None or are_equal(gold, said)
+    return all(other is None or are_equal(gold, other) for other in others)
 
 
-def _places_of_words(place: Place) -> list[str]:
-    if place.marked is not None:
-        return [place.marked, Prose.of(place.marked).last_sentence().with_formulas()]
-    if said := place.prose.marked():
-        return [said[0].with_formulas()]
-    return [place.prose.with_formulas(), place.prose.last_sentence().with_formulas()]
-
-
-def _read_marked(place: Place) -> Answer | None:
-    if place.marked is None:
-        return None
-    inner = Prose.of(place.marked)
-    return read_answer(place.marked) or _read_said(inner) or _read_first(inner, is_only=True)
-
-
-def _read_said(prose: Prose) -> Answer | None:
-    """What the last "the answer is" gives, of those with mathematics behind them if there are."""
-    said = prose.marked()
-    last = next(filter(has_mathematics, said), said[0] if said else None)
-    return None if last is None else _read_first(last, is_only=True)
-
-
-def _read_last(prose: Prose) -> Answer | None:
-    return None if prose.marked() else _read_first(prose.last_sentence(), is_only=False)
-
-
-def _read_first(sentence: Prose, *, is_only: bool) -> Answer | None:
-    parts = candidates(sentence, is_only=is_only)
-    return next((answer for part in parts if (answer := read_answer(part)) is not None), None)
+def _read(place: Prose) -> Answer | None:
+    for part, other in candidates(place):
+        answer = read_answer(part)
+        if answer is None:
+            continue
+        if not other or ((agreeing := read_answer(other)) and are_equal(answer, agreeing)):
+            return answer
+    return None
