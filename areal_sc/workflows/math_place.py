@@ -55,7 +55,7 @@ _SAID = re.compile(
     r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(
-    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|\?)(?=\s|$)|\.\**\s*$", re.MULTILINE
+    rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|(?<=\?))(?=\s|$)|\.\**\s*$", re.MULTILINE
 )
 _CONTENT = re.compile(rf"[\w{_FORMULAS}]")
 _MATH_WORD = re.compile(
@@ -66,24 +66,30 @@ _CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between", "minus",
 _COPULA = re.compile(r"(?:\b(?:is|are|equals?|be|to)|[:=])\**$", re.IGNORECASE)
 _CLAUSE = re.compile(r"[,;:]\s+(?=\S+\s+\S)")
 _CONTRAST = re.compile(rf"\bnot\s+\S*[\d{_FORMULAS}]\S*\s+but$", re.IGNORECASE)
-_CONDITION = re.compile(r"\b(?:if|unless|suppose|assum\w+)\b", re.IGNORECASE)
-_OF = re.compile(
-    r"(?<!\ba )(?<!\ban )\b\w+\s+of$|\b(?:multiple|factor|divisor|power|root|fraction|percentage"
-    r"|square|cube|minimum|maximum)s?\s+of$|(?:%|percent)\s+of$|^of$",
-    re.IGNORECASE,
-)
-"""`the root of 5` is another number; `a total of 5` is 5."""
-
 CHANGING = re.compile(
     r"\b(?:not|no|nor|never|cannot|but|than|least|most|between|from|up to|except|maybe|perhaps"
     r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
     r"|after|within|without|almost|nearly|exceeds|twice|double|half|halves|pairs?|squared|cubed"
-    r"|factorial|point|out(?! to)|mod|modulo|base|divided|step|question|equation|wrong|incorrect"
-    r"|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
+    r"|factorial|(?<!the )point|out(?! to)|mod|modulo|base|divided|step|question|problem|equation"
+    r"|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
     r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
     re.IGNORECASE,
 )
 """Beside one of these a number means something else: `less than 5`, `5 squared`."""
+
+_REFUSED = re.compile(
+    rf"(?:{CHANGING.pattern})$|\b(?:if|unless|suppose|assum\w+|let)\b"
+    r"|\b(?:I|we)\s+\w+(?:\s+not\b|n't)"
+    r"|(?:\b(?:not|no|never|cannot|might)|n't)(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
+    rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
+    r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
+    r"|percentage|square|cube|minimum|maximum)\s+of(?: the)?$|%\s+of$|^of$|\binstead of$",
+    re.IGNORECASE,
+)
+"""A clause that says of the expression behind it that it is not the answer, or not alone.
+
+`the root of 5` is another number; `a total of 5` is 5.
+"""
 
 _REASON = re.compile(r",?\s+\(?(?:because|since)\b.*", re.IGNORECASE | re.DOTALL)
 _VERDICT = re.compile(
@@ -127,17 +133,9 @@ class Prose:
     def with_formulas(self) -> str:
         return self.text.translate(self.formulas)
 
-    def last_sentence(self) -> Prose:
-        """The last sentence of the last line that is not empty; none if that is a question."""
-        lines = [line for line in self.text.splitlines() if _CONTENT.search(line)]
-        is_question = not lines or lines[-1].rstrip("*_ ").endswith("?")
-        sentences = [] if is_question else _SENTENCE_END.split(lines[-1])
-        last = next((s for s in reversed(sentences) if _CONTENT.search(s)), "")
-        return replace(self, text=last.strip())
-
     def said(self) -> list[Prose]:
         """What the last "the answer is" gives, of those with mathematics behind them if any."""
-        said = [_first_sentence(self.text[mark.end() :]) for mark in _SAID.finditer(self.text)]
+        said = [_sentences(self.text[mark.end() :])[0] for mark in _SAID.finditer(self.text)]
         last = sorted(said, key=_has_math)[-1:]
         return [replace(self, text=sentence, is_answer=True) for sentence in last]
 
@@ -153,7 +151,7 @@ def final_answer(text: str) -> list[Prose]:
     marks = _marks(text)
     prose = Prose.of(text[max((end for _, end, _ in marks), default=0) :])
     if not marks:
-        return prose.said() or [prose.last_sentence()]
+        return prose.said() or [replace(prose, text=_sentences(prose.text)[-1])]
     start, _, content = marks.pop()
     contents = [content.strip()]
     while marks and _BETWEEN.fullmatch(text[marks[-1][1] : start]):
@@ -177,7 +175,7 @@ def _marks(text: str) -> list[tuple[int, int, str]]:
     for match in _HASHES.finditer(text):
         is_heading = _WORD_FIRST.match(match[1]) and match.start() < last_line
         if not is_heading:
-            marks.append((match.start(), match.end(), _first_sentence(match[1])))
+            marks.append((match.start(), match.end(), _sentences(match[1])[0]))
     marks.sort()
     starts = [*(start for start, _, _ in marks[1:]), len(text)]
     return [mark for mark, start in zip(marks, starts, strict=False) if mark[1] <= start]
@@ -205,10 +203,10 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
     return boxes
 
 
-def _first_sentence(text: str) -> str:
-    """The first sentence of the first line that is not empty, without a closing tag."""
-    line = next((line for line in text.splitlines() if _CONTENT.search(line)), "")
-    return _SENTENCE_END.split(line.strip().partition("</")[0])[0]
+def _sentences(text: str) -> list[str]:
+    """All sentences, without a closing tag; one that is empty if there is none."""
+    lines = (_SENTENCE_END.split(line.partition("</")[0]) for line in text.splitlines())
+    return [part.strip() for line in lines for part in line if _CONTENT.search(part)] or [""]
 
 
 def candidates(sentence: Prose) -> Iterator[tuple[str, str]]:
@@ -250,11 +248,8 @@ def _last_expression(sentence: str, *, is_only: bool) -> str:
     `is_only`, where there is another one, unless "is" stands between them.
     """
     before, expression = _split_last(sentence)
-    clause = _CLAUSE.split(before)[-1]
-    nearest = " ".join(_CONTRAST.sub("", clause).split()[-3:])  # not quite exactly 5
-    if CHANGING.search(nearest) or _CONDITION.search(clause):
-        return ""
-    if _OF.search(nearest) and "=" not in expression:
+    clause = _CONTRAST.sub("", _CLAUSE.split(before)[-1])
+    if _REFUSED.search(clause):
         return ""
     is_another = is_only and _has_math(before) and not _COPULA.search(before)
     return "" if is_another else expression
