@@ -135,9 +135,10 @@ class Answer:
 
 
 def plain_words(text: str) -> str:
-    """Letters and digits alone, in lower case: to compare words by."""
+    """Letters and digits alone, in lower case and without an article: to compare words by."""
     text = _TEXT.sub(r" \1 ", text).replace("**", " ").casefold()
-    return re.sub(r"[^\w+\-*/=<>]+", " ", text).strip(" _")
+    words = re.sub(r"[^\w+\-*/=<>]+", " ", text).strip(" _")
+    return re.sub(r"^(?:the|an?) (?=\w\w)", "", words)
 
 
 def read_answer(text: str) -> Answer | None:

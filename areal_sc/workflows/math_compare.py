@@ -28,13 +28,6 @@ MAX_DIGITS = 20_000
 
 _PRECISION = 40
 _EQUAL_DIGITS = 30
-_STRICT = {
-    "float_rounding": _EQUAL_DIGITS,
-    "numeric_precision": _EQUAL_DIGITS,
-    "allow_set_relation_comp": True,
-}
-"""The library's settings for expressions with variables, inequalities, and matrices."""
-
 _NUMBER = re.compile(r"[-+]?[\d./]+", re.ASCII)
 _DECIMAL = re.compile(r"\d*\.\d+|\d+\.")
 _SET = re.compile(r"[<>\u2264\u2265\u222a\u2229]|\\(?:[lg]e|mathbb|cup|cap|setminus)")
@@ -51,16 +44,17 @@ def are_equal(gold: Answer, given: Answer) -> bool:
     if gold == given:
         return True
     if given.kind == "=" and gold.kind != "=" and not gold.name:
-        left, _, right = given.latex.rpartition("=")  # x^2 - 1 in (x-1)(x+1) = x^2 - 1
-        return _are_equal_values(left, right) and are_equal(gold, Answer(right.strip()))
+        left, *others = given.latex.split("=")  # (x-1)(x+1) = x^2 - 1 is x^2 - 1
+        is_identity = len(others) == 1 and _are_equal_values(left, others[0])
+        return is_identity and are_equal(gold, Answer(others[0].strip()))
     if "=" in (gold.kind, given.kind) or (gold.name and given.name and gold.name != given.name):
         return _are_one_equation(gold, given)
     if not gold.items and not given.items:
         return _are_equal_quantities(gold, given)
     if not gold.items or not given.items:
         group, value = (gold, given) if gold.items else (given, gold)
-        is_set = group.kind[0] in "([o" and _SET.search(value.latex)
-        return bool(is_set) and _verify(_set(gold), _set(given), **_STRICT)
+        is_set = group.kind != "list" and _SET.search(value.latex)
+        return bool(is_set) and _verify(_set(gold), _set(given))
     if len(gold.items) != len(given.items):
         return False
     is_range = gold.kind != given.kind and _SET.search(gold.latex)  # x > 1 or, and x < 2
@@ -104,7 +98,7 @@ def library_verdict(gold: str, completion: str) -> float:
 
     try:
         texts = (math_verify.parse(text, parsing_timeout=None) for text in (gold, completion))
-        return float(_verify(*texts))
+        return float(math_verify.verify(*texts, timeout_seconds=None))
     except Exception:  # sympy raises whatever it likes over what a model writes
         return 0.0
 
@@ -181,7 +175,7 @@ def _are_equal_values(gold: str, given: str) -> bool:
             return bool(expressions[0] == expressions[1])
         value, other = map(_constant, expressions)
         if value is None or other is None:
-            return value is other and _verify(*expressions, **_STRICT)
+            return _verify(*expressions)
         if not (value.is_finite and other.is_finite):
             return bool(value == other)
         is_exact = value.is_Rational and other.is_Rational
@@ -203,18 +197,27 @@ def _written_number(latex: str) -> Fraction | None:
 
 
 def _rounds_to(value: Any, decimal: str) -> bool:
-    """Whether this is a decimal with digits enough, and the value rounded to them."""
+    """Whether this is a decimal with digits enough, and the value rounded to them or cut off."""
     written, places = _written_number(decimal), len(decimal.partition(".")[2])
-    if written is None or len(re.sub(r"\D", "", decimal).lstrip("0")) < MIN_ROUNDED_DIGITS:
+    if (
+        not written
+        or not places
+        or len(re.sub(r"\D", "", decimal).lstrip("0")) < MIN_ROUNDED_DIGITS
+    ):
         return False
-    is_real = isinstance(value, Fraction) or value.is_real
-    return bool(is_real and places > 0 and abs(value - written) * 2 * 10**places <= 1)
+    if not isinstance(value, Fraction) and not value.is_real:
+        return False
+    excess = (value / written - 1) * abs(written) * 10**places
+    return bool(-1 <= 2 * excess < 2)
 
 
-def _verify(gold: Any, given: Any, **settings: Any) -> bool:
+def _verify(gold: Any, given: Any) -> bool:
+    """The library's comparison of expressions with variables, inequalities, and matrices."""
     import math_verify
 
-    return bool(math_verify.verify(gold, given, timeout_seconds=None, **settings))
+    digits = {"float_rounding": _EQUAL_DIGITS, "numeric_precision": _EQUAL_DIGITS}
+    options = {"allow_set_relation_comp": True, "timeout_seconds": None}
+    return bool(math_verify.verify(gold, given, **digits, **options))
 
 
 def _num_digits(expression: Any) -> float:

@@ -226,6 +226,38 @@ red ⇒ The answer is red.
 -x+3 ⇒ \boxed{3-x}
 (-2, 2) ⇒ \boxed{|x| < 2}
 x \neq 1 ⇒ \boxed{\mathbb{R} \setminus \{1\}}
+30 ⇒ \boxed{30^\circ}
+5 ⇒ The answer is 5 (five).
+5 ⇒ 5 (five)
+(-\infty,-1)\cup(1,\infty) ⇒ \boxed{x < -1 \text{ or } x > 1}
+(-\infty,-1)\cup(1,\infty) ⇒ x < -1 or x > 1
+x < -1 or x > 1 ⇒ \boxed{(-\infty,-1)\cup(1,\infty)}
+(-\infty, 0] \cup [4, \infty) ⇒ $x \le 0$ or $x \ge 4$
+\{1,2,3\} ⇒ \boxed{\{1\} \cup \{2,3\}}
+1 ⇒ \boxed{\sin^2 x + \cos^2 x}
+-5 ⇒ So the result is negative 5.
+5 ⇒ There are 5 negative integers.
+5 ⇒ There are 5 cookies left over.
+D ⇒ The answer is (D) $\frac{1}{2}$.
+C ⇒ The correct answer is C) 42.
+5 ⇒ The answer is 5, not 6.
+5 ⇒ The answer is 5 because 6 is too large.
+5 ⇒ The answer is 5, since $x$ cannot be negative.
+7 ⇒ If x = 2, then the result is 7.
+3/4 ⇒ The probability that it does not rain is 3/4.
+7 ⇒ The number of students who do not play is 7.
+12 ⇒ The least common multiple is 12.
+3 ⇒ The solution to the equation is $x = 3$.
+12 ⇒ The total before tax is $12.
+(1,2) ⇒ The lines meet at the point $(1, 2)$.
+70000 ⇒ He made a profit of $70,000.
+1/6 ⇒ We have a probability of 1/6.
+20 ⇒ Solving for $x$ yields $x=1/5$, or $\boxed{20}$ percent.
+\boxed{1,-2} ⇒ \[ \boxed{-2} \quad \text{and} \quad \boxed{1}. \]
+\text{ellipse} ⇒ The answer is an ellipse.
+4.12310562561766 ⇒ $\sqrt{17}$
+55 ⇒ \boxed{\sum_{i=1}^{10} i}
+\text{(E)} ⇒ The answer is $\boxed{\textbf{(E) }42}$
 """
 WRONG = r"""
 a + b ⇒ \boxed{b}
@@ -422,6 +454,80 @@ i ⇒ \boxed{\sqrt{1}}
 \frac{22}{7} ⇒ \boxed{\pi}
 1e6 ⇒ \boxed{1e5}
 2^{100} ⇒ \boxed{2^{101}}
+12 ⇒ I do not think that it is 12.
+12 ⇒ The answer is close to 12 but not equal.
+12 ⇒ The answer is the negative of 12.
+12 ⇒ The answer is the inverse of 12.
+12 ⇒ The answer is the sum of digits of 12.
+12 ⇒ The answer: 12? No, 13.
+13 ⇒ He has 12 apples and 13 pears.
+12 ⇒ The answer is in problem 12.
+12 ⇒ one of 12 cases
+12 ⇒ The probability is 1 in 12.
+5 ⇒ Assume x = 5.
+5 ⇒ Let x = 5.
+5 ⇒ Let $x = 5$.
+12 ⇒ There is no solution with x = 12.
+12 ⇒ It might be 12.
+12 ⇒ She has 3 of the 12 apples.
+2 ⇒ $x = 5$ because $1+1=2$
+2 ⇒ The answer is $x = 5$ because $1+1=2$.
+5 ⇒ 5 at most
+5 ⇒ The answer is 5 at most.
+5 ⇒ The reciprocal of 5
+15 ⇒ 15 a
+15 ⇒ \boxed{15 a}
+1 < x < 2 ⇒ 1, 2
+1, 2 ⇒ 1<x<2
+1, 2 ⇒ \boxed{1<x<2}
+5 ⇒ \boxed 5.5
+5 ⇒ 5; or 6
+7 ⇒ We get 5 if x is 6, otherwise 7.
+5 ⇒ If it were 5, we would need more.
+5 ⇒ If it were 5
+5 ⇒ If the answer were 5, then it would fail.
+5 ⇒ Suppose it is 5.
+5 ⇒ -\boxed{5}
+5 ⇒ $-\boxed{5}$
+5 ⇒ $x = -\boxed{5}$
+5 ⇒ \frac{1}{\boxed{5}}
+5 ⇒ $\sqrt{\boxed{5}}$
+5 ⇒ $2\cdot\boxed{5}$
+5 ⇒ $\boxed{5}^2$
+5 ⇒ $\boxed{5}x$
+5 ⇒ $\boxed{5}\cdot 10^3$
+5 ⇒ It is not \boxed{5}.
+5 ⇒ The answer might be 5.
+5 ⇒ x = 5 is extraneous.
+5 ⇒ The answer is 5 more than 5.
+5 ⇒ The answer is 5, so the total is 10.
+x < -1 or x > 1 ⇒ x < -1 and x > 1
+5 ⇒ 5 is too small
+5 ⇒ 5 is less than the answer
+5 ⇒ \boxed{5 \% }x
+5 ⇒ The answer is 5 if n is even and 7 if n is odd.
+x = 5 ⇒ So it is not $x = 5$
+5 ⇒ 5 if x is 6, otherwise 7
+5 ⇒ It is 5 but I am not sure.
+5 ⇒ The answer is 5 as well as 6
+12 ⇒ 12 is the wrong answer
+5 ⇒ Is it 5?
+5 ⇒ The answer is 5 (or 6).
+5 ⇒ 5 (mod p)
+5 ⇒ The answer is 5 times 5.
+A ⇒ A number.
+13 ⇒ It is neither 12 nor 13.
+1, 2, 3 ⇒ $1, 2, 3, ...$
+5 m ⇒ 5 ms
+5 km ⇒ 5 km per hour
+20% ⇒ 20 ℃
+2 trillion ⇒ 2
+1/23 ⇒ \boxed{\frac123}
+1 + 10^{-9}i ⇒ 1.00000
+34 ⇒ If x = 2 it is 34.
+34 ⇒ It is 34 too many.
+34 ⇒ \boxed{35} \\ \boxed{34}
+5 ⇒ up to, but not including, 5
 """
 
 HOSTILE = [
