@@ -20,8 +20,8 @@ from areal_sc.run_marker import SHA256, digest_of
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20
-"""Each start waits for it: of larger files, and of the largest ones where those of a folder are more
-together, the size is compared."""
+"""Each start waits for it. Larger files, and the largest ones of a folder with more in it, are
+compared by their size."""
 MAX_FILES: Final = 10_000
 """Of a folder with more, their number is compared."""
 

@@ -95,5 +95,5 @@ def _first_model(folder: RunFolder, actor: ActorConfig) -> Path:
             f"actor.path={path} of the run, which has the tokenizer, is no folder, seen from "
             f"{Path.cwd()}: go to where the run was started, or put it back"
         )
-    begin.compare(name, content_of(path))
+    begin.compare({name: content_of(path)})
     return path
