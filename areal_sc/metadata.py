@@ -292,6 +292,10 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         )
         return replace(self, rows=rows)
 
+    def without_advantages(self) -> BatchMetadata:
+        """The same batch, with no row's advantage known."""
+        return replace(self, rows=tuple(replace(row, advantage=None) for row in self.rows))
+
     def partition(self, n: int, balance: Balance = "tokens") -> list[list[int]]:
         """Row numbers of `n` parts; every row is in exactly one, ascending within its part.
 

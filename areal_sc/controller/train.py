@@ -24,11 +24,9 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.model_folder import check_replaceable
-from areal_sc.config.schema import ActorConfig, ClipCenter
+from areal_sc.config.schema import ActorConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
@@ -118,12 +116,12 @@ class TrainController(Controller):
             self._tell_steps_lost,
         )
         self._tell_more = self._ranks.tell
-        self._step = TrainStep(self._ranks)
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None
         self._readers: set[RolloutController] = set()  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
+        self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
 
     @property
     def version(self) -> int:
@@ -180,10 +178,8 @@ class TrainController(Controller):
         """
         if output not in OUTPUTS:
             raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
-        without_advantages = replace(
-            batch, rows=tuple(replace(row, advantage=None) for row in batch.rows)
-        )
-        return await self._with_field(batch, without_advantages.select(MODEL_FIELDS), output, field)
+        selected = batch.select(MODEL_FIELDS).without_advantages()
+        return await self._with_field(batch, selected, output, field)
 
     async def compute_logprobs_async(
         self, batch: BatchMetadata, *, field: str = "logprobs"
@@ -207,9 +203,9 @@ class TrainController(Controller):
 
         Raises: BatchLost: as `ppo_update`.
         """
-        if not self._needs_proximal_logprobs:
+        if not self._step.needs_proximal_logprobs:
             return batch
-        computed = self._computed(batch)
+        computed = self._step.computed(batch)
         of_tokens = [name for name in ("advantages",) if name in computed.fields]
         selected = computed.select([*MODEL_FIELDS, *of_tokens])
         return await self._with_field(batch, selected, "logprobs", "proximal_logprobs")
@@ -232,10 +228,10 @@ class TrainController(Controller):
         Raises: StaleCall: a call was given up, and this one has another batch. BatchLost: rows
             are gone; the weights are those before the step, whose batch can be formed anew.
         """
-        needed = ["proximal_logprobs"] if self._needs_proximal_logprobs else []
+        needed = ["proximal_logprobs"] if self._step.needs_proximal_logprobs else []
         batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
         shares = []
-        for share_rows in self._split(batch):
+        for share_rows in self._step.split(batch):
             minibatches = []
             for rows in share_rows:
                 await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
@@ -374,20 +370,13 @@ class TrainController(Controller):
         """Where the time of publications went; see `PublicationTimes`."""
         return asdict(self._publisher.times)
 
-    @property
-    def _needs_proximal_logprobs(self) -> bool:
-        """Whether the weights change between the proximal policy and the last minibatch."""
-        ppo, is_first_update = self.config.ppo, self._step.num_updates == 0
-        is_one_forward = ppo.num_minibatches == 1 and is_first_update
-        return ppo.clip_center == ClipCenter.proximal and not is_one_forward
-
     async def _with_field(
         self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
     ) -> BatchMetadata:
         """The batch with a field that the ranks compute from `selected`, the same rows."""
         if field in batch.fields:
             raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
-        share_rows = [list(chain.from_iterable(share)) for share in self._split(batch)]
+        share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]
         shares = []
         for rows in share_rows:  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
@@ -398,19 +387,6 @@ class TrainController(Controller):
             raise self._step.lose_rows(batch, error) from error
         await asyncio.sleep(0)
         return with_sealed_field(batch, field, share_rows, shards)
-
-    def _split(self, batch: BatchMetadata) -> list[list[list[int]]]:
-        """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
-        num_minibatches = min(self.config.ppo.num_minibatches, len(batch.episodes))
-        return self._ranks.calls.layout.split(self._computed(batch), num_minibatches)
-
-    def _computed(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch without advantages, where tokens without one go through the model as well."""
-        if self._loss.is_zero_without_advantage:
-            return batch
-        fields = [name for name in batch.fields if name != "advantages"]
-        rows = tuple(replace(row, advantage=None) for row in batch.rows)
-        return replace(batch.select(fields), rows=rows)
 
     def _advance(self, version: int) -> None:
         self._begin_version()

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from areal_sc.algorithms.advantages import normalized_advantages
-from areal_sc.config.schema import PPOConfig
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ClipCenter, PPOConfig
 from areal_sc.controller.ranks import Ranks
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.errors import ArealError, BatchLost
@@ -23,8 +24,10 @@ class TrainStep:
         num_updates: that returned.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, ppo: PPOConfig, loss: NamedLoss) -> None:
         self._ranks = ranks
+        self._ppo = ppo
+        self._loss = loss
         self._lost_batch = ""
         self.begin()
 
@@ -37,6 +40,24 @@ class TrainStep:
     def rows(self) -> list[RowMetadata]:
         """That its updates train."""
         return list(chain.from_iterable(self._rows.values()))
+
+    @property
+    def needs_proximal_logprobs(self) -> bool:
+        """Whether the weights change between the proximal policy and the last minibatch."""
+        is_one_forward = self._ppo.num_minibatches == 1 and self.num_updates == 0
+        return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
+
+    def computed(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch without advantages, where tokens without one go through the model as well."""
+        if self._loss.is_zero_without_advantage:
+            return batch
+        fields = [name for name in batch.fields if name != "advantages"]
+        return batch.select(fields).without_advantages()
+
+    def split(self, batch: BatchMetadata) -> list[list[list[int]]]:
+        """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
+        num_minibatches = min(self._ppo.num_minibatches, len(batch.episodes))
+        return self._ranks.calls.layout.split(self.computed(batch), num_minibatches)
 
     def note_update(self, batch: BatchMetadata) -> None:
         """The ranks will train on these rows, even if the call is given up."""
