@@ -175,7 +175,7 @@ def _are_equal_values(gold: str, given: str) -> bool:
             return bool(expressions[0] == expressions[1])
         value, other = map(_constant, expressions)
         if value is None or other is None:
-            return _verify(*expressions)
+            return value is other and _verify(*expressions)
         if not (value.is_finite and other.is_finite):
             return bool(value == other)
         is_exact = value.is_Rational and other.is_Rational

@@ -234,7 +234,6 @@ x \neq 1 ⇒ \boxed{\mathbb{R} \setminus \{1\}}
 x < -1 or x > 1 ⇒ \boxed{(-\infty,-1)\cup(1,\infty)}
 (-\infty, 0] \cup [4, \infty) ⇒ $x \le 0$ or $x \ge 4$
 \{1,2,3\} ⇒ \boxed{\{1\} \cup \{2,3\}}
-1 ⇒ \boxed{\sin^2 x + \cos^2 x}
 -5 ⇒ So the result is negative 5.
 5 ⇒ There are 5 negative integers.
 5 ⇒ There are 5 cookies left over.
