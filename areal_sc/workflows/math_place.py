@@ -41,7 +41,7 @@ _JOINED_BEFORE = re.compile(
     r"(?:[-+/^]|\\(?:cdot|times|div|pm|sqrt|frac(?:\s*\{[^{}]*\})?)\s*)\{?$"
     r"|(?:\b(?:not|minus|negative)|n't)[\s$]*$"
 )
-_JOINED_BEHIND = re.compile(r"\s*(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
+_JOINED_BEHIND = re.compile(r" *(?:[+/^]|\\(?:cdot|times|div|pm)(?![A-Za-z]))|\d|[a-z]\b")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(
     r"(?:\W|\\\w+|</?answer>)*|(?=.*\b(?:and|or)\b)(?:[^.\n]|\.(?=\d)){0,60}", re.DOTALL
