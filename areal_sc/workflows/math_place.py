@@ -80,7 +80,8 @@ CHANGING = re.compile(
 _REFUSED = re.compile(
     rf"(?:{CHANGING.pattern})$|\b(?:if|unless|suppose|assum\w+|let)\b"
     r"|\b(?:I|we)\s+\w+(?:\s+not\b|n't)"
-    r"|(?:\b(?:not|no|never|cannot|might)|n't)(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
+    r"|(?:\b(?:not|no|never|cannot|might|unlikely|wrong|incorrect)|n't)"
+    r"(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
     rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
     r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
     r"|percentage|square|cube|minimum|maximum)\s+of(?: the)?$|%\s+of$|^of$|\binstead of$",

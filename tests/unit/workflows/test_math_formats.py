@@ -497,6 +497,8 @@ i ⇒ \boxed{\sqrt{1}}
 5 ⇒ $\boxed{5}\cdot 10^3$
 5 ⇒ It is not \boxed{5}.
 5 ⇒ The answer might be 5.
+17 ⇒ The answer is unlikely to be 17.
+17 ⇒ It would be wrong to say 17.
 5 ⇒ x = 5 is extraneous.
 5 ⇒ The answer is 5 more than 5.
 5 ⇒ The answer is 5, so the total is 10.
