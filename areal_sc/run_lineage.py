@@ -43,7 +43,7 @@ def newest_lineage(folder: RunFolder) -> int:
         return int(path.read_text()) if path.exists() else 0
     except (OSError, ValueError) as error:
         raise RunFolderError(
-            f"cannot count in {path}: {error}; it must hold a number above all earlier ones"
+            f"{path} is damaged ({error}): write a number above all earlier ones into it, 9999 say"
         ) from error
 
 
