@@ -24,6 +24,7 @@ import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -198,7 +199,8 @@ class RowWriter:
                 written.set_exception(RunFolderError(text))
             except Exception as error:  # raised where the rows are waited for
                 written.set_exception(error)
-        self._file.close()
+        with suppress(OSError):  # of what could not be written before
+            self._file.close()
 
     def _write_up_to(self, index: int) -> None:
         if self.num_rows is None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import datasets
 import pytest
+from small_disk import small_disk
 
-from areal_sc.errors import WaitTimeout, WorkflowError
+from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
 from areal_sc.workflows import row_file
 from areal_sc.workflows.row_file import WrittenRows
 from areal_sc.workflows.sources import SourceReader, SourceRegistry
@@ -299,3 +300,19 @@ async def test_a_damaged_line_is_written_anew(tmp_path: Path) -> None:
             assert [rows[index]["answer"] for index in (3, 5)] == ["9", "25"]
         content = path.read_bytes()
         path.write_bytes(content.replace(b'{"index": ', damage, 2))
+
+
+async def test_rows_that_a_full_disk_refused_come_when_there_is_room(tmp_path: Path) -> None:
+    with closing(SourceRegistry(tmp_path, "rollout")) as registry:
+        number = registry.register_prompts(Squares())
+        with small_disk(64), pytest.raises(RunFolderError, match=r"cannot write .*File too large"):
+            await registry.make_readable(number, 3)
+        await registry.make_readable(number, 5)
+        rows = SourceReader(tmp_path).prompts(number)
+        assert [rows[index]["answer"] for index in (3, 5)] == ["9", "25"]
+        thread = [it for it in threading.enumerate() if it.name == "rows of Squares"][-1]
+        with small_disk(64), pytest.raises(RunFolderError):
+            await registry.make_readable(number, 6)
+        with small_disk(64):
+            registry.close()
+            thread.join(20)  # it raises nothing
