@@ -36,7 +36,7 @@ from areal_sc.controller.node_agent import MAX_MISSED, NodeAgent
 from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.silence import Silence
 from areal_sc.errors import ArealError, TransportError, WorkerLost
-from areal_sc.log import log_tail
+from areal_sc.log import log_tail, tell_warning
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
 from areal_sc.transport.rpc.transport import Connection
@@ -312,6 +312,8 @@ class NodeWorkers:
                 self._on_wish(wish)
 
     async def _note(self, news: News) -> None:
+        for text in news.warnings:
+            tell_warning(text, f"node {self.node.name}")
         living = {member.worker.incarnation: member for member in self._living}
         for end in news.ended:
             self._ended[end.incarnation] = end

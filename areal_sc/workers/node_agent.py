@@ -259,6 +259,7 @@ class Agent:
             num_ended=processes.num_ended,
             wishes=self._wishes.since(watch.num_wishes),
             num_wishes=len(self._wishes),
+            warnings=take_warnings(),
         )
 
     def _note_replaced(self, replaced: Mapping[str, int]) -> None:

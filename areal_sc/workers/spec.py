@@ -328,6 +328,7 @@ class News(Struct, frozen=True, array_like=True):
         num_ended: workers of all roles that ever ended.
         wishes: what the agent was asked for since the last answer.
         num_wishes: that there were since its start.
+        warnings: of its log, since it told some last.
     """
 
     beats: list[Beat]
@@ -335,6 +336,7 @@ class News(Struct, frozen=True, array_like=True):
     num_ended: int
     wishes: list[Wish] = []
     num_wishes: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

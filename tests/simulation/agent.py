@@ -52,6 +52,7 @@ class SimulatedAgent:
         is_hung: it lives, and answers nobody.
         inbox: what it takes when it goes on.
         num_watches: questions for news so far.
+        warnings: that it tells with the next answer.
     """
 
     is_blocked = False
@@ -69,6 +70,7 @@ class SimulatedAgent:
         self.inbox: list[Callable[[], None]] = []
         self._is_hung = False
         self.num_watches = 0
+        self.warnings: tuple[str, ...] = ()
         self.served = {
             served.method.name: served
             for served in (
@@ -138,6 +140,7 @@ class SimulatedAgent:
                 async with asyncio.timeout(watch.hold_s):
                     await self._end_noted.wait()
         prefix = f"{watch.role}/"
+        warnings, self.warnings = self.warnings, ()
         return News(
             beats=[
                 worker.beat
@@ -146,6 +149,7 @@ class SimulatedAgent:
             ],
             ended=[e for e in self._ended[watch.num_ended :] if e.name.startswith(prefix)],
             num_ended=len(self._ended),
+            warnings=warnings,
         )
 
     async def stop(self, stop: Stop) -> None:

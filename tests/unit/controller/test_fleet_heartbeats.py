@@ -91,6 +91,18 @@ def note_calls(agent: SimulatedAgent, asked: list[float]) -> None:
     agent.served[WATCH.name] = WATCH.served_by(noted)
 
 
+def test_what_an_agent_warns_of_later_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with WatchedFleet(tmp_path, 2).started() as watched:
+            watched.cluster.agents["node-0"].warnings = ("its disk is full",)
+            await asyncio.sleep(10.0)
+
+    run_virtual(scenario())
+    assert "node node-0: its disk is full" in caplog.messages
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_worker_that_is_killed_is_lost_at_once_and_one_that_hangs_after_a_while(
     tmp_path: Path, is_killed: bool
