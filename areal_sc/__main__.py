@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from importlib import import_module
 from typing import Final, NoReturn
 
+from areal_sc.errors import CommandError
 from areal_sc.trainer.failure import run_script
 
 COMMANDS: Final = ("new", "status", "samples", "curve", "export", "plan", "ledger", "stop")
@@ -36,6 +38,8 @@ def main(argv: list[str]) -> None:
     if parsed.command is None:
         parser.print_help()
         return
+    if sys.stdout is None:  # closed before (`>&-`)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         parsed.run(parsed)
         sys.stdout.flush()
@@ -43,6 +47,10 @@ def main(argv: list[str]) -> None:
         BrokenPipeError
     ):  # who read it, such as `head`, has enough; the interpreter flushes again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CommandError(f"the answer cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import Owner
 from areal_sc.schedulers.found_agents import UnseenAgents
 from areal_sc.schedulers.slurm.left_jobs import end_left_jobs
+from areal_sc.telling import Outlet
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
@@ -233,5 +234,7 @@ class _LivingRun:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """Nobody may read it, or the disk be full: the run is ended all the same."""
+    outlet = Outlet(sys.stdout)
+    outlet.write(f"{text}\n")
+    outlet.give_up_rest()

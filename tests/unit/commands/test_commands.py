@@ -69,6 +69,20 @@ def test_stop_says_why_there_is_nothing_to_stop(tmp_path: Path, capsys: Told) ->
     assert "is finished" in capsys.readouterr().out
 
 
+def test_a_full_disk_behind_its_output_does_not_keep_stop_from_its_work(
+    tmp_path: Path,
+) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(config_text="seed: 0\n")
+    for word, code in (("stop", 0), ("status", 2)):
+        command = [sys.executable, "-m", "areal_sc", word, folder.path]
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert ended.returncode == code, ended.stderr
+        assert "No space left on device" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
 def test_curve_draws_and_sums_up_what_a_stopped_run_has_measured(
     tmp_path: Path, capsys: Told
 ) -> None:
