@@ -11,6 +11,7 @@ whoever looks for it calls `recover_folder` first. Locks on files are in `file_l
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -61,7 +62,12 @@ def write_atomic(target: Path, content: bytes) -> None:
 
 def own_file(path: str, flags: int) -> int:
     """Opens a file, as `opener` of `open`; no link, which somebody else may have put there."""
-    return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a link, and links are not followed here"
+        raise
 
 
 def append_or_undo(file: FileIO, content: bytes | memoryview) -> None:
