@@ -97,7 +97,7 @@ class _OfUser(logging.Handler):
 def _is_terminal(handler: logging.Handler) -> bool:
     console = getattr(handler, "console", None)  # of rich
     stream = getattr(handler, "stream", getattr(console, "file", None))
-    return stream in (sys.stderr, sys.stdout)
+    return stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
 
 
 def take_warnings() -> tuple[str, ...]:

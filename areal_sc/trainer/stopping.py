@@ -91,8 +91,10 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
             wish.note(signal.Signals(number))
         elif wish.may_repeat and number == signal.SIGTERM:
             wish.may_repeat = False
-        else:
+        elif is_main:
             before[number](number, frame)
+        else:
+            interrupts.interrupt(thread)
 
     def watch() -> None:
         asked_by = wish.noted.get()

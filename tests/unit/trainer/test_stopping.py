@@ -175,3 +175,22 @@ def test_a_run_in_another_thread_hears_requests_to_stop(ends_by: str) -> None:
     thread.join(20)
     expected = ["the step", "Terminated"] if ends_by == "the step" else ["KeyboardInterrupt"]
     assert done == expected
+
+
+def test_a_request_after_a_cluster_s_wish_ends_a_run_in_another_thread_at_once() -> None:
+    done: list[str] = []
+
+    def run() -> None:
+        try:
+            with stop_wishes(LIMIT_S, lambda asked_by: None) as wish:
+                wish.on_wish(Wish.leave)
+                interrupts.ask_to_stop("after a wish")
+                time.sleep(0.01)
+                done.append("went on")
+        except KeyboardInterrupt:
+            done.append("ended")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert done == ["ended"]
