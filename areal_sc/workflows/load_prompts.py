@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class _Shape:
         where = f"{self.where}: row {number}"
         self.check_columns(row, where)
         for column in sorted(self.needed):
-            if row[column] is None:
+            if _is_missing(row[column]):
                 raise WorkflowError(f"{where} has nothing in its column {column!r}; {_LEAVE_OUT}")
         found = {**row, **{key: row[column] for key, column in self.columns.items()}}
         return found if self.template is None else {**found, "prompt": self._filled(row, where)}
@@ -164,12 +165,17 @@ class _Shape:
             raise WorkflowError(f"{where}: template {self.template!r}: {error}") from error
 
 
+def _is_missing(value: Any) -> bool:
+    """NaN is what pandas writes where there is nothing."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 class _Filled(Formatter):
     """Never writes None into a prompt."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
-        if value is None:
+        if _is_missing(value):
             raise ValueError(f"there is nothing in {field_name!r}; {_LEAVE_OUT}")
         return value, first
 
@@ -213,9 +219,11 @@ def _load(
         source = {"path": path if is_hub_name(path) else str(local), "name": name}
     else:
         endings = ", ".join([*READERS, _PARQUET])
+        what = "there is no such file or folder"
+        if local.exists():
+            what = "the file is of no kind that is read"
         raise WorkflowError(
-            f"{where}: there is no such file or folder; expected one ({endings}), or a name of the "
-            "hub, owner/name"
+            f"{where}: {what}; expected one ({endings}), or a name of the hub, owner/name"
         )
     with _offline_if_away(path):
         try:

@@ -36,7 +36,7 @@ def read_rows(path: Path, kind: str = "") -> Iterator[Row]:
             yield from read(file, path)
     except FileNotFoundError:
         raise WorkflowError(f"the dataset {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error, RecursionError) as error:
         raise WorkflowError(f"the dataset {path} cannot be read: {error}") from error
 
 

@@ -293,6 +293,9 @@ def test_a_row_without_what_is_needed_is_refused_by_its_number(
         ("none.json", {"template": "{question[hint]}"}, r"nothing in 'question\[hint\]'"),
         ("rows.jsonl", {"prompt_key": "text"}, "row 0 has no column 'text'; it has answer, que"),
         ("rows.jsonl", {"template": "{question"}, "expected '}'"),
+        ("nan.jsonl", {}, "row 0 has nothing in its column 'answer'"),
+        ("deep.json", {}, "cannot be read: maximum recursion depth"),
+        ("rows.tsv", {}, "the file is of no kind that is read; expected one"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(
@@ -305,6 +308,9 @@ def test_a_file_that_does_not_fit_is_refused(
     (tmp_path / "list.json").write_text('[{"prompt": "a", "answer": "b"}, 3]')
     (tmp_path / "broken.json").write_text('[{"prompt": "a"},]')
     (tmp_path / "none.json").write_text('[{"question": {"hint": null}, "answer": "b"}]')
+    (tmp_path / "nan.jsonl").write_text('{"prompt": "a", "answer": NaN}\n')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "rows.tsv").touch()
     with pytest.raises(WorkflowError, match=told):
         load_prompts(tmp_path / path, **settings)  # type: ignore[arg-type]
 
