@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.engines.base import Completion
@@ -76,19 +76,31 @@ def encode_chat(
                 "would have no effect"
             )
     is_begun = messages[-1]["role"] == "assistant"
+    # a table has null for the fields that a message does not have, and templates would write it
+    given = [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in messages
+    ]
+    render = partial(
+        tokenizer.apply_chat_template,
+        given,
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
+        **arguments,
+    )
+    parts = [str(it["content"]) for it in given if isinstance(it.get("content"), list)]
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=not is_begun,
-            continue_final_message=is_begun,
-            tokenize=True,
-            return_dict=True,
-            **arguments,
-        )
+        encoded: Any = render(tokenize=True, return_dict=True)
+        text = render(tokenize=False) if parts else ""
     except Exception as error:  # the model's own code, which jinja runs
         raise WorkflowError(
             f"the model's chat template refuses the messages: {type(error).__name__}: {error}"
         ) from error
+    if any(written in text for written in parts):
+        raise WorkflowError(
+            "the model's chat template does not read lists of parts: it writes "
+            f"{parts[0]:.80} into the prompt; give the text as the content of a message"
+        )
     return [int(token) for token in encoded["input_ids"]]
 
 

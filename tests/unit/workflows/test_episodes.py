@@ -168,6 +168,17 @@ def test_a_last_message_of_the_assistant_is_continued(chat: Any) -> None:
     assert question_of(chat, [call, {"role": "user", "content": "c"}]) == "zcz="
 
 
+def test_a_field_that_a_message_does_not_have_is_not_written(chat: Any) -> None:
+    chat.chat_template = (
+        "{% for m in messages %}{% if 'name' in m %}{{ m['name'] }}{% endif %}"
+        "{% for part in m['content'] %}{{ part['text'] or part }}{% endfor %}{% endfor %}"
+    )
+    named = {"role": "user", "content": "c", "name": "b"}
+    assert question_of(chat, [named, {"role": "user", "content": "a", "name": None}]) == "bca"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "ab"}], "name": None}]
+    assert question_of(chat, parts) == "ab"
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -184,6 +195,10 @@ def test_a_last_message_of_the_assistant_is_continued(chat: Any) -> None:
         ),
         ([{"role": "user", "content": 7}], "is 7: expected a text"),
         ([{"role": "tool", "content": "c"}], "template refuses the messages: .*no tools"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "c"}]}],
+            "template does not read lists of parts: it writes .{'type': 'text'",
+        ),
     ],
 )
 def test_messages_that_a_template_would_read_as_something_else_are_refused(
