@@ -330,8 +330,10 @@ def max_more_tasks() -> float:
 
 def _more_tasks_of_user() -> float:
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    powers = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
-    if limit == resource.RLIM_INFINITY or os.getuid() == 0 or powers & _ABOVE_LIMITS:
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0:
+        return math.inf
+    powers = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if powers and int(powers[1], 16) & _ABOVE_LIMITS:  # some sandboxes do not tell
         return math.inf
     num = 0
     for process in Path("/proc").glob("[0-9]*"):
