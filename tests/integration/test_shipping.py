@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -54,6 +55,7 @@ from areal_sc.workers.node_files import ShippedFiles
 from areal_sc.workers.node_folder import NodeFolder
 from areal_sc.workers.spec import Welcome, WorkerOrder
 from areal_sc.workflows.prompts import JsonlPrompts
+from areal_sc.workflows.reference import ObjectReference, resolve
 from areal_sc.workflows.sources import SourceReader, SourceRegistry
 
 LIMIT_S = 60.0
@@ -438,6 +440,25 @@ async def test_sources_come_when_they_are_needed_and_rows_as_they_are_written(
         await registry.make_readable(written, index)
         await asyncio.gather(*(shipped.bring_source(written) for _ in "abc"))
         assert reader.prompts(written)[index] == {"prompt": str(index)}
+
+
+async def test_a_script_without_py_in_its_name_comes_with_the_code_beside_it(
+    script: Script, shipped: ShippedFiles, tmp_path: Path
+) -> None:
+    job = tmp_path / "job1"
+    job.mkdir()
+    (job / "beside_slurm.py").write_text("from areal_sc import JsonlPrompts\n")
+    (job / "slurm_script").write_text(
+        "from beside_slurm import JsonlPrompts\nclass Own(JsonlPrompts): pass\n"
+    )
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
+    of_script = ObjectReference(f"{job}/slurm_script:Own", search_path=str(job))
+    own = resolve(of_script)(tmp_path / "data.jsonl")
+    number = SourceRegistry(script.folder.path, "rollout").register_prompts(own)
+    await shipped.bring_source(number)
+    shutil.rmtree(job)
+    reader = SourceReader(tmp_path / "here", shipped.place)
+    assert reader.prompts(number)[0] == {"prompt": "a"}
 
 
 async def test_a_row_that_a_killed_script_was_writing_is_another_one_in_the_end(
