@@ -223,7 +223,8 @@ def run_fork_server(server: ForkServerProcess, preload: Sequence[str], owner_pid
         os.setpgid(0, 0)
         die_with(owner_pid)
         become_subreaper()
-        os.dup2(2, 1)  # nobody may read what imports print
+        with suppress(OSError):  # it has no standard error
+            os.dup2(2, 1)  # nobody may read what imports print
         name_process("forks")
         # numpy would start a thread of OpenBLAS when it is imported
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -135,7 +135,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
     """The error, and the explicit causes below it; `raise error from error` is its own."""
     found: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in found:
+    while cause is not None and all(cause is not it for it in found):
         found.append(cause)
         cause = cause.__cause__
     return found
