@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def load_prompts(
     Raises: WorkflowError: it cannot be had, is empty, a column is missing, or a row has no value in
         one of these columns (null, or an empty cell of a CSV); says what to do.
     """
-    local = Path(path).expanduser().absolute()
+    local = Path(os.path.expanduser(path)).absolute()
     where = f"dataset {path}, split {split}"
     if revision is not None and (local.exists() or not is_hub_name(str(path))):
         raise WorkflowError(f"{where}: revision={revision!r} is of data sets of the hub alone")
@@ -211,7 +212,7 @@ def _load(
 ) -> Any:
     """What `datasets.load_dataset` gives."""
     datasets = _package(where)
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     is_parquet = local.suffix.lower() == _PARQUET
     if is_parquet and local.is_file():
         source: dict[str, Any] = {"path": "parquet", "data_files": {"train": str(local)}}

@@ -6,6 +6,7 @@ Controllers need a dataset's length and `prompt_at` only; the rows are read by w
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ class JsonlPrompts(Prompts):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self._rows = list(read_rows(self.path, ".jsonl"))
         if not self._rows:
             raise WorkflowError(f"empty dataset: {self.path} has no row; expected at least 1")

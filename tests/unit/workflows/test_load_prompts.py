@@ -19,6 +19,7 @@ from hub_server import TOKEN, HubServer, serve_hub
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows import load_prompts as module
 from areal_sc.workflows.load_prompts import load_prompts
+from areal_sc.workflows.prompts import JsonlPrompts
 
 LOAD = """
 import itertools, json, sys
@@ -313,6 +314,12 @@ def test_a_file_that_does_not_fit_is_refused(
     (tmp_path / "rows.tsv").touch()
     with pytest.raises(WorkflowError, match=told):
         load_prompts(tmp_path / path, **settings)  # type: ignore[arg-type]
+
+
+def test_the_home_of_nobody_is_no_folder() -> None:
+    for load in (load_prompts, JsonlPrompts):
+        with pytest.raises(WorkflowError, match="~nobody_of_this_name/a"):
+            load("~nobody_of_this_name/a.jsonl")
 
 
 def test_the_package_that_is_missing_is_named(
