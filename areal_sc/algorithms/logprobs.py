@@ -36,7 +36,7 @@ class VocabularyPart:
         return values
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """As `sum`."""
+        """The maximum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
@@ -173,7 +173,7 @@ def scaled_logits(
     bias: torch.Tensor | None,
     temperatures: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `output_logits`, each token's divided by its temperature."""
+    """The logits of `output_logits`, each token's divided by its temperature."""
     logits = output_logits(hidden, weight, bias)
     return logits if temperatures is None else logits.div_(temperatures[:, None])
 

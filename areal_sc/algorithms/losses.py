@@ -45,7 +45,7 @@ class Metric:
         return cls(largest.float(), "max")
 
     def __add__(self, other: Metric) -> Metric:
-        """That of both micro-batches together."""
+        """The metric of both micro-batches together."""
         if self.combine == "max":
             return replace(self, value=torch.maximum(self.value, other.value))
         return replace(self, value=self.value + other.value, weight=self.weight + other.weight)

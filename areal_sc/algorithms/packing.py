@@ -83,7 +83,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def _pack_into_fewest(
     lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
-    """As few micro-batches as the best of four ways needs, spread evenly if that is possible."""
+    """Packs rows into as few micro-batches as the best of four ways, spread evenly if possible."""
     fewest = max(-(-sum(lengths) // max_tokens), 1)
     even = _spread_evenly(lengths, longest_first, fewest)
     if _fits(even, lengths, max_tokens):
