@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _chosen_snapshot(folder: RunFolder, step: int | None) -> tuple[int, Path]:
-    """That of a step; None: the newest."""
+    """Number and folder of the snapshot of a step; None: of the newest."""
     snapshots = {int(path.name.rpartition("-")[2]): path for path in folder.snapshots()}
     if not snapshots:
         raise CommandError(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_OTHERS: Final = 6
 """Points that are shown beside the present one and the advised one."""
 MIN_FREE_SHARE: Final = 0.85
-"""Of the cores; with less it is said that others use them."""
+"""Share of the cores' time that is to be free; with less, the user is told that others use them."""
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -131,7 +131,8 @@ def _show_workers(console: Console, status: RunStatus, now: float, *, have_ended
 
 
 def _most_notable(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """Those that are not ready, then those that were restarted, then the others."""
+    """At most `MAX_WORKERS` workers, in the order given: those that are not ready are chosen first,
+    then those that were restarted most often."""
     chosen = sorted(workers, key=lambda worker: (worker.state == "ready", -worker.restarts))
     kept = {worker.name for worker in chosen[:MAX_WORKERS]}
     return [worker for worker in workers if worker.name in kept]

@@ -32,7 +32,7 @@ _STOPS: Final = (129, INTERRUPTED, 143)
 
 
 class State(StrEnum):
-    """Of a run; `unknown`: not to be told from this machine."""
+    """The state of a run; `unknown`: it cannot be told from this machine."""
 
     healthy = "healthy"
     waiting = "waiting"
