@@ -28,7 +28,8 @@ from areal_sc.errors import ConfigError
 MIN_SIMILARITY = 0.75
 """Least `difflib` ratio of a key that is suggested; below it suggestions read as random."""
 PART_SIMILARITY = 0.9
-"""Of a setting beside the wrong key of which one has the words of the other."""
+"""Least similarity of a setting in the section of the wrong key, if one of the two names has all
+words of the other."""
 
 MAX_SUGGESTIONS = 3
 

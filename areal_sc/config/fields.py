@@ -23,7 +23,7 @@ TEMPLATE = "template"
 ALONE = "alone"
 
 MAX_BITS = 63
-"""Of every integer, its sign aside: larger ones neither reach workers, nor does torch take them."""
+"""Most bits of an integer, its sign aside: workers get no larger ones, nor does torch take them."""
 
 
 @dataclass(frozen=True)

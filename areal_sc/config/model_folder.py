@@ -200,7 +200,7 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
-    """Those of `ModelShape`, of the size of every tensor."""
+    """The numbers of parameters in `ModelShape`, from the size of every tensor."""
     layers, others = Counter[str](), [0]
     for name, size in sizes.items():
         if found := _LAYER.match(name):

@@ -9,7 +9,7 @@ from typing import Any
 from areal_sc.config.sharing import Section
 
 _ALSO_WITHOUT = ("memory_every_steps", "keep_rows_steps")
-"""Of `checkpoint`: the controllers read them by themselves."""
+"""Settings of `checkpoint` that need no `Run`: the controllers read them by themselves."""
 
 
 class KnowsRunOnly(Section):

@@ -295,12 +295,12 @@ class RolloutConfig(Section):
 
     @property
     def most_workers(self) -> int:
-        """That there may be at one time."""
+        """The most workers that there may be at one time."""
         return max(self.num_workers, self.autoscale.max)
 
     @property
     def fewest_workers(self) -> int:
-        """That there may be while the run goes on."""
+        """The fewest workers that there may be while the run goes on."""
         autoscale = self.autoscale
         return min(self.num_workers, autoscale.min) if autoscale.max else self.num_workers
 

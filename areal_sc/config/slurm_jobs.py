@@ -90,8 +90,8 @@ def job_plans(slurm: SlurmConfig) -> list[JobPlan]:
 
 
 def memory_bytes(words: str) -> int | None:
-    """Of `64G`, as sbatch reads it; without a letter in MiB. None: it says nothing, or something
-    else."""
+    """Bytes that sbatch reads in words such as `64G`; a number without a letter is in MiB. None:
+    the words say nothing, or something else."""
     found = re.fullmatch(r"([0-9]+)([KMGT]?)B?", words.strip().upper())
     return int(found[1]) << _SHIFTS[found[2]] if found and int(found[1]) else None
 

@@ -24,7 +24,7 @@ a step in it from elsewhere sets it, as SLURM does not."""
 _AGENT_LOG: Final = (
     f"agent-$SLURMD_NODENAME-$SLURM_JOB_ID.$SLURM_STEP_ID${{{RESTART_COUNT}:+-${RESTART_COUNT}}}"
 )
-"""Of a start of an agent; in words of the shell."""
+"""Name of the log of one start of an agent, without `.log`; the shell fills in its variables."""
 _END_LINES: Final = ("trap : TERM  # the agents get it, too", "until wait; do :; done")
 JOIN_SECRET: Final = "AREAL_SC_JOIN_SECRET"
 """Environment variable of a job: the first line of its agents' input, which is secret."""

@@ -40,7 +40,7 @@ class RoleNodes(Section):
 
     @property
     def num_workers(self) -> int:
-        """Of the role, for what each of them takes."""
+        """Workers of the role; `cpus_per_worker` and `memory_per_worker` are for each of them."""
         raise NotImplementedError
 
 
