@@ -102,7 +102,7 @@ class Admission:
         return max(0, number)
 
     def note_finished(self, num_finished: int) -> None:
-        """So many groups are finished and not yet in a batch."""
+        """Notes how many groups are finished and not yet in a batch."""
         num_batches = num_finished // self._policy.train_batch_groups
         while len(self._complete_s) > num_batches:
             self._complete_s.pop()

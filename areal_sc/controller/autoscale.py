@@ -30,7 +30,7 @@ SETTLE_STEPS: Final = 4
 """After a change groups of before are still trained, and admission finds its new lead."""
 URGENT_STEPS: Final = 4
 STEPS: Final = 8
-"""So many steps are looked at; fewer, if the trainer waits long."""
+"""Number of the newest steps that are looked at; fewer, if the trainer waits long."""
 WAITS: Final = 0.05
 WAITS_LONG: Final = 0.2
 """Shares of its time that the trainer may wait before there are more workers, or at once."""
@@ -69,7 +69,7 @@ class SeenStep(NamedTuple):
 
 
 class Change(NamedTuple):
-    """So many workers there should be.
+    """The number of workers that there should be, and why.
 
     Attributes:
         why: in words, for the log.

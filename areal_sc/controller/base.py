@@ -170,7 +170,7 @@ class Controller(ABC):
 
     @property
     def num_restarts(self) -> int:
-        """Of its workers, so far."""
+        """Restarts of its workers that were decided on so far."""
         return 0 if self._recovery is None else self._recovery.num_restarts
 
     @property

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_NOTICE_S: Final = 30.0
-"""So long a wait is told; each further time when it has doubled."""
+"""A wait is told after this time, and again each time that it has lasted twice as long."""
 
 
 async def bounded(work: Awaitable[T], limit_s: float, what: str, setting: str) -> T:

@@ -213,7 +213,7 @@ def _small_collections() -> Iterator[None]:
 
 
 async def _start_all(controllers: Sequence[Controller]) -> None:
-    """Those last that measure the memory which the others leave."""
+    """Starts all controllers; those that measure the memory which the others leave start last."""
     last = [c for c in controllers if await c.measures_free_memory()]
     for wave in ([c for c in controllers if c not in last], last):
         await _start_together(wave)

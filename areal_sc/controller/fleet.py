@@ -307,7 +307,7 @@ class Fleet:
         *,
         stops_at_error: bool = False,
     ) -> list[R | ArealError]:
-        """As `Transport.call_all`; who is refused by another life of a worker has lost this one.
+        """Calls workers like `Transport.call_all`; a life that another one has replaced is lost.
 
         Calls to many workers begin in several turns of the event loop. So a worker may be lost, and
         its next life serve at its address, before the call to it is sent.

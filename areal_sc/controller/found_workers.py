@@ -11,7 +11,7 @@ from areal_sc.workers.spec import LivingWorker, WorkerOrder
 
 @dataclass(frozen=True)
 class FoundWorkers:
-    """Those of a role on a node.
+    """The workers of a role that were found on a node.
 
     Attributes:
         adopted: those that are as they are wanted now.

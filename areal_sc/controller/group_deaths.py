@@ -21,7 +21,7 @@ DEATHS_OF_A_SUSPECT: Final = 2
 """One death hits all groups of a worker, and running one after the other takes time."""
 
 DEATHS_TO_BLAME: Final = 3
-"""Of a suspect, in a row. That so many hit one group by chance is not to be expected."""
+"""Consecutive deaths after which a suspect group is blamed; so many are hardly chance."""
 
 
 class GroupDeaths:

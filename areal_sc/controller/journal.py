@@ -219,7 +219,8 @@ class Journal:
         self._num_bytes = len(HEADER) + len(content)
 
     def _last_number(self) -> int:
-        """Of the segments that earlier processes left, after what their crashes left is cut off."""
+        """Number of the newest segment that earlier processes left, after what their crashes left
+        is cut off; 0: there is none."""
         names = self._disk.names(self._folder)
         for name in names:
             if name.endswith(".partial"):

@@ -28,7 +28,7 @@ class KeptRows:
         self._is_being_covered = False
 
     def keep_from(self, first_step: int, *, is_being_covered: bool) -> None:
-        """Those of earlier steps may go; `release` follows.
+        """Allows the rows of earlier steps to go; `release` follows.
 
         Args:
             is_being_covered: the others stay for now, even where room is short.

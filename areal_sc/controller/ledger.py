@@ -80,7 +80,7 @@ class Ledger:
 
     @property
     def lineage(self) -> int:
-        """Of the policies that the groups are for."""
+        """The lineage of the policies that the groups are for."""
         return self._state.lineage
 
     @property
@@ -262,7 +262,7 @@ class Ledger:
         self.record_trained_counts(Counter(row.group_id for row in rows))
 
     def record_trained_counts(self, num_rows: Mapping[int, int]) -> None:
-        """As `record_trained`, from the number of rows of each group."""
+        """Counts trained rows like `record_trained`, from the number of rows of each group."""
         for group_id in num_rows:
             if group_id >= self._state.next_id or group_id in self._unconsumed:
                 raise LedgerError(

@@ -141,6 +141,7 @@ class MemorySnapshots:
         asyncio.get_running_loop().call_soon(self._on_change)
 
     def _begin_late(self, written: int) -> None:
-        """That of a version which was made meanwhile, as long as the ranks are still at it."""
+        """Begins the snapshot of a version that was made while the last one was written, if one is
+        due and the ranks have not begun to change the weights."""
         if written < self._history.version and not self._history.is_updating:
             self.begin_when_due()

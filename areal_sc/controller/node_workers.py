@@ -204,7 +204,7 @@ class NodeWorkers:
             member.connection.fail_pending(member.failure)
 
     def lose(self, member: Member, cause: str, lines: Sequence[str] | None = None) -> None:
-        """As if the worker's process had ended, which `lines` explain, or the end of its log."""
+        """Loses a worker as if its process had ended; `lines`, or the log's end, explain it."""
         path = self._folder.log_path(member.name)
         self._lose(member, cause, path, log_tail(path) if lines is None else lines)
 

@@ -89,13 +89,13 @@ class OutsideGroups:
                 results.set_exception(StepsLost(why))
 
     def go_back(self) -> None:
-        """As `RolloutController.go_back_async`."""
+        """Follows `RolloutController.go_back_async`: calls no longer raise StepsLost."""
         self._steps_lost = ""
 
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
     ) -> BatchMetadata:
-        """As `RolloutController.rollout_batch_async`, under `version` or later ones."""
+        """Runs groups for `RolloutController.rollout_batch_async` on `version` or later ones."""
 
         async def run(group: Group) -> BatchMetadata | None:
             await self._make_readable(group.prompt.dataset, group.prompt.index)
@@ -175,7 +175,7 @@ class OutsideGroups:
     async def evaluate(
         self, source: RolloutSource, num_prompts: int, temperature: float | None
     ) -> EvaluationOutcome:
-        """As `RolloutController.evaluate_async`."""
+        """Runs episodes for `RolloutController.evaluate_async`."""
         async with self._workers.updates.held_for_evaluation() as held:
 
             async def run(index: int) -> EvaluationReply:

@@ -41,7 +41,7 @@ class RankWrites:
         return finish
 
     async def export(self, target: Path) -> Finish:
-        """As `snapshot`; replaces `target`, which may be on another file system."""
+        """Begins an export like `snapshot`; replaces `target`, maybe on another file system."""
         operation = self._ranks.operation(f"save_hf/{digest(str(target))}")
         exported, finish_write = await self._begin(calls.Change(operation))
 

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOSS_NOTICE_S: Final = 2.0
-"""So long after an error of a rank the death of another one, which explains it, may be noticed."""
+"""Time that is given to notice the death of another rank, which would explain an error."""
 
 
 _OF_A_DEATH: Final = (WorkerError, TransportError, CheckpointError)
@@ -303,7 +303,7 @@ class Ranks:
         self._fleet.lose(first, first.worker.incarnation, cause)
 
     def _tell_rows(self) -> None:
-        """Those of steps that are being repeated stay, however short room is."""
+        """Tells which rows are needed: those of steps that are being repeated are not given up."""
         is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
         self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
@@ -395,7 +395,7 @@ class Ranks:
         return WorkerLost(why)
 
     async def _announce_again(self, weights: WeightsReference | None) -> None:
-        """Those who wait for the newest weights get them from the new lives."""
+        """Offers the weights of the new lives to whoever waits for the newest ones."""
         version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
         if version == self._announced and is_sealed:

@@ -111,12 +111,12 @@ class Recovery:
         return self.state(member) is UnitState.ready
 
     def state(self, member: Member) -> UnitState:
-        """Of the unit of this worker; of one that is dismissed, as before its start."""
+        """The state of the unit of this worker; `starting` where the worker is dismissed."""
         unit = self._unit_of.get(member.name)
         return UnitState.starting if unit is None else self._supervisor.state(unit)
 
     def num_restarts_with(self, member: Member) -> int:
-        """Of the unit of this worker."""
+        """Restarts of the unit of this worker."""
         return self._num_restarts_of[self._unit_of.get(member.name, "")]
 
     def note_loss(self, member: Member, cause: WorkerError) -> None:

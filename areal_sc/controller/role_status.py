@@ -16,7 +16,7 @@ from areal_sc.run_status import AgentStatus, RoleStatus, Wait, WorkerStatus
 def role_status(
     fleet: Fleet, recovery: Recovery | None, version: int, waits: Iterable[Wait]
 ) -> RoleStatus:
-    """Of the workers of one role; called on the event loop of their controller."""
+    """The status of the workers of one role; called on the event loop of their controller."""
     now, loop_s = time.time(), asyncio.get_running_loop().time()
     hosts: dict[str, str] = {}
     agents, coming = [], list[Wait]()

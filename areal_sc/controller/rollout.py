@@ -316,7 +316,7 @@ class RolloutController(WeightsReader):
 
     @property
     def num_workers(self) -> int:
-        """Of those that stay, or are to come; `scale` changes it."""
+        """Number of the workers that stay, or are to come; `scale` changes it."""
         return len(self._workers.set.staying)
 
     async def scale_async(self, num_workers: int) -> None:

@@ -18,4 +18,4 @@ class RolloutState(Struct, frozen=True):
 
 
 INITIAL_STATE: Final = RolloutState(LedgerState(), RejectionCounts({}, 0))
-"""Of a run that has done nothing yet."""
+"""The state of a run that has done nothing yet."""

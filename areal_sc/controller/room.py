@@ -26,7 +26,7 @@ class StoreRoom(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """That all stores hold."""
+        """Number of groups that all stores hold."""
         return sum(self.on_node.values())
 
 

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 0.2
 """Between two looks at workers that leave."""
 COVER_STEPS: Final = 2
-"""So many steps a snapshot may take to cover the rows of a worker that leaves."""
+"""Steps that a snapshot may take to cover the rows of a worker that leaves."""
 
 OrderOf = Callable[[int], WorkerOrder]
 """The order of a worker, by its number."""
@@ -219,7 +219,7 @@ class Scaling:
             recovery.add(member.name, [member])
 
     def _dispensable(self, number: int) -> list[RolloutWorkerState]:
-        """Those that do no work now, and then those that came last."""
+        """The first workers to leave: those that do no work now, and then those that came last."""
         staying = self._workers.set.staying
         return sorted(staying, key=lambda state: (state.is_up, -state.number))[:number]
 

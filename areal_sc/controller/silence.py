@@ -60,8 +60,8 @@ class Silence:
         return None
 
     def of_beats(self, living: Sequence[Member]) -> Iterator[tuple[Member, str]]:
-        """Who is lost since its heartbeats are missing, and why; others fall silent, or are heard
-        again."""
+        """Finds workers that are lost because their heartbeats are missing, and says why; also
+        notes which ones fall silent, or are heard again."""
         interval_s = self._config.heartbeat_interval_s
         now_s = asyncio.get_running_loop().time()
         for member in living:

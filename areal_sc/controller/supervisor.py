@@ -176,11 +176,11 @@ class Supervisor:
 
     @property
     def states(self) -> Mapping[str, UnitState]:
-        """Of each unit."""
+        """The state of each unit."""
         return {name: unit.state for name, unit in self._units.items()}
 
     def state(self, unit: str) -> UnitState:
-        """Of one unit."""
+        """The state of one unit."""
         return self._units[unit].state
 
     def add(self, unit: str) -> None:

@@ -187,7 +187,7 @@ class TrainHistory:
             )
 
     def note_update(self, update: Updated) -> None:
-        """As `note`, unless the operation was noted before."""
+        """Notes an update, unless its operation was noted before."""
         operation = update.shares[0].operation
         earlier = [call for call in self.calls_at(operation.version) if isinstance(call, Updated)]
         if all(operation != call.shares[0].operation for call in earlier):

@@ -38,7 +38,7 @@ class TrainStep:
 
     @property
     def rows(self) -> list[RowMetadata]:
-        """That its updates train."""
+        """The rows that its updates train."""
         return list(chain.from_iterable(self._rows.values()))
 
     @property

@@ -131,7 +131,7 @@ class TrainingGroups:
         return self.ledger.needs_rows(run.group_id, run.attempt)
 
     async def next_batch(self, source: RolloutSource) -> BatchMetadata:
-        """As `RolloutController.prepare_batch_async`.
+        """The batch for `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
             a group. WaitTimeout: nothing changed for long. StepsLost: `lose_steps`, `_take_back`.
@@ -196,7 +196,7 @@ class TrainingGroups:
         self._workers.sweep()
 
     def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
-        """As `RolloutController.keep_rows`."""
+        """Keeps rows for `RolloutController.keep_rows`."""
         self.kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
         self.kept_rows.release(self.ledger, self.version)
         self._workers.sweep()
@@ -306,12 +306,12 @@ class TrainingGroups:
         self._restored = {group.group_id: group for group in queued}
 
     def lose_steps(self, why: str) -> None:
-        """As `RolloutController.lose_steps`."""
+        """Makes `next_batch` raise StepsLost, for `RolloutController.lose_steps`."""
         self._steps_lost = why
         self._background.notify()
 
     def go_back(self, lineage: int, state: LedgerState) -> None:
-        """As `RolloutController.go_back_async`; `admit` follows when workers may get weights."""
+        """Goes back to `state` in a new lineage; `admit` follows when workers may get weights."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
@@ -385,7 +385,7 @@ class TrainingGroups:
         self._end(group, worker, reply)
 
     async def _join(self, group: Group, worker: RolloutWorkerState) -> None:
-        """As `_run`, of a run that an earlier start of the script has begun."""
+        """Awaits a run that an earlier start of the script has begun, and ends it like `_run`."""
         try:
             reply = await self._workers.run_group(worker, group, None)
         except WorkerLost:

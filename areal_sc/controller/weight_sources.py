@@ -1,4 +1,4 @@
-"""Who pulls new weights from whom, so that the trainers send them a few times, not once a node.
+"""Decides who pulls new weights from whom, so that trainers send them a few times, not once a node.
 
     trainers ──► node ──► node ──► ...     a node that has a copy serves one other at a time
         └──────► node ──► ...              one worker of a node pulls it, the others map it
@@ -38,7 +38,7 @@ from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
 logger = logging.getLogger(__name__)
 
 TRAINER_PULLS: Final = 2
-"""So many pulls of a version go to the trainers; more only if no copy is there or on its way."""
+"""Pulls of a version that the trainers serve while a copy is there or on its way."""
 
 MAX_REFUSED: Final = 2
 """After so many copies that it could not read, a worker reads from the trainers."""
@@ -53,7 +53,7 @@ RPC_MARGIN_S: Final = 60.0
 
 @dataclass(eq=False)
 class Source:
-    """Who serves weights.
+    """A holder of weights that workers may pull.
 
     Attributes:
         keeper: the worker that keeps them; None: the trainers.
@@ -85,7 +85,7 @@ Refused = set[Source]
 
 @dataclass(eq=False)
 class _Waiter:
-    """Who is to get a source, as soon as there is one; None: there are newer weights by now."""
+    """A worker that waits for a source; its `pull` is None where there are newer weights by now."""
 
     refused: Refused
     makes_copy: bool

@@ -41,10 +41,10 @@ RETRY_S: Final = 0.5
 """Between two attempts to read the same weights."""
 
 NO_VERSION: Final = -1
-"""Of a worker that does no work: it is below that of every group."""
+"""Version of a worker that can get no groups: it is below the version of every group."""
 
 BEGUN_PER_TURN: Final = 32
-"""So many calls of workers begin in one turn of the event loop; that takes some milliseconds."""
+"""Most calls of workers that begin in one turn of the event loop; they take some milliseconds."""
 
 
 _ALL: Final = 1 << 40

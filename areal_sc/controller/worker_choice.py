@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from areal_sc.controller.background import Background
 
 GROUPS_PER_TURN: Final = 32
-"""So many groups get a worker in one turn of the event loop; that takes some milliseconds."""
+"""Most groups that get a worker in one turn of the event loop; that takes some milliseconds."""
 
 
 class WorkerLoads:

@@ -17,7 +17,7 @@ OF_NOW: Final = (
 
 
 class WorkerCounters:
-    """Of one worker."""
+    """The counters of one worker through all its lives."""
 
     def __init__(self) -> None:
         self._incarnation = ""
@@ -32,7 +32,7 @@ class WorkerCounters:
         self._newest = counters
 
     def total(self, *, is_alive: bool) -> dict[str, float]:
-        """Of all lives together.
+        """The counters of all lives together.
 
         Args:
             is_alive: the newest one goes on, and has what it had.

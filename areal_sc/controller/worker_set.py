@@ -105,7 +105,7 @@ class WorkerSet:
 
     @property
     def full_workers(self) -> set[str]:
-        """Those that would take groups, where none of them has room, or was chosen for one now."""
+        """The workers that take groups, if none has room or was chosen for a group; else none."""
         return {self._by_number[number].name for number in self.loads.full}
 
     def retire(self, state: RolloutWorkerState) -> None:
@@ -137,7 +137,7 @@ class WorkerSet:
         return num_queued + self.loads.num_stored < self._max_groups
 
     async def take(self, version: int) -> RolloutWorkerState:
-        """As `WorkerQueue.take`. Whoever takes it calls `run_group` before the next await."""
+        """Takes a worker like `WorkerQueue.take`; call its `run_group` before the next await."""
         number = await self._queue.take(version)
         return self._by_number[number]  # of now: meanwhile there may be others
 
