@@ -27,7 +27,7 @@ class TurnSums:
     turn_answers_s: float = 0.0
 
     def add(self, num_tokens: int, num_running: float, seconds: float) -> None:
-        """So many tokens, each made in a turn of `seconds` while so many answers ran."""
+        """Adds tokens, each made in a turn of `seconds` while `num_running` answers ran."""
         self.turn_tokens += num_tokens
         self.turn_answers += num_tokens * num_running
         self.turn_answers2 += num_tokens * num_running**2
@@ -64,7 +64,7 @@ class BusyTime:
         self._num_running = 0
 
     def note(self, num_running: int) -> None:
-        """So many run from now on; it also brings the times up to now."""
+        """Brings the times up to now; from now on `num_running` answers run."""
         now_s = self._clock()
         generating_s = now_s - min(now_s, max(self._at_s, self._stopped_until_s))
         self._generating_s += generating_s

@@ -44,7 +44,7 @@ _BACKLOG = 1024
 
 
 def layout_of(bucket: Sequence[NamedTensor]) -> BucketLayout:
-    """Of tensors, on whatever device, also `meta`."""
+    """The layout of a bucket of tensors on whatever device, also `meta`."""
     ordered = in_byte_order(bucket)
     return BucketLayout(
         names=tuple(name for name, _ in ordered),

@@ -30,7 +30,7 @@ class InPlaceReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """As FSDP calls it.
+        """Reduces and scatters gradients; FSDP calls it.
 
         Args:
             output_tensor: [n] gets this rank's part of the result.

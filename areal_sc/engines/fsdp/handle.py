@@ -18,7 +18,7 @@ from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 
 PIECE_BYTES = 8 << 20
-"""Of all ranks' rows of the vocabulary that are together at a time, in float32."""
+"""Bytes in float32 of the vocabulary's rows, of all ranks, that are gathered at a time."""
 
 
 def needs_fsdp(num_ranks: int, config: ActorConfig) -> bool:

@@ -224,7 +224,8 @@ def _spread(
 
 
 def _add_gradients_at_once(model: PackedModel) -> None:
-    """Those of embeddings and output layer, of which this rank has all that its tensor rank has."""
+    """Lets embeddings and output layer add their gradients at once: this rank has all rows of them
+    that its tensor rank has."""
     look_up_whole(model.causal_lm)
     model.adds_head_gradient = True
 

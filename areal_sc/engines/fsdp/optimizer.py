@@ -163,5 +163,5 @@ class ShardedAdamW:
 
 
 def _number_of(boxes: Sequence[Box], rank: int) -> int:
-    """Of a rank's box among those that differ, in their order."""
+    """Number of a rank's box among the distinct boxes, in the order in which they first appear."""
     return list(dict.fromkeys(boxes)).index(boxes[rank])

@@ -98,7 +98,7 @@ class PackedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of this rank's parameters."""
+        """The device of this rank's parameters."""
         return next(self.parameters()).device
 
     @property
@@ -208,7 +208,7 @@ class PackedModel(nn.Module):
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, of logits that the model makes; a chunk at a time, and in backward again.
+        """Computes `forward` from logits that the model makes, in chunks, and in backward again.
 
         Args:
             output: of the model without its head, which gives `hidden` in its place meanwhile.

@@ -75,7 +75,7 @@ class SpreadRows:
         return rows[: self.num_rows_in(piece)]
 
     def num_rows_in(self, piece: range) -> int:
-        """Of the matrix."""
+        """Number of rows of the matrix in the gathered piece."""
         stops = (self.num_rows - rank * self.share for rank in range(self.group.size))
         return sum(max(0, min(stop, piece.stop) - piece.start) for stop in stops)
 
@@ -132,7 +132,8 @@ def spread_logprobs(
     chunk_tokens: int,
     vocabulary: VocabularyPart | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunked_logprobs`. All ranks of the group make the call, and go backward through it.
+    """Computes `chunked_logprobs` with an output layer whose rows are spread over the ranks of a
+    group. All its ranks make the call, and go backward through it.
 
     The gradient of `weight` is added to `weight.grad`, and given to nobody else.
 
@@ -305,7 +306,7 @@ class _SpreadLogprobs(torch.autograd.Function):
 
 @dataclass
 class _Sums:
-    """Of each token over the logits so far; [N] float32, relative to the peak.
+    """Sums of each token over the logits so far; [N] float32, relative to the peak.
 
     Attributes:
         peak: the highest logit.
@@ -328,7 +329,7 @@ class _Sums:
         return cls(*zeros)
 
     def add(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
-        """Those of the tokens of a part [C, M]; they are overwritten.
+        """Adds the logits [C, M] of the tokens of a part; they are overwritten.
 
         Returns: [C, M] exp(logit - peak).
         """

@@ -85,7 +85,7 @@ class SlotCache:
     def table(
         self, number: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of one attention, which gives new ones of the shapes [1, H_kv, T, D]."""
+        """Keys and values of one attention, whose new ones have the shapes [1, H_kv, T, D]."""
         if number == len(self._tables):
             self._tables.append((self._zeros_like(key), self._zeros_like(value)))
         return self._tables[number]

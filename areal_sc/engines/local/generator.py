@@ -53,12 +53,12 @@ class SlotGenerator:
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """The device of the weights."""
         return self._model.device
 
     @property
     def weight_names(self) -> Container[str]:
-        """Of what `update_weights` takes."""
+        """Names of the weights that `update_weights` takes."""
         return self._model.weight_names
 
     def cancel(self, request: SlotRequest) -> Completion:

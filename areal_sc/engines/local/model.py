@@ -161,7 +161,7 @@ class LocalModel:
 
     @property
     def weight_names(self) -> Container[str]:
-        """Of parameters and stored buffers, each name of tied ones."""
+        """Names of parameters and stored buffers, every name of tied ones."""
         return self._model.state_dict().keys()  # type: ignore[no-any-return]
 
     @torch.no_grad()

@@ -75,7 +75,7 @@ def _inverse_cdf(
 def _sample_filtered(
     logits: torch.Tensor, draws: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sample`, with `logits` already divided by the temperature."""
+    """Samples with top-p and top-k like `sample`, from logits divided by the temperature."""
     ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], -torch.inf)

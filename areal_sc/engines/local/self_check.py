@@ -85,7 +85,7 @@ def _compare(model: PreTrainedModel, longest_input: int, limit: float) -> None:
 
 @torch.inference_mode()
 def _own_logprobs(model: Any, token_ids: list[int]) -> list[float]:
-    """Of each token but the first, given those before it."""
+    """Log-probability of each token but the first, given those before it."""
     ids = torch.tensor([token_ids], device=model.device)
     is_training = model.training
     model.eval()

@@ -22,7 +22,7 @@ def make_state(adam: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str
 
 
 def set_num_updates(adam: torch.optim.Optimizer, number: int) -> None:
-    """So many updates count as done: the next one corrects the bias of the moments for it."""
+    """Sets the number of updates done: the next one corrects the bias of the moments for it."""
     if isinstance(adam, torch.optim.AdamW):
         for state in adam.state.values():
             state["step"].fill_(number)

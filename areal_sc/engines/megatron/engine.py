@@ -286,7 +286,7 @@ class MegatronEngine(RankEngine):
         )
 
     def _padded_length(self, batch: PlannedBatch) -> int:
-        """Of all micro-batches of all ranks; 0: each may have its own."""
+        """Length that all micro-batches of all ranks are padded to; 0: each may have its own."""
         if self.config.parallel.pipeline == self.config.parallel.expert == 1:
             return 0
         lengths = batch.rows.lengths

@@ -175,7 +175,7 @@ class ModelSizes:
 
     @property
     def rows_of_heads(self) -> int:
-        """Of the matrix that makes queries, keys and values."""
+        """Rows of the matrix that makes queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def check_mesh(self, parallel: ParallelConfig) -> None:

@@ -71,7 +71,7 @@ class RowAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As the families of `family` normalise: by the root mean square, in float32.
+    """The norm of the families of `family`: divides by the root mean square, in float32.
 
     With sequence parallelism each tensor rank normalises some tokens; the mark on the weight lets
     Megatron-core add up the ranks' gradients.

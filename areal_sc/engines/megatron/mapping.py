@@ -173,7 +173,7 @@ def _pieces(
     place: Place,
     has_fused_norms: bool,
 ) -> list[Piece]:
-    """Of one rank, in the order of the model."""
+    """The pieces of one rank, in the order of the model."""
     last = (parallel.pipeline - 1, parallel.virtual_pipeline - 1)
     vocabulary = own_vocabulary(sizes, parallel, place.tensor)
 

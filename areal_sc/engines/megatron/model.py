@@ -49,7 +49,8 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, causal_lm: Any) -> Rotary:
-        """Those of a model whose frequencies do not depend on lengths; it needs no values."""
+        """The rotary embeddings of a model whose frequencies do not depend on lengths; it needs no
+        values."""
         rotary = type(causal_lm.base_model.rotary_emb)(causal_lm.config)
         return cls(rotary.inv_freq.clone(), float(rotary.attention_scaling))  # no buffer
 

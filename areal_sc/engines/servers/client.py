@@ -148,7 +148,8 @@ class ServerClient:
         raise NotImplementedError
 
     async def ask_abilities(self) -> ServerAbilities:
-        """Of a server that is not paused. Raises: ConfigError: it is too old to be driven."""
+        """Asks a server that is not paused what it can do. Raises: ConfigError: it is too old to be
+        driven."""
         raise NotImplementedError
 
     async def served_weights(self) -> tuple[int | None, str]:

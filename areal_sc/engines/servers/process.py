@@ -42,7 +42,7 @@ _READY_POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 30.0
 _PROC = Path("/proc")
 _MAPPED_PATH = re.compile(r" (/\S+)$", re.MULTILINE)
-"""Of a line in a process's memory map."""
+"""Path at the end of a line in a process's memory map."""
 _STOPPED_STATES = ("T", "t")  # by a signal, by a debugger
 _ENDED_STATES = ("Z", "X")
 

@@ -43,7 +43,7 @@ from areal_sc.errors import (
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1
-"""Of weights that are not those of the model folder, nor any that this run has published."""
+"""Version of weights that are not known to be the model folder's, or a version of this run."""
 
 MAX_PORT_RACES = 3
 """Starts after one that lost a port: servers choose free ones long before they listen there."""
@@ -111,7 +111,7 @@ class Replica(ServerLoad):
 
     @property
     def client(self) -> ServerClient:
-        """Of the life that it is in.
+        """The client of the server's present life.
 
         Raises: PeerLost: it is down.
         """
@@ -210,7 +210,7 @@ class Replica(ServerLoad):
     async def generate(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AnswerPart:
-        """As `ServerClient.generate`. Raises: PeerLost: the request is lost with the server."""
+        """Generates like `ServerClient.generate`. Raises: PeerLost: the request is lost."""
         client = self.client
         try:
             return await self._generate(client, request, request_id, max_support)
@@ -307,7 +307,8 @@ class Replica(ServerLoad):
         return await ServerProcess.start(settings.handle.in_life(self.num_starts), instance, log)
 
     async def _find_version(self, client: ServerClient) -> int:
-        """Of a server that somebody else has started: 0 when it has the model folder's weights."""
+        """Version of a server that somebody else has started: 0 when it has the model folder's
+        weights, as far as that can be told."""
         version, served = await client.served_weights()
         if version != 0:
             return UNKNOWN_VERSION

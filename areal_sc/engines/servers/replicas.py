@@ -74,7 +74,7 @@ class ReplicaSet:
 
     @property
     def serving(self) -> list[Replica]:
-        """Those that serve, in a fixed order."""
+        """The replicas that serve, in a fixed order."""
         return [replica for replica in self.replicas if replica.is_serving]
 
     @property

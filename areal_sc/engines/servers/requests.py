@@ -75,7 +75,7 @@ class CompletionRequest:
 
     @property
     def max_tokens(self) -> int:
-        """Of prompt and completion together."""
+        """The most tokens of prompt and completion together."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
@@ -84,7 +84,7 @@ class CompletionRequest:
 
     @property
     def num_asked_tokens(self) -> int:
-        """Of the next part, at most."""
+        """The most tokens that the next part is asked for."""
         num_tokens = self.num_missing_tokens
         return min(num_tokens, PIECE_TOKENS) if self.stops else num_tokens
 

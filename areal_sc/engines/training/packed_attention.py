@@ -103,7 +103,7 @@ class PackedLayout:
 
     @property
     def own_tokens(self) -> range:
-        """Of the T tokens, those that this rank computes."""
+        """The tokens that this rank computes, of the T tokens."""
         return range(sum(self.lengths)) if self.part is None else self.part.own
 
     def own_values(self, values: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def packed_attention(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _uncompiled_attention(*args: Any, **settings: Any) -> tuple[torch.Tensor, None]:
-    """As `packed_attention`, which torch would compile anew for every set of rows.
+    """Computes `packed_attention` uncompiled: torch would compile it anew for every set of rows.
 
     The result is not a view: the code after it would be compiled anew for every kind of view.
     """

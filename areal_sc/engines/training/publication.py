@@ -70,7 +70,7 @@ class Publication:
         return [layout_of(bucket) for bucket in split_into_buckets(self._unfilled(), bucket_bytes)]
 
     def _range(self, name: str) -> range:
-        """Of this rank, in the flat parameter."""
+        """This rank's range of the flat parameter."""
         shape, world = self._parts.shapes[name], self._world
         if self._parts.are_row_ranges:
             box = self._parts.box(name)

@@ -112,7 +112,8 @@ class MinibatchLoss:
     def _gradients(
         self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Of the loss, by [N] log-probabilities and entropy; None: it does not depend on them."""
+        """Gradients of the loss by [N] log-probabilities and entropy; None: it does not depend on
+        them."""
         fields = TokenFields(batch, self.rows)
         if self.is_first and "proximal_logprobs" not in self.rows.fields:
             fields["proximal_logprobs"] = logprobs.detach()

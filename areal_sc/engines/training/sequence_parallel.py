@@ -39,7 +39,7 @@ class SequencePart:
 
     @property
     def length(self) -> int:
-        """Of each rank's stretch, C, padding included."""
+        """Length of each rank's stretch, C, padding included."""
         return -(-self.num_tokens // self.group.size)
 
     @property

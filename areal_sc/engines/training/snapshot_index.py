@@ -15,7 +15,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def file_name(rank: int) -> str:
-    """Of the file of a rank."""
+    """Name of the file of a rank."""
     return f"rank-{rank}.safetensors"
 
 

@@ -63,7 +63,7 @@ class Weights(Protocol):
 
 
 class WeightsInMemory:
-    """Those of a model that is in memory as a whole."""
+    """The weights of a model that is in memory as a whole."""
 
     def __init__(self, causal_lm: Any) -> None:
         self.conversions = None
@@ -125,7 +125,7 @@ class StoredWeights:
         return {name: found[alias] for name, alias in stored.items() if alias is not None}
 
     def _stored_alias(self, name: str) -> str | None:
-        """Of the names of a tied parameter one that is stored."""
+        """A name under which this tied parameter is stored, or None."""
         return next((alias for alias in self._aliases[name] if alias in self._sources), None)
 
     def _read_stored(self, names: Iterable[str]) -> dict[str, torch.Tensor]:

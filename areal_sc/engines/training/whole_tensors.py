@@ -17,7 +17,8 @@ GATHERED_BYTES = 4 << 20
 """Small parameters are gathered together, up to this size: each collective costs a round trip."""
 
 SENT_BYTES = 64 << 20
-"""Of weights, in one message, when a model is loaded, or written where rank 0 alone sees files."""
+"""Most bytes of weights in one message, unless a row has more, when a model is loaded, or written
+where rank 0 alone sees files."""
 
 Values = Callable[[str], torch.Tensor]
 """This rank's part of a parameter, with the shape of its box."""

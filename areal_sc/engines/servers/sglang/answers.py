@@ -26,7 +26,7 @@ class _Span(Struct):
 
 
 class _MetaInfo(Struct):
-    """Of an answer of `/generate`.
+    """The `meta_info` of an answer of `/generate`.
 
     Attributes:
         output_token_logprobs: log-probability, token id and text of each token; not a number and

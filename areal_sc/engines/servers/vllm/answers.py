@@ -46,7 +46,7 @@ class _Span(NamedTuple):
 
 
 class _Choice(Struct):
-    """Of an answer of `/inference/v1/generate`.
+    """A choice in an answer of `/inference/v1/generate`.
 
     Attributes:
         weight_versions: None where no token was sampled.

@@ -25,7 +25,7 @@ _MIN_CPU_KV_BYTES = 4 << 20
 """Some blocks, however small the model."""
 
 _UNKNOWN_CPU_KV_BYTES = 1 << 30
-"""Of a model whose shape cannot be read."""
+"""Bytes of KV cache for a model whose shape cannot be read."""
 
 SETTINGS_OF: Mapping[str, str] = {
     "model": "rollout.path",
@@ -105,7 +105,7 @@ def _check_has_no_experts(path: str) -> None:
 
 
 def _kv_bytes(config: RolloutConfig, num_tokens: int) -> int:
-    """Of one rank."""
+    """Bytes of KV cache that one rank has for so many tokens."""
     values = (shape := read_model_shape(config.path)) and shape.kv_values_per_token
     if not values:
         return _UNKNOWN_CPU_KV_BYTES

@@ -24,7 +24,7 @@ _ID_PREFIX = "generate-tokens-"
 
 _PROBE_TOKENS = [0, 1, 2]
 _NO_LIMIT = 1 << 31
-"""Of the tokens of a truncated distribution."""
+"""A number of tokens that no truncated distribution reaches."""
 
 
 class VLLMClient(ServerClient):
