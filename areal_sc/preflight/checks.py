@@ -215,7 +215,7 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
-    """As `_batch_requirements`, for the rest."""
+    """The rest of the requirements, in the form of `_batch_requirements`."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
     yield "generation.stop", are_stop_strings(config.generation.stop), STOP_STRINGS
     yield (

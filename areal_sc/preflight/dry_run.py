@@ -107,7 +107,7 @@ def _job_lines(config: GRPOConfig) -> Iterator[str]:
 
 
 def _planned_nodes(job: JobPlan, reported_bytes: int | None) -> Iterator[PlannedNode]:
-    """Those of a job. Args: reported_bytes: memory of a node, if the job does not ask for it."""
+    """Nodes of a job. Args: reported_bytes: memory of a node, if the job does not ask for it."""
     asked = memory_bytes(job.request.memory_per_node)
     machine = Machine(asked or reported_bytes, (None,) * job.request.gpus_per_node)
     for purpose, number in job.shares.items():
