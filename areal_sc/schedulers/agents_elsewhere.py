@@ -272,7 +272,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
                 silent.end(0.0, file.pid)
 
     def _agent_of(self, name: str) -> A | None:
-        """That of an earlier start; None: another scheduler has started it."""
+        """The agent of an earlier start by its name; None: another scheduler has started it."""
         start = self._start_of(name)
         return None if start is None else self.found_agent(start)
 

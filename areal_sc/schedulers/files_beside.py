@@ -80,7 +80,7 @@ class FilesBeside:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """Id of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def note_unseen(folder: RunFolder, joined: Iterable[Joining]) -> None:
 
 
 def _unseen(folder: RunFolder) -> list[Joining]:
-    """As they were noted. Raises: RunFolderError: the file is damaged."""
+    """The agents that `note_unseen` noted. Raises: RunFolderError: the file is damaged."""
     path = folder.joined_path
     try:
         return json.decode(path.read_bytes(), type=list[Joining])
@@ -86,7 +86,7 @@ def _unseen(folder: RunFolder) -> list[Joining]:
 
 
 def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) -> list[FoundAgent]:
-    """Those of the run's folder that answer. Blocks, but not for long.
+    """The agents of the run's folder that answer. Blocks, but not for long.
 
     A lock may be unknown to other machines than its own, and some agents do not see the folder: so
     those are asked, too, that have joined.

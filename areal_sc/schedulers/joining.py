@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Invited:
-    """Who may come with one secret.
+    """The agents that may come with one secret.
 
     Attributes:
         job: of the agent that has joined first; all are of one.
@@ -297,7 +297,7 @@ class JoinServer:
 
 
 def _stop_run(_: None) -> bool:
-    """Of this process, also while no agent has joined it: it waits for its nodes, say."""
+    """Asks this process to stop, also while no agent has joined it: it waits for its nodes, say."""
     interrupts.ask_to_stop(random_id())
     return True
 

@@ -78,7 +78,7 @@ class OpenRun:
 
 
 def keys_of(folder: RunFolder) -> RunKeys | None:
-    """Those of the run, as long as a process of it may live; None: it needs new ones.
+    """The keys of the run, as long as a process of it may live; None: it needs new ones.
 
     Raises: RunFolderError: they cannot be used, and an agent lives that has them.
     """

@@ -54,7 +54,7 @@ def describe(
 def welcome(
     what: Welcome, agents: Iterable[AgentAddress], keys: RunKeys, term: RunTerm | None
 ) -> set[AgentAddress]:
-    """Those that can be reached know of this script. Blocks for `REACH_LIMIT_S` at most.
+    """Tells all agents that can be reached of this script. Blocks for `REACH_LIMIT_S` at most.
 
     Returns: whom that was told.
     Raises: StaleTerm: one knows a later term.
@@ -63,7 +63,7 @@ def welcome(
 
 
 def end(agents: Iterable[AgentAddress], keys: RunKeys, term: RunTerm | None) -> set[AgentAddress]:
-    """Those that can be reached end, with their workers. Blocks for `REACH_LIMIT_S` at most.
+    """Ends all agents that can be reached, with their workers. Blocks for `REACH_LIMIT_S` at most.
 
     Returns: whom that was told.
     Raises: StaleTerm: one knows a later term.

@@ -177,7 +177,7 @@ def sbatch_words() -> dict[str, str]:
 
 
 def run_patiently(words: Sequence[str], **arguments: Any) -> str:
-    """As `run_command`, for what may be asked twice; a silent slurmctld is asked again for a while.
+    """Runs what may be run twice, like `run_command`; asks a silent slurmctld again for a while.
 
     Raises: SchedulerSilent: it was silent for `_LOOKS_S`. ConfigError.
     """
@@ -343,7 +343,8 @@ def what_to_change(script: str = "") -> str:
 
 
 def most_memory_bytes(partition: str) -> int | None:
-    """Of the largest node of the partition, or, without one, of any; None: SLURM does not say.
+    """The largest memory that sinfo reports of nodes of the partition, or, without one, of any
+    nodes; None: it reports none.
 
     Raises: SchedulerSilent.
     """

@@ -48,7 +48,7 @@ from areal_sc.workers.spec import Joining
 
 LOOK_EVERY_S: Final = 10.0
 MAX_RESTARTS: Final = 1000
-"""Of a job by SLURM, after which its agents are refused."""
+"""Restarts of a job by SLURM after which its agents are refused."""
 FIRST_LOOK_S: Final = 0.5
 """Between looks after a job was submitted; each further one waits longer."""
 
@@ -282,7 +282,7 @@ class Jobs:
                 logger.warning("job=%s is not ended yet: %s", job.job_id, error)
 
     def end_step(self, agent: Joining) -> None:
-        """That of an agent whose machine is lost: its `srun` would wait for it, and the job too."""
+        """Ends the step of a lost machine's agent: its `srun`, and the job, would wait for it."""
         try:
             commands.cancel([f"{agent.job}.{agent.step}"])
         except (ConfigError, SchedulerSilent) as error:
@@ -315,7 +315,7 @@ class Jobs:
         return have_ended
 
     def _starting_state(self, job: Job) -> JobState:
-        """As it was lately; looks get rarer."""
+        """The job's cached state; SLURM is polled less and less often."""
         with self._one_looks:
             pause_s = self._pause_s
             if time.monotonic() <= self._looked_s + pause_s:

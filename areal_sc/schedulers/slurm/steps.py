@@ -26,7 +26,7 @@ Step = subprocess.Popen[bytes]
 
 
 class Steps:
-    """Those that this process has started.
+    """The steps that this process has started.
 
     Args:
         variables: further environment of agents.

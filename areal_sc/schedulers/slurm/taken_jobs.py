@@ -96,7 +96,7 @@ def _is_expected(agent: FoundAgent, known: RunJobs, jobs: Sequence[JobRecord]) -
 
 
 def _not_ended(jobs: Sequence[JobRecord], *, has_agents: bool) -> list[JobRecord]:
-    """Those that wait or run, and those of which that is not known.
+    """Jobs that are pending or running, or whose state is unknown.
 
     Raises: SchedulerSilent: as in `find`.
     """
