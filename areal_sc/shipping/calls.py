@@ -14,7 +14,7 @@ from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import WORKERS, Caller
 
 PIECE_BYTES: Final = 960 << 10
-"""Of a file, in one message: larger messages are counted before they are read."""
+"""Most bytes of a file in one message: larger messages are counted before they are read."""
 PIECE_LIMIT_S: Final = 60.0
 """For one message: a disk, or a network, that takes longer does not work."""
 LISTING_LIMIT_S: Final = 1800.0
@@ -154,9 +154,9 @@ HOLDERS: Final = Method("holders", str, list[TreeHolder], callers=WORKERS)
 """Some nodes that have the tree of this digest."""
 HOLD: Final = Method("hold", HeldTree, NoneType, callers=WORKERS)
 TAKE_TURN: Final = Method("take_turn", NoneType, bool, callers=WORKERS)
-"""Of the script's process, and of nodes: whether the caller may read a large file there now."""
+"""The script's process and nodes serve it: whether the caller may read a large file there now."""
 READ_TREE_PIECE: Final = Method("read_tree_piece", TreePiece, bytes, callers=WORKERS)
-"""Of nodes."""
+"""A piece of a file in a tree that a node has; nodes serve it."""
 WRITE_PIECE: Final = Method("write_piece", WrittenPiece, NoneType, callers=_TRAINERS)
 END_FILE: Final = Method("end_file", WrittenFile, NoneType, callers=_TRAINERS)
 WRITE_LOG_PIECE: Final = Method("write_log_piece", WrittenPiece, NoneType, callers=WORKERS)

@@ -143,7 +143,8 @@ class ScriptFiles:
         await _read_file(path, fact, target, read)
 
     async def read_large_file(self, digest: str, path: str, fact: FileFact, target: Path) -> None:
-        """As `read_file`, of a tree that other nodes may have: from one of these, or in turn.
+        """Reads a file like `read_file`, but from nodes that have its tree, or from the script in
+        turn.
 
         What comes from another node has the hash that the script's process has told, too.
 

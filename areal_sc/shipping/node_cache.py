@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def own_folder(node_folder: str) -> Path:
-    """That of this user, below `scheduler.node_folder`."""
+    """The folder of this user, below `scheduler.node_folder`."""
     return Path(node_folder).expanduser().absolute() / f"areal_sc-{os.geteuid()}"
 
 

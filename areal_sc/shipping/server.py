@@ -63,7 +63,7 @@ from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import KnownCallers
 
 MAX_HOLDERS: Final = 4
-"""That a node is told of at a time."""
+"""Most holders that a node is told of at a time."""
 _MAX_LINE_BYTES: Final = 16 << 20
 _OPEN: int = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -192,7 +192,8 @@ class FileServer:
             raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
     def _make_folder(self, folder: Path) -> None:
-        """That of a file; of a snapshot that the script has given up none is made again.
+        """Makes the folder of a file, with its parents unless it lies in a snapshot: one that the
+        script has given up is not made again.
 
         Raises: OSError.
         """

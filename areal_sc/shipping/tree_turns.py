@@ -1,4 +1,4 @@
-"""Who may read large trees from one process at a time, be it the script's or a node's.
+"""Decides who may read large trees from one process at a time, be it the script's or a node's.
 
     who wants a file ── TAKE_TURN ──► True: reads it, piece by piece; each one keeps the turn
                                  ──► False: asks another one that has the tree, or later
@@ -18,7 +18,7 @@ IDLE_S: Final = 5.0
 
 
 class TreeTurns:
-    """Of one process; used from one event loop."""
+    """The turns at one process; used from one event loop."""
 
     def __init__(self) -> None:
         self._read_s: dict[str, float] = {}  # monotonic, of the last piece, by who reads
