@@ -18,13 +18,13 @@ from areal_sc.trainer.quantities import percent, short_duration
 NUM_STEPS: Final = 16
 """Steps that have to agree before a line is told of them."""
 MAX_WAIT_SHARE: Final = 0.3
-"""Of their time, that the trainer may wait for generation."""
+"""Share of its time that the trainer may wait for generation before a line says so."""
 MIN_BUSY_SHARE: Final = 0.4
-"""Of their time, that generation should be busy."""
+"""Share of the time that generation has to be busy; below it a line says so."""
 MAX_ANSWERS: Final = 1024
-"""Of a step: with more of them a plan takes minutes, which the end of a run does not wait for."""
+"""Most answers of a step for a plan at the end of a run: with more of them it takes minutes."""
 WORTH: Final = 0.1
-"""Of a step, that another operating point has to save to be worth a line at the end of a run."""
+"""Share of a step that another operating point must save to be worth a line at a run's end."""
 
 MAX_TAIL: Final = 2
 """A group older than this many times the bound is far over it."""

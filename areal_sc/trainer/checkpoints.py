@@ -245,7 +245,7 @@ def load_latest_snapshot(
 
 
 def _load_others(models: Sequence[TrainController], step: int, snapshot: Path) -> None:
-    """Those that are not in the snapshot have not been trained by then.
+    """Loads the other models of a snapshot; one that is not in it was not trained by then.
 
     Raises: CheckpointError: one cannot be read.
     """

@@ -38,9 +38,9 @@ _REPORTS_PER_PHASE = 4
 _REFRESHES_PER_S = 4
 _ROWS_PER_HEADER = 20
 _SAMPLE_LINES = 2
-"""Of each text of a sample, so that the bars and some steps stay in view."""
+"""Lines of each text of a sample, so that the bars and some steps stay in view."""
 _SAMPLE_CHARS = 200
-"""Of each text of a sample in a plain line."""
+"""Characters of each text of a sample in a plain line."""
 _BAR_WIDTH = 20
 _LEFT_FILES = ("model", "learning_curve.png", "summary.json", "metrics.jsonl", "models", "logs")
 """What a run leaves that a user looks for."""

@@ -33,7 +33,7 @@ _MARKERS: dict[bool, dict[str, Any]] = {
     True: {"label": "held out, greedy", "marker": "*", "markersize": 13, "markerfacecolor": "gold"},
     False: {"label": "held out, sampled", "marker": "o", "markerfacecolor": "white"},
 }
-"""Of an evaluation, by whether it is greedy."""
+"""Style of an evaluation's points, by whether the evaluation is greedy."""
 
 
 def plot_learning_curve(history: History, title: str, png_path: Path) -> None:

@@ -46,7 +46,7 @@ class _Record:
         return self.workflow.get("accuracy")
 
     def reward_parts(self) -> dict[str, float]:
-        """Of several reward functions, the mean of each before its weight, by `reward/NAME`."""
+        """Means of several reward functions, each before its weight, by `reward/NAME`."""
         return {n: value for n, value in self.workflow.items() if n.startswith(PART_PREFIX)}
 
     def value(self, name: str) -> Any:

@@ -123,7 +123,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _worker_and_cause(unit: str, error: WorkerError) -> tuple[str, str]:
-    """Of a message such as "worker rollout/1 ended with signal 9 (SIGKILL); its log is ..."."""
+    """The worker and the cause in a message such as "worker rollout/1 ended with signal 9
+    (SIGKILL); its log is ..."."""
     text = str(error).removesuffix(f"; its log is {error.log_path}")
     kind, _, rest = text.partition(" ")
     if kind != "worker":

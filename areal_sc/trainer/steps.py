@@ -157,7 +157,7 @@ def _mean_reward(batch: BatchMetadata) -> float:
 def of_groups(
     batch: BatchMetadata, before: Mapping[str, float], now: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Those fields of `StepMetrics` that tell of groups.
+    """The fields of `StepMetrics` that tell of groups.
 
     Args:
         before, now: counters at the end of the step before, and of this one.

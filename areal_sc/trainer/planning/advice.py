@@ -49,7 +49,7 @@ class EarlierForecast:
 
     @property
     def error(self) -> float:
-        """As a share of what was measured."""
+        """Relative error of the forecast: its excess over what was measured, as a share of that."""
         return self.forecast.step_s / self.measured_s - 1
 
 
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def saved_share(self) -> float:
-        """Of a step's time, at the advised point."""
+        """Share of a step's time that the advised point saves."""
         return 1 - self.advised.step_s / self.present.step_s
 
 
@@ -191,7 +191,7 @@ class _Splits:
         return cls(present, total, num_used, of_worker, ranks_per_data, num_cores, is_fixed)
 
     def forecasts(self, forecaster: Forecaster, bound: int) -> list[Forecast]:
-        """Of splits with that bound; the shortest step is among them."""
+        """Forecasts of splits with that bound, the best among them; none for a fixed split."""
         if self.is_fixed:
             return []
         if self.num_cores is not None:

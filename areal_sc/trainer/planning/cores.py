@@ -23,9 +23,9 @@ MAX_WAIT_S: Final = 60.0
 MAX_THREADS: Final = 8
 """With more of them it is not tried out; memory is as busy as it can be with these."""
 CACHED_VALUES: Final = 1 << 16
-"""Of an array that a core's own cache holds."""
+"""Number of values in an array that a core's own cache holds."""
 LARGE_VALUES: Final = 1 << 22
-"""Of an array that it does not hold."""
+"""Number of values in an array that a core's own cache does not hold."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SharedCores:
     free_share: float = 1.0
 
     def speed(self, num_threads: int) -> float:
-        """Of each of so many threads that compute at the same time, in that of one alone."""
+        """Speed of each of `num_threads` concurrent threads, relative to one alone."""
         if num_threads <= 1:
             return 1.0
         if num_threads > self.number:
@@ -62,7 +62,7 @@ def cores_of(config: GRPOConfig) -> int | None:
 
 
 def shared_cores(config: GRPOConfig) -> SharedCores | None:
-    """As `cores_of`; how fast they are together is tried out for a second."""
+    """The cores that `cores_of` counts; how fast they are together is tried out for a second."""
     number = cores_of(config)
     return None if number is None else _tried_out(number)
 

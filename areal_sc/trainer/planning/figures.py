@@ -19,7 +19,7 @@ MIN_STEPS: Final = 8
 MAX_STEPS: Final = 60
 """The newest ones; answers get longer, or shorter, while a model learns."""
 DIVIDED_SHARE: Final = 0.9
-"""Of the time of a training step, that is divided among the ranks; assumed where a run does not
+"""Share of a training step's time that is divided among the ranks; assumed where a run does not
 tell. A trainer that is well used spends little on what does not depend on tokens."""
 DIVIDED_STD: Final = 0.15
 """How far it may be out."""
@@ -47,7 +47,7 @@ class OperatingPoint:
 
     @property
     def split(self) -> tuple[int, int]:
-        """Of what there is, into training and generation."""
+        """The split of the workers into training and generation."""
         return self.num_train_workers, self.num_rollout_workers
 
     @classmethod
@@ -134,7 +134,7 @@ class Figures:
 
 
 def newest_figures(steps: Sequence[StepMetrics], config: GRPOConfig) -> Figures | None:
-    """Those of the present operating point; None: its steps are too few, or tell too little."""
+    """Figures of the present operating point; None: its steps are too few, or tell too little."""
     found = all_figures(steps, config)
     if not found or not steps or found[-1].point != OperatingPoint.of(steps[-1]):
         return None
@@ -142,7 +142,7 @@ def newest_figures(steps: Sequence[StepMetrics], config: GRPOConfig) -> Figures 
 
 
 def all_figures(steps: Sequence[StepMetrics], config: GRPOConfig) -> list[Figures]:
-    """Of each operating point that the run has had for long enough, in their order."""
+    """Figures of each operating point that the run has had for long enough, in their order."""
     parts: list[list[StepMetrics]] = []
     for metrics in steps:
         if not parts or OperatingPoint.of(parts[-1][-1]) != OperatingPoint.of(metrics):

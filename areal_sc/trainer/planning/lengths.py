@@ -33,7 +33,7 @@ class Lengths:
     most: float
 
     def draw(self, rng: random.Random, group_size: int) -> list[float]:
-        """Of the answers of one group."""
+        """Draws the lengths of the answers of one group."""
         middle = self.location + self.of_group * rng.gauss(0.0, 1.0)
         tokens = (middle + self.of_answer * rng.gauss(0.0, 1.0) for _ in range(group_size))
         return [min(math.exp(min(x, 700.0)), self.most) for x in tokens]

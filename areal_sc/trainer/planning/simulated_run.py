@@ -32,7 +32,7 @@ NUM_STEPS: Final = 48
 NUM_SETTLING: Final = 16
 """Steps of a simulation, and the first ones, which are not counted."""
 MAX_SERVERS: Final = 16
-"""Of more, a part is simulated, with the same part of the groups."""
+"""Most servers that are simulated: of more a part is, with the same part of the groups."""
 _PROMPT: Final = PromptReference(0, 0, 0)
 
 
@@ -256,7 +256,7 @@ class SimulatedRun:
         self._admit()
 
     def _speed(self) -> float:
-        """Of everything that computes, where it shares cores."""
+        """Relative speed of all that computes, where both sides share cores; else 1."""
         if self._cores is None:
             return 1.0
         of_rank, of_worker = self._threads

@@ -17,7 +17,7 @@ def step_scalars(metrics: StepMetrics) -> dict[str, float]:
 
 
 def evaluation_scalars(result: EvaluationResult) -> dict[str, float]:
-    """As of a step, under `evaluation/before/`, `evaluation/periodic/` and so on."""
+    """Names as in `step_scalars`, under `evaluation/before/`, `evaluation/periodic/` and so on."""
     return dict(_scalars(result.to_record(), f"evaluation/{result.name}/"))
 
 
