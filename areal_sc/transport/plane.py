@@ -24,7 +24,7 @@ from areal_sc.transport.shards.store import TensorStore
 from areal_sc.transport.sockets.interface import Interface
 
 ROOM_SHARE: Final = 0.8
-"""Of the free shared memory; published weights and other programs live there, too."""
+"""Share of the free shared memory for stores: published weights and other programs live there."""
 
 
 class DataPlane:

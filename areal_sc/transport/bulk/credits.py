@@ -50,7 +50,7 @@ class Credits:
         self._serve_soon()
 
     def give_back(self, num_bytes: int) -> None:
-        """So much has arrived, or will not."""
+        """Takes back credit for bytes that have arrived, or will not."""
         self.outstanding_bytes -= num_bytes
         self._serve_soon()
 

@@ -78,7 +78,7 @@ def slices_of(
 
 
 def copy_layout(ranks: Iterable[Mapping[str, OwnedSlice]]) -> ShardLayout:
-    """Of a copy of the parameters that these ranks hold parts of, one row each.
+    """The layout of a copy of the parameters that these ranks hold parts of, one row each.
 
     Raises: ProtocolError: the parts of a parameter have different dtypes.
     """
@@ -155,7 +155,7 @@ def find_bytes(
 
 
 def window(parts: Iterable[memoryview], start: int, num_bytes: int) -> list[memoryview]:
-    """Those bytes of the concatenation.
+    """The `num_bytes` bytes from `start` on of the parts' concatenation.
 
     Raises: ProtocolError: the concatenation is shorter.
     """

@@ -62,10 +62,10 @@ MAX_SESSIONS: Final = 16_384
 """Pullers at one time, and sessions not shown yet; beyond, the oldest is forgotten."""
 
 MAX_WAITING_REPLIES: Final = 64
-"""Of one puller; its credits allow fewer."""
+"""Most replies that may wait for one puller; its credits allow fewer."""
 
 MAX_CALLERS: Final = 512
-"""That have not shown their session yet; beyond, the one that has waited longest is put out."""
+"""Most callers yet to show their session; beyond, the one that has waited longest is put out."""
 
 CHECKS_PER_TIMEOUT: Final = 4
 """A puller that has stopped is dropped within 5/4 of its time."""

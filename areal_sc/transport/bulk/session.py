@@ -21,8 +21,8 @@ from areal_sc.transport.rpc.transport import Transport
 from areal_sc.transport.security.passes import WORKERS
 
 OWNER_ABSENCE_S: Final = 30.0
-"""Those who pull from a worker wait for so long while it is started again. On the same node they
-read its rows without it."""
+"""Time that those who pull from a worker wait while it is started again. On the same node they read
+its rows without it."""
 
 RETRY_S: Final = 0.2
 """Between two calls of an owner that is being started again."""

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 
 _READS_PER_TURN: Final = 4
 _TURN_BYTES: Final = 1 << 20
-"""Of one connection, received or sent before other connections and timers have their turn: with
-tens of them on one event loop RPCs would wait for hundreds of milliseconds."""
+"""Most bytes of one connection in one read or write. Other connections and timers have their turn
+after a few of these; otherwise RPCs would wait for hundreds of milliseconds where one event loop
+has tens of connections."""
 
 _STAGING_BYTES: Final = 16 << 10
 """At most this many bytes of a content are copied twice: those that come with its head."""
@@ -53,14 +54,14 @@ _WINDOW_LOW_WATERS: Final = 4
 segment sends nothing, and a reader that waits for more than is there makes none."""
 
 _MAX_BUFFERS: Final = 64
-"""Of one read or write; the kernel allows 1,024."""
+"""Most buffers of messages in one read or write; the kernel allows 1,024."""
 
 _GATHERED_BYTES: Final = 64 << 10
 """Messages are sent together up to this size: a system call costs as much as copying 20 KiB."""
 
 
 class MessageSink(Protocol):
-    """Who takes the messages. Any error that it raises ends the connection."""
+    """A receiver of messages. Any error that it raises ends the connection."""
 
     def on_head(self, kind: int, num_bytes: int) -> Sequence[memoryview]:
         """Memory for the content, in parts, of just its size."""
@@ -190,7 +191,7 @@ class MessageStream:
         self._staging[: len(staged)] = bytes(staged)
 
     def _arrived(self, num_bytes: int) -> None:
-        """So many bytes of the content have been put into their places."""
+        """Notes that `num_bytes` bytes of the content have been put into their places."""
         self._num_missing -= num_bytes
         _advance(self._places, num_bytes)
         if not self._num_missing and self._head is not None:
@@ -268,7 +269,7 @@ async def connect(address: str) -> socket.socket:
 
 
 def configure(connection: socket.socket) -> None:
-    """As `configure_socket` does it for ZMQ's connections."""
+    """Makes a connection non-blocking, undelayed, and limited in time like `configure_socket`."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -279,7 +280,7 @@ def configure(connection: socket.socket) -> None:
 
 
 def _first(views: Iterable[memoryview], num_bytes: int) -> list[memoryview]:
-    """So many bytes, or fewer, from the beginning."""
+    """The first `num_bytes` bytes, or fewer, of at most `_MAX_BUFFERS` of the views."""
     found = []
     for view in islice(views, _MAX_BUFFERS):
         found.append(view[:num_bytes])

@@ -46,7 +46,7 @@ def random_request_ids() -> RequestIds:
 
 
 class _Outcomes:
-    """Those of calls that are made together, in their order.
+    """The outcomes of calls that are made together, in their order.
 
     Attributes:
         done: set once none is missing, or one ends all.

@@ -40,11 +40,11 @@ Term = Annotated[int, Meta(ge=0)]
 
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Of all frames of a message; a larger one is refused on either side."""
+"""Most bytes of all frames of a message; a larger one is refused on either side."""
 
 MAX_ELEMENTS: Final = 1 << 20
-"""Of all lists and dicts of a message together. An element takes one byte on the wire and up to 64
-in memory, so this is what bounds the memory that decoding takes."""
+"""Most elements of all lists and dicts of a message together. An element takes one byte on the wire
+and up to 64 in memory, so this is what bounds the memory that decoding takes."""
 
 MAX_FRAMES: Final = -(-MAX_MESSAGE_BYTES // FRAME_BYTES)
 

@@ -91,7 +91,7 @@ class Method(Generic[A, R]):
         return Served(self, handler)
 
     def served_to(self, handler: Callable[[A, str], Coroutine[Any, Any, R] | R]) -> Served:
-        """As `served_by`; the handler also gets the caller's public key, "" if it has none."""
+        """Serves like `served_by`; the handler also gets the caller's public key, "" for none."""
         return Served(self, handler, takes_key=True)
 
     def _decoded(self, decoder: msgspec.msgpack.Decoder[T], packed: Raw, what: str) -> T:

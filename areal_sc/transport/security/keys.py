@@ -31,7 +31,7 @@ from areal_sc.errors import TransportError
 
 MAX_FILE_BYTES: Final = 4096
 KEY_CHARS: Final = 40
-"""Of Z85, in which the 32 bytes of a key are written."""
+"""Characters of Z85 in which the 32 bytes of a key are written."""
 
 
 @dataclass(frozen=True, repr=False, slots=True)

@@ -1,4 +1,4 @@
-"""Who a worker is: its pass says so, which the script signs and the worker shows.
+"""A pass says who a worker is: the script signs it, and the worker shows it.
 
     script   Passes.issue(name, caller) ─► WorkerKeys ── LAUNCH ─► agent ─► worker
     worker   calls with its own key, and shows its pass with each request
@@ -37,7 +37,7 @@ _TERM_BITS: Final = 32
 
 
 class Caller(StrEnum):
-    """As what a process calls another one.
+    """The role in which a process calls another one.
 
     controller: the script, or a command of its user, who has the run's keys.
     train, rollout: a worker.
@@ -138,7 +138,7 @@ class Passes:
 
 
 class KnownCallers:
-    """Who calls a server, by the public key of the connection, which CURVE has proved.
+    """The known callers of a server, by the public key of the connection, which CURVE has proved.
 
     Args:
         controller: public key; whoever has it may call everything.
@@ -172,7 +172,7 @@ class KnownCallers:
         return self._takes_newcomers or self._authority is not None or key in self.known
 
     def find(self, key: str, shown_pass: bytes) -> Caller | None:
-        """As what the owner of the key calls; None: nobody knows.
+        """The role in which the owner of the key calls; None: nobody knows.
 
         Raises: NotPermitted: it is that of a worker that has been started again since.
         """

@@ -32,7 +32,7 @@ from areal_sc.transport.shards.memory_folder import ArenaFolder
 from areal_sc.transport.tensor_bytes import dtype_named
 
 LOOK_AGAIN_S: Final = 1.0
-"""So long a missing arena is believed to be missing, and memory that is gone is kept mapped."""
+"""Time for which a missing arena is not looked for again, and memory that is gone stays mapped."""
 MAX_CACHED_BLOCKS: Final = 4096
 MAX_SEQUENCE: Final = 1 << 62
 """Shards have smaller numbers; the kernel could not lock larger ones."""

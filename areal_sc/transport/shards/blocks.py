@@ -225,7 +225,7 @@ class ArenaBackend(StoreBackend):
             raise
 
     def _reclaim(self, blocks: list[Block]) -> None:
-        """Of these retired blocks, frees those that nobody reads any more."""
+        """Frees the blocks among these retired ones that nobody reads any more."""
         for block in [block for block in blocks if not block.is_read]:
             self._retired.remove(block)
             self.retired_bytes -= block.layout.counted_bytes

@@ -20,7 +20,7 @@ from areal_sc.metadata import FIELD_ALIGNMENT_BYTES
 from areal_sc.transport.tensor_bytes import dtype_name, dtype_named
 
 MAX_NAME_BYTES: Final = 256
-"""Of a field, in UTF-8: requests name many."""
+"""Most bytes of a field's name in UTF-8: requests name many."""
 
 _LENGTH_BYTES: Final = 8
 """The header begins with its length."""

@@ -44,7 +44,7 @@ MIN_ROOM_BYTES: Final = 1 << 30
 """Shared memory with less room is passed over: containers have 64 MiB unless asked for more."""
 
 LOCK_WAIT_S: Final = 30.0
-"""So long a run waits for whoever cleans up the folder that it wants to use."""
+"""Time that a run waits for whoever cleans up the folder that it wants to use."""
 
 _LOCK: Final = "lock"
 _NODE: Final = "node"

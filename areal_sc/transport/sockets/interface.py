@@ -66,7 +66,7 @@ class Interface:
 
     @classmethod
     def towards(cls, bind: str, hosts: Iterable[str]) -> Interface:
-        """As `of`, by the first machine to which there is a way; one that is this one comes last.
+        """The interface as `of` finds it for the first machine in reach; this machine comes last.
 
         Args:
             hosts: names or IP addresses of machines, of which one is enough.
@@ -147,7 +147,7 @@ def port_of(address: str) -> int:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of an IP address."""
+    """The address family of an IP address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
