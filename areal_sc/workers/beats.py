@@ -27,7 +27,7 @@ from msgspec import msgpack
 logger = logging.getLogger(__name__)
 
 BLOCKED_WARNING_S: Final = 10.0
-"""So long without a turn of a worker's main event loop is worth a warning."""
+"""Time without a turn of a worker's main event loop that is worth a warning."""
 
 _STACK_FRAMES: Final = 12
 _END_LIMIT_S: Final = 30.0

@@ -231,7 +231,7 @@ BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, writes=True)
 BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, writes=True)
 """Takes this rank's part of a snapshot; one on the disk is completed by the controller."""
 DROP_MEMORY_SNAPSHOTS = Method("drop_memory_snapshots", NoneType, NoneType)
-"""Those of this model on the rank's node: what cannot be spared needs their memory."""
+"""Drops this model's snapshots in memory on the node: what cannot be spared needs their room."""
 FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
 """Replies when what the operation took is on the disk."""
 LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType, ships=True)

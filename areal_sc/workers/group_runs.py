@@ -22,7 +22,8 @@ from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workers.descriptions import EndedRun
 
 MAX_REPLIES_WITHOUT_ROWS: Final = 256
-"""Of a few KB each. Far more than end between two words of a controller."""
+"""Most replies without rows, of a few KB each: far more than end between two words of a
+controller."""
 
 
 class GroupRuns:
@@ -37,12 +38,12 @@ class GroupRuns:
 
     @property
     def going(self) -> tuple[GroupAttempt, ...]:
-        """Those that have no reply yet."""
+        """The runs that have no reply yet."""
         return tuple(run for run in self._going if run not in self._replies)
 
     @property
     def ended(self) -> tuple[EndedRun, ...]:
-        """Those whose replies are kept."""
+        """The runs whose replies are kept."""
         return tuple(EndedRun(run, _shards(reply)) for run, reply in self._replies.items())
 
     async def join(

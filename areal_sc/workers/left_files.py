@@ -33,7 +33,7 @@ def delete_left_files(since_s: float, folder: Path = SHARED_MEMORY) -> None:
 
 
 def _used(names: set[str]) -> set[str]:
-    """Those that a process has open or maps.
+    """The files among these that a process has open or maps.
 
     A process opens a file, maps it, and closes it. So its open files are looked at first: whoever
     has none of them open any more maps it by then.

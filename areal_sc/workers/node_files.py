@@ -237,5 +237,5 @@ class ShippedFiles(SharedFiles):
 
 
 def files_of(shipped: Shipped | None, config: SchedulerConfig, transport: Transport) -> SharedFiles:
-    """As the agent has found out."""
+    """A worker's files, shared or shipped, as the agent has found out."""
     return SharedFiles() if shipped is None else ShippedFiles(shipped, config, transport)

@@ -105,7 +105,7 @@ class Operations:
 
     @property
     def noted(self) -> tuple[Operation, ...]:
-        """Those that are remembered: they are done, or go on, or wait."""
+        """The operations that are remembered: they are done, or go on, or wait."""
         return tuple(self._noted)
 
     @property

@@ -124,7 +124,7 @@ class WorkerOrder:
 
     @property
     def caller(self) -> Caller:
-        """As what the worker calls others."""
+        """The role in which the worker calls others."""
         return Caller.rollout if self.role == ROLLOUT_ROLE else Caller.train
 
     def is_like(self, other: WorkerOrder) -> bool:
@@ -369,11 +369,11 @@ class WorkerStacks:
 DESCRIBE = Method("describe", NoneType, NodeDescription)
 JOIN = Method("join", Joining, Welcome, callers=CONTROLLER | {Caller.newcomer})
 WELCOME = Method("welcome", Welcome, NoneType)
-"""As if the agent had joined the script that calls."""
+"""Makes the agent one of the script that calls, as if it had joined that."""
 LAUNCH = Method("launch", Launch, Launched)
 WATCH = Method("watch", Watch, News)
 STOP = Method("stop", Stop, NoneType)
 STACKS = Method("stacks", list[str], list[WorkerStacks])
-"""Of the workers with these names, as far as they live."""
+"""Asks for the stacks of the workers with these names, as far as they live."""
 STOP_RUN = Method("stop_run", NoneType, bool)
 END = Method("end", NoneType, NoneType)

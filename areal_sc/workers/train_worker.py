@@ -378,7 +378,7 @@ def _packed(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _memory_name(lineage: int, version: int) -> str:
-    """Of a snapshot in memory."""
+    """Name of a snapshot in memory."""
     return f"{lineage}-{version}"
 
 

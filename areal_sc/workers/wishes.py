@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Wishes:
-    """Those of one agent, in order.
+    """The wishes that one agent was told, in order.
 
     Args:
         on_wish: is called at each of them.

@@ -254,12 +254,13 @@ class WorkerProcesses:
         self.note()
 
     def ended_since(self, num_ended: int) -> list[EndedWorker]:
-        """Those that ended after so many others, in order; of more than `_MAX_ENDED` the newest."""
+        """The workers that ended after the first `num_ended`, in order; of more than `_MAX_ENDED`
+        the newest."""
         num_new = self.num_ended - num_ended
         return list(self._ended)[-num_new:] if num_new > 0 else []
 
     def note(self) -> None:
-        """Who waits for news gets it now."""
+        """Gives news to whoever waits for them."""
         self.end_noted.set()
         self.end_noted = asyncio.Event()
 
