@@ -238,7 +238,7 @@ def _load(
 
 @contextmanager
 def _offline_if_away(path: str) -> Iterator[None]:
-    """As with HF_HUB_OFFLINE=1 where the hub cannot be reached; `datasets` tries for 25 s."""
+    """Sets HF_HUB_OFFLINE=1 meanwhile if the hub cannot be reached; `datasets` tries for 25 s."""
     import datasets
     from huggingface_hub import HfApi, constants, errors
 

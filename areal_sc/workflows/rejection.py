@@ -98,7 +98,7 @@ class Rejection(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Rejection:
-        """That of an episode whose workflow raised; a RewardError knows its place itself."""
+        """The rejection of an episode whose workflow raised; a RewardError knows its own place."""
         error = first_of(error)
         message = describe(error)[:_MAX_MESSAGE_CHARS]
         if type(error) is RewardError:  # not of a class of the user's, which may lack attributes
@@ -117,7 +117,7 @@ class Rejection(Struct, frozen=True, array_like=True):
 
     @classmethod
     def raised(cls, kind: RejectionKind, message: str, error: BaseException) -> Rejection:
-        """That of code which raised this."""
+        """The rejection of code which raised this."""
         return cls(kind, message, type(error).__name__, place_of(error), last_frames(error))
 
 

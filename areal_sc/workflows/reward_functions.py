@@ -15,7 +15,7 @@ def is_async(reward: Any) -> bool:
 
 
 def name_of(reward: Any, part: str = "") -> str:
-    """As messages call a reward. Args: part: its name among several."""
+    """The name by which messages call a reward. Args: part: its name among several."""
     name = str(getattr(reward, "__qualname__", type(reward).__qualname__))
     return name if part in ("", name) else f"{part} ({name})"
 

@@ -49,7 +49,7 @@ START_TIMEOUT_S: Final = 60.0
 _MAX_STARTS: Final = 3
 _MAX_ATTEMPTS: Final = 2
 _MAX_KILLS: Final = 5
-"""Of one call from outside: a reward that sends itself such a signal must end, too."""
+"""Most kills of a call from outside: a reward that sends itself such a signal must end, too."""
 _SIGNALS_OF_OTHERS: Final = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 )
@@ -342,7 +342,7 @@ class RewardPool:
             )
 
     async def _bury(self, process: _Process) -> None:
-        """Of one that the pool did not end."""
+        """Removes a process that the pool did not end."""
         await process.end()
         self._processes.discard(process)
         log.warning(

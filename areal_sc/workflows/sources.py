@@ -86,7 +86,7 @@ class SourceRegistry:
         return self._numbers[id(workflow)]
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
-        """As `register_prompts`, but in a thread, so that the event loop goes on.
+        """Registers like `register_prompts`, in a thread where that may block the event loop.
 
         Raises: as `register_prompts`.
         """
@@ -132,7 +132,7 @@ class SourceRegistry:
         return self._numbers[id(prompts)]
 
     def num_rows(self, number: int) -> int | None:
-        """Of the dataset of that number; None: a stream, which does not say."""
+        """Number of rows of the dataset of that number; None: a stream, which does not say."""
         return self._num_rows[number]
 
     async def make_readable(self, number: int, *indices: int) -> None:
