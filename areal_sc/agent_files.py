@@ -92,7 +92,7 @@ class AgentFile:
 
 
 def living_agents(run_dir: Path) -> list[AgentFile]:
-    """Those that have not ended, the newest first.
+    """Agents of the run that have not ended, the newest first.
 
     Raises: RunFolderError: the file of one is damaged. OSError: they cannot be read.
     """

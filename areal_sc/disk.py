@@ -40,7 +40,7 @@ class Disk:
         return await asyncio.to_thread(work)
 
     def names(self, folder: Path) -> list[str]:
-        """Of the files in a folder; none if there is no folder."""
+        """Names of the files in a folder; none if there is no folder."""
         return os.listdir(folder) if folder.exists() else []
 
     def read(self, path: Path) -> bytes:

@@ -64,7 +64,7 @@ EXIT_CODES: Final = {
     INTERRUPTED: "Ctrl-C",
     143: "SIGTERM",
 }
-"""Of scripts. docs/troubleshooting.md says what to do about each."""
+"""Exit codes of scripts. docs/troubleshooting.md says what to do about each."""
 
 
 class ArealError(Exception):

@@ -212,7 +212,7 @@ class ForkServer:
             reply.set_exception(WorkerStartError(f"no process was forked: {value}"))
 
     def _end_unwanted(self, reply: asyncio.Future[_Forked]) -> None:
-        """Who asked for a process is gone, and would never end it."""
+        """Kills a forked process: whoever asked for it is gone, and would never end it."""
         if reply.exception() is None:
             with suppress(WorkerLost):
                 self._send(["kill", reply.result().pid])

@@ -100,7 +100,8 @@ def why_not_had(cause: BaseException | None, path: str, kind: str = "model") -> 
 
 
 def local_model(path: str, revision: str = "") -> Path:
-    """As `fetch_model`, but what was downloaded before is taken without asking for a newer one."""
+    """The folder of a model: an earlier download, without asking for a newer one, or else
+    `fetch_model`'s."""
     return cached_model(path, revision) or fetch_model(path, revision)
 
 

@@ -164,7 +164,7 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
 
     @property
     def shards(self) -> tuple[ShardMetadata, ...]:
-        """Those of all columns."""
+        """The shards of all columns."""
         return tuple(shard for columns in self.columns for shard in columns.shards)
 
     @property

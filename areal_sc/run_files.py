@@ -72,7 +72,7 @@ class RunFiles:
         self.sources = self.path / "sources"
 
     def log_path(self, name: str) -> Path:
-        """Of a process such as `train/0`."""
+        """Path of the log of a process such as `train/0`."""
         return self.logs / f"{name.replace('/', '-')}.log"
 
     def snapshot_path(self, step: int) -> Path:

@@ -34,7 +34,7 @@ from areal_sc.run_marker import COPY, MARKER, RunMarker
 from areal_sc.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
 
 FORMAT_VERSION = 5
-"""Of everything that a run resumes from. It is raised when an older areal_sc could not read it."""
+"""Format of what a run resumes from. It is raised when an older areal_sc could not read it."""
 
 OWNER_ONLY = 0o700
 
@@ -341,7 +341,7 @@ class RunFolder(RunFiles):
             (self.path / name).mkdir(exist_ok=True, mode=OWNER_ONLY)
 
     def _check_settings(self, config_text: str, opening: Opening) -> list[str]:
-        """As `check_resumable`."""
+        """Compares the settings with those that the run was begun with: `check_resumable`."""
         last = self._last_settings()
         begun = self._begun_with() or last
         if not begun:

@@ -172,7 +172,7 @@ class RunTerm:
 
     @classmethod
     def of(cls, owner: Owner, run_dir: Path) -> RunTerm:
-        """That of a process which may have ended, to act in its name."""
+        """The term of a process which may have ended, to act in its name."""
         return cls(owner.term, run_dir, owner.name, FolderPlace(run_dir))
 
     @property

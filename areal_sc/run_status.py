@@ -16,7 +16,7 @@ from areal_sc.errors import RunFolderError
 FORMAT: Final = 1
 LEAVING: Final = "leaving"
 SCRIPT: Final = "the script"
-"""Who waits, where that is the script's own call."""
+"""Name of whoever waits, where that is the script's own call."""
 
 
 class Phase(msgspec.Struct):

@@ -21,7 +21,7 @@ WAIT_S: Final = 2.0
 POLL_S: Final = 0.2
 """One that has written nothing more for so long has written all."""
 MAX_FRAMES: Final = 16
-"""Of one thread, the innermost ones."""
+"""Most frames of one thread, the innermost ones."""
 MAX_LINES: Final = 60
 
 _MAX_BYTES: Final = 256 << 10

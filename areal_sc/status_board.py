@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 EVERY_S: Final = 2.0
 MIN_PAUSE_S: Final = 0.25
 MAX_SHARE: Final = 0.001
-"""Of a core, for all that the file costs."""
+"""Largest share of one core that writing the status file may use."""
 LOOK_LIMIT_S: Final = 0.5
 """A write waits so long for an event loop; then it says what the loop said before."""
 _JOIN_LIMIT_S: Final = 10.0

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TEXT_CHARS: Final = 2000
-"""Of the message of an exception."""
+"""Most characters of the message of an exception."""
 
 CANCEL_GRACE_S: Final = 5.0
 """A coroutine that swallows its cancellation for longer is left behind."""
@@ -88,7 +88,7 @@ async def await_user_code(code: Callable[[], Awaitable[T]], limit_s: float | Non
 
 
 def run_worker_loop(main: Coroutine[Any, Any, None]) -> None:
-    """As `asyncio.run`, but only the end of `main` ends the event loop.
+    """Runs `main` like `asyncio.run`, but only the end of `main` ends the event loop.
 
     A task that the user's code has made and that raises SystemExit or KeyboardInterrupt would end
     it, too. Who awaits the task gets the exception.
