@@ -24,7 +24,8 @@ SNAPSHOT_SIGNAL: Final = signal.SIGUSR1
 
 _asked: Final[set[str]] = set()
 _answers: Final[list[Callable[[], None]]] = []
-"""Of runs in other threads than the main one: each answers one request, the newest first."""
+"""Calls that stop runs in other threads than the main one; each answers one request, the newest
+first."""
 
 
 def ask_to_stop(request: str) -> None:

@@ -23,7 +23,7 @@ MAX_HASHED_BYTES: Final = 64 << 20
 """Each start waits for it. Larger files, and the largest ones of a folder with more in it, are
 compared by their size."""
 MAX_FILES: Final = 10_000
-"""Of a folder with more, their number is compared."""
+"""Most files of a folder that are compared one by one; of a folder with more, their number is."""
 
 _one_compares: Final = threading.Lock()
 """Datasets are registered by several threads."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 _LEAST_BIAS: Final = -1e30
-"""Of any dtype, and finite when it is divided by a small temperature."""
+"""Least bias that is added: finite in float32 and bfloat16, also over a small temperature."""
 
 
 @dataclass(frozen=True)
