@@ -101,14 +101,13 @@ A word with a dot in it is more exact than one without; one with a dot at its en
 
 _NONE: Final = """
 there is no term of divergence from a reference model: a loss of your own can have one
-    (actor.ppo.loss=package.module:function; README, 'The loop') = beta kl_coef kl_ctl kl_ctrl
+    (actor.ppo.loss=package.module:function; docs/several-models.md) = beta kl_coef kl_ctl kl_ctrl
     kl_loss_coef kl_loss_type kl_beta use_kl_loss use_kl_in_reward init_kl_coef ref. ref_model.
     kl_penalty sync_ref_model ref_model_sync_steps ref_model_mixup_alpha
 there is no bonus of entropy: a loss of your own can have one
-    (actor.ppo.loss=package.module:function; README, 'The loop') = entropy_coeff entropy_coef
-    ent_coef
+    (actor.ppo.loss=package.module:function; docs/own-loop.md) = entropy_coeff entropy_coef ent_coef
 there is no second clip: a loss of your own can have one (actor.ppo.loss=package.module:function;
-    README, 'The loop') = delta clip_ratio_c c_clip
+    docs/own-loop.md) = delta clip_ratio_c c_clip
 there is no critic: advantages are those within a group or a batch (actor.ppo.advantage_mean) =
     gamma lam gae_lambda discount vf_coef value_loss_coef critic. cliprange_value
     critic_warmup critic_learning_rate

@@ -1,4 +1,5 @@
-"""README.md and docs/*.md: each block of code and each command is run, here or by another test."""
+"""README.md, its neighbours and docs/*.md: each block of code and each command is run, here or by
+another test."""
 
 from __future__ import annotations
 
@@ -11,17 +12,21 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from integration.run_process import LIMIT_S, REPOSITORY
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import areal_sc
 from areal_sc import errors
+from areal_sc.algorithms.losses import LossTokens, decoupled_ppo
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
@@ -51,7 +56,6 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
-    "python -m areal_sc curve runs/minimal": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
@@ -61,11 +65,21 @@ NOT_RUN_HERE = {
     "scheduler.settings={hosts: [gpu1, gpu2, gpu3], nodes: 2}": "tests/integration/slurm",
     "MEGATRON_ON_CPU=1 python examples/letter_sort.py --config configs/letter_sort.yaml "
     "run_dir=runs/megatron actor.engine=megatron": "tests/integration/test_megatron_run.py",
+    "python two_models.py --config count.yaml run_dir=runs/two_models "
+    "actor.ppo.loss=reference_kl:ppo_near_reference actor.ppo.loss_settings.kl_weight=0.1": (
+        "tests/integration/test_several_models.py"  # runs a script with the same calls
+    ),
     f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
 }
 """A command, or how a block begins -> what else runs it, or why nothing can."""
 
-FRAGMENTS = ("load_config({", "class Printer(Tracker):", "@declare_reward(")
+FRAGMENTS = (
+    "load_config({",
+    "class Printer(Tracker):",
+    "@declare_reward(",
+    "# reference_kl.py",
+    "# two_models.py",
+)
 """How the blocks begin that tests below run."""
 
 
@@ -81,7 +95,8 @@ def tokens(document: str) -> list[Token]:
 
 
 def documents() -> list[str]:
-    return ["README.md", *(f"docs/{path.name}" for path in sorted(REPOSITORY.glob("docs/*.md")))]
+    pages = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]
+    return [str(page.relative_to(REPOSITORY)) for page in pages]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +164,9 @@ def test_inline_commands_name_what_there_is() -> None:
 
 def test_the_loop_with_a_run_has_the_lines_of_the_example() -> None:
     example = iter((REPOSITORY / "examples/own_loop.py").read_text().splitlines())
-    (block,) = (b for b in blocks("README.md") if b.text.startswith("with Run(config) as run:"))
+    (block,) = (
+        b for b in blocks("docs/own-loop.md") if b.text.startswith("with Run(config) as run:")
+    )
     code = [line.partition("#")[0].strip() for line in block.text.splitlines()]
     lines = (line.partition("#")[0].strip() for line in example)
     assert [line for line in code if line != "..." and line not in lines] == []  # in this order
@@ -178,6 +195,36 @@ def test_a_tracker_and_a_reward_of_ones_own(capsys: pytest.CaptureFixture[str]) 
     names = {"declare_reward": declare_reward, "import_the_library": print}
     reward = run_block("@declare_reward(", **names)["solves_it"]
     assert reward.areal_sc_declaration.late_after_s == 5.0
+
+
+def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds a penalty to decoupled PPO; the script makes the calls of the one that is tested."""
+    fields = {
+        f"{name}_logprobs": torch.tensor(values)
+        for name, values in {
+            "proximal": [-1.0, -0.5, -2.0],
+            "behavior": [-1.1, -0.4, -2.0],
+            "reference": [-0.5, -1.5, -2.5],
+        }.items()
+    } | {"advantages": torch.tensor([1.0, -1.0, 0.5])}
+    logprobs = torch.tensor([-0.9, -0.6, -2.0], requires_grad=True)
+    given = LossTokens(logprobs, torch.zeros(3), fields, num_loss_tokens=4)
+    loss, metrics = run_block("# reference_kl.py")["ppo_near_reference"](given, kl_weight=2.0)
+    without, _ = decoupled_ppo(given, clip_low=0.2, clip_high=0.2)
+    added = 2.0 * (0.4**2 + 0.9**2 + 0.5**2) / 2 / 4
+    assert (loss - without).item() == pytest.approx(added, rel=1e-5)
+    assert metrics["reference_kl"].value.item() == pytest.approx(added * 2, rel=1e-5)
+    assert {"proximal_kl", "reference_kl"} <= metrics.keys()
+    monkeypatch.setitem(sys.modules, "count", SimpleNamespace(PROMPTS=[], reward=len))
+    assert callable(run_block("# two_models.py")["main"])
+    (block,) = (b for b in blocks("docs/several-models.md") if b.text.startswith("# two_models.py"))
+    tested = (REPOSITORY / "tests/integration/scripts/three_models.py").read_text().splitlines()
+    lines = (line.strip() for line in tested)
+    calls = re.findall(
+        r"^ +((?:batch|stats) = (?:reference|actor)\..*|actor\.pub.*)", block.text, re.M
+    )
+    assert len(calls) == 5
+    assert [call for call in calls if call not in lines] == []  # in this order
 
 
 def test_the_guides_make_a_run_that_fails_as_told(tried: tuple[Path, str]) -> None:
@@ -239,6 +286,17 @@ def test_links_lead_somewhere() -> None:
             path = (REPOSITORY / name).parent / file if file else REPOSITORY / name
             assert path.exists(), (name, target)
             assert not anchor or anchor in anchors(path), (name, target)
+
+
+def test_the_ten_files_have_the_functions_that_the_page_names() -> None:
+    page = (REPOSITORY / "docs/ten-files.md").read_text()
+    named = re.findall(r"^\| (\d+) \| \[(\S+)\]\(\S+\) \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert [int(number) for number, _, _ in named] == list(range(1, 11))
+    for _, file, function in named:
+        module = import_module(f"areal_sc.{file.removesuffix('.py').replace('/', '.')}")
+        assert callable(attrgetter(function)(module))
+    for file in re.findall(r"`(\w+/[\w/]+\.py)`", page):
+        assert (REPOSITORY / "areal_sc" / file).is_file(), file
 
 
 def test_the_reference_of_all_public_names_is_built(tmp_path: Path) -> None:

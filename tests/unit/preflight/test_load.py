@@ -204,11 +204,11 @@ def test_a_mapping_stays_as_it_is_and_warns_as_a_yaml(caplog: pytest.LogCaptureF
     assert given == {**REQUIRED, "generation": {"top_k": 5}, "task": {"names": ["a"]}}
 
 
-def test_the_ways_that_the_readme_shows(
+def test_the_ways_that_the_guide_shows(
     write_yaml: WriteYaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    section = readme.partition("## From Python, a notebook or a REPL\n")[2]
+    guide = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
+    section = guide.partition("## From Python, a notebook or a REPL\n")[2]
     calls = section.partition("```python\n")[2].partition("```")[0].strip().splitlines()
     write_yaml()
     monkeypatch.chdir(tmp_path)
