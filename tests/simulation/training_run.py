@@ -66,11 +66,14 @@ class TrainingRun(RunBooks):
             FSDPPPOActor(actor_config), cluster, role="ref", runtime=runtime
         )
         self.others = [reference] if settings.has_reference else []
-        self.controllers: list[Controller] = [*self.others, self.actor, self.rollout]
         self.rollout.groups.admission.total_steps = (
             settings.num_steps if settings.ends_at_last_step else None
         )
         self.watch_journal()
+
+    @property
+    def controllers(self) -> list[Controller]:
+        return [*self.others, self.actor, self.rollout]
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[TrainingRun]:
