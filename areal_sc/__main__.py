@@ -15,7 +15,7 @@ from areal_sc.trainer.failure import run_script
 COMMANDS: Final = ("new", "status", "samples", "curve", "export", "plan", "ledger", "stop")
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Shows its whole help when words are wrong."""
 
     def error(self, message: str) -> NoReturn:
@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> None:
     """Runs the command that the arguments name; without any it shows help."""
-    parser = _Parser(
+    parser = _CommandParser(
         prog="python -m areal_sc",
         description="Asynchronous reinforcement learning of language models.",
         epilog="A training run is a script of your own: `new` writes the first one.",

@@ -53,7 +53,7 @@ class Disk:
         write_atomic(path, content)
 
     def append_to(self, path: Path) -> AppendedFile:
-        return _File(path, self._may_change)
+        return _DiskFile(path, self._may_change)
 
     def cut(self, path: Path, num_bytes: int) -> None:
         """The file keeps its first `num_bytes` bytes."""
@@ -67,7 +67,7 @@ class Disk:
         path.unlink()
 
 
-class _File:
+class _DiskFile:
     def __init__(self, path: Path, may_change: Callable[[], None]) -> None:
         self._may_change = may_change
         self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115

@@ -79,7 +79,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         return sum(count for span_version, count in self.version_spans if span_version >= version)
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Consecutive rows of a shard at consecutive rows of a batch.
 
     Attributes:
@@ -106,7 +106,7 @@ class ShardMetadata(Struct, frozen=True, array_like=True):
     node_id: str
     node_addr: str
     shard_id: str
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
 
 
 class Columns(Struct, frozen=True, array_like=True):
@@ -353,7 +353,7 @@ def concat(
     columns = []
     for i, of_first in enumerate(filled[0].columns if filled else ()):
         shards = tuple(
-            replace(shard, runs=tuple(Run(run.offset + by, *run[1:]) for run in shard.runs))
+            replace(shard, runs=tuple(RowRun(run.offset + by, *run[1:]) for run in shard.runs))
             for by, batch in moves
             for shard in batch.columns[i].shards
         )
@@ -362,14 +362,14 @@ def concat(
     return BatchMetadata(batch_id, global_step, tuple(columns), rows, min_token_version)
 
 
-def _runs(moved: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+def _runs(moved: Iterable[tuple[int, int]]) -> tuple[RowRun, ...]:
     """The runs of (row in the batch, row of the shard)."""
     runs = []
     # in a run both numbers grow as the place in the sorted list does
     places = enumerate(sorted(moved))
     for _, run in itertools.groupby(places, lambda at: (at[1][0] - at[0], at[1][1] - at[0])):
         pairs = [pair for _, pair in run]
-        runs.append(Run(*pairs[0], len(pairs)))
+        runs.append(RowRun(*pairs[0], len(pairs)))
     return tuple(runs)
 
 

@@ -21,7 +21,7 @@ from areal_sc.controller.member import Member, OnLost
 from areal_sc.controller.node_workers import NodeWorkers
 from areal_sc.controller.runtime import Runtime
 from areal_sc.ids import random_id
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers.base import Node
 from areal_sc.status_board import StatusBoard
@@ -104,7 +104,7 @@ class Worker:
         rows: list[RowMetadata] = []
         for fields, row_lengths in zip(shards, lengths, strict=True):
             shard_id = self.plane.store.put(fields, row_lengths)
-            runs = (Run(len(rows), 0, len(row_lengths)),)
+            runs = (RowRun(len(rows), 0, len(row_lengths)),)
             sealed.append(ShardMetadata(self.node_id, self.address, shard_id, runs))
             rows += [RowMetadata(0, 0, length, 0.0, 0, ((0, length),), 0) for length in row_lengths]
         dtypes = {n: str(v.dtype).removeprefix("torch.") for n, v in shards[0].items()}

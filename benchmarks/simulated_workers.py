@@ -24,7 +24,7 @@ from areal_sc.metadata import (
     BatchMetadata,
     Columns,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
 )
 from areal_sc.transport.rpc.method import Served
@@ -100,7 +100,7 @@ class SimulatedWorker:
             for episode in range(num_rows)
         )
         sealed = await self.seal(group)
-        shard = ShardMetadata(*sealed.shard, runs=(Run(0, 0, num_rows),))
+        shard = ShardMetadata(*sealed.shard, runs=(RowRun(0, 0, num_rows),))
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
         batch = BatchMetadata(random_id(), version, (columns,), rows)
         return calls.GroupReply(

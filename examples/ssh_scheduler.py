@@ -21,7 +21,7 @@ from subprocess import PIPE
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.process import exit_text
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.agents_elsewhere import AgentsElsewhere, Start
+from areal_sc.schedulers.agents_elsewhere import AgentsElsewhere, AgentStart
 
 ANSWER_LIMIT_S = 10.0
 """A host that does not answer by then is taken for lost."""
@@ -51,7 +51,9 @@ class SshAgent:
         process: the ssh that has started it; None: it was another script's.
     """
 
-    def __init__(self, start: Start, host: Host, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(
+        self, start: AgentStart, host: Host, process: subprocess.Popen[bytes] | None
+    ) -> None:
         self.start, self._host, self._process = start, host, process
 
     def how_it_ended(self) -> str | None:
@@ -88,7 +90,7 @@ class SshScheduler(AgentsElsewhere[SshAgent]):
         idle = (host for name, host in self._hosts.items() if name not in used)
         return next((host.name for host in idle if host.run(host.left)), None)
 
-    def start_agent(self, start: Start, command: str, invitation: bytes) -> SshAgent:
+    def start_agent(self, start: AgentStart, command: str, invitation: bytes) -> SshAgent:
         host = self._hosts[start.machine]
         with start.log_path.open("ab") as log:
             words = [*host.words, command]
@@ -97,6 +99,6 @@ class SshScheduler(AgentsElsewhere[SshAgent]):
             os.write(ssh.stdin.fileno(), invitation)
         return SshAgent(start, host, ssh)
 
-    def found_agent(self, start: Start) -> SshAgent | None:
+    def found_agent(self, start: AgentStart) -> SshAgent | None:
         host = self._hosts.get(start.machine)
         return None if host is None else SshAgent(start, host, None)

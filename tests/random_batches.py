@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 
 Cell = tuple[str, str, int]  # (owner, shard, row of the shard)
 
@@ -39,7 +39,7 @@ def columns_of(
                 node_id=f"{owner}/{i % 3}",
                 node_addr=f"tcp://127.0.0.1:{5000 + i % 3}",
                 shard_id=f"{prefix}.{i}",
-                runs=(Run(offset, 0, size),),
+                runs=(RowRun(offset, 0, size),),
             )
         )
         offset += size

@@ -83,7 +83,7 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The workers of a run and the memory that they are going to share.
 
     Attributes:

@@ -68,7 +68,7 @@ class SeenStep(NamedTuple):
     num_coming: int = 0
 
 
-class Change(NamedTuple):
+class SizeChange(NamedTuple):
     """The number of workers that there should be, and why.
 
     Attributes:
@@ -107,7 +107,7 @@ class Autoscaler:
         self._trial_step = 0
         self._vain: dict[int, _Vain] = {}
 
-    def note_step(self, seen: SeenStep) -> Change | None:
+    def note_step(self, seen: SeenStep) -> SizeChange | None:
         """A batch was formed; what is to be done, if anything."""
         self._step += 1
         if seen.num_workers != self._num_workers:  # somebody else has changed it
@@ -133,7 +133,7 @@ class Autoscaler:
         """There cannot be so many workers."""
         self._vain[num_workers] = _Vain(self._step + LONGEST_PATIENCE, LONGEST_PATIENCE)
 
-    def _more(self) -> Change | None:
+    def _more(self) -> SizeChange | None:
         num, seen = self._num_workers, list(self._seen)
         if _waited(seen[-URGENT_STEPS:]) > WAITS_LONG:
             seen = seen[-URGENT_STEPS:]
@@ -158,7 +158,7 @@ class Autoscaler:
             return None  # they have been asked for
         return self._to(wanted, waited, f"generation is too slow: {share}")
 
-    def _fewer(self) -> Change | None:
+    def _fewer(self) -> SizeChange | None:
         num, seen = self._num_workers, self._seen
         if len(seen) < STEPS or _waited(seen) > NEVER_WAITS:
             return None
@@ -171,9 +171,9 @@ class Autoscaler:
         self._trial, self._trial_step = num - 1, self._step
         return self._to(num - 1, 0.0, "the trainer never waits: one less may be enough")
 
-    def _to(self, num_workers: int, waited: float, why: str) -> Change:
+    def _to(self, num_workers: int, waited: float, why: str) -> SizeChange:
         self._before, self._waited_before = self._num_workers, waited
-        return Change(num_workers, why)
+        return SizeChange(num_workers, why)
 
     def _forget(self, num_workers: int) -> None:
         self._num_workers, self._rest = num_workers, SETTLE_STEPS

@@ -29,11 +29,11 @@ from areal_sc.controller.supervisor import (
     GiveUp,
     Lost,
     Progressed,
-    Restart,
-    Served,
+    RestartUnit,
     Started,
     StartFailed,
     Supervisor,
+    UnitServes,
 )
 from areal_sc.errors import (
     ArealError,
@@ -213,12 +213,12 @@ class NodeAgent:
 
         Raises: NodeLost: it was started too often in vain.
         """
-        await self._renew(Restart(self._unit, 0.0))
+        await self._renew(RestartUnit(self._unit, 0.0))
 
     async def _renew(self, action: Action | None) -> None:
         """Raises: NodeLost: as `replace`."""
         node = self._node
-        while isinstance(action, Restart):
+        while isinstance(action, RestartUnit):
             await asyncio.sleep(action.after_s)
             try:
                 await self._scheduler.renew(node, self._incarnation)
@@ -266,5 +266,5 @@ class NodeAgent:
             facts.address, "agent", facts.incarnation, server_key=facts.key
         )
         self._supervisor.on(Started(self._unit, frozenset([facts.incarnation])))
-        self._supervisor.on(Served(self._unit))
+        self._supervisor.on(UnitServes(self._unit))
         self._serves.set()

@@ -17,7 +17,7 @@ from msgspec import structs
 from areal_sc.controller.fleet import Fleet
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import WorkerStartError
-from areal_sc.metadata import BatchMetadata, Columns, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.weights import ShardReference
 from areal_sc.workers import calls
 
@@ -96,7 +96,7 @@ def with_sealed_field(
         runs = []
         for _, part in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
             (first, row), *others = part
-            runs.append(Run(row, first, 1 + len(others)))
+            runs.append(RowRun(row, first, 1 + len(others)))
         if runs:
             shards.append(ShardMetadata(*shard, runs=tuple(sorted(runs))))
     columns = (Columns({field: "float32"}, tuple(shards), is_computed=True),)

@@ -33,7 +33,7 @@ from areal_sc.controller.recovery import Recovery
 from areal_sc.controller.train_history import (
     Computed,
     RowsNeeded,
-    Source,
+    StartingPoint,
     TrainHistory,
     Updated,
 )
@@ -121,7 +121,7 @@ class Ranks:
             await self._fleet.kill(members)
             await self._fleet.restart(members)
         self.calls.layout = await meet(self._fleet, lineage)
-        self.history.begin(lineage, Source(0, SnapshotPlace.initial))
+        self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         return self._begin_recovery()
 
     def take_over(self, found: FoundRanks) -> Recovery:
@@ -210,7 +210,7 @@ class Ranks:
         setting = "transport.call_timeout_s, of writes transport.write_timeout_s"
         return await self._fleet.lose_hung(error, members, setting)
 
-    async def load(self, lineage: int, source: Source) -> None:
+    async def load(self, lineage: int, source: StartingPoint) -> None:
         """The ranks go to another state, from which a new lineage begins.
 
         Raises: CheckpointError: it cannot be read.
@@ -363,7 +363,7 @@ class Ranks:
             self.history.drop_step()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
-    async def _load_newest(self) -> Source:
+    async def _load_newest(self) -> StartingPoint:
         tried = 0
         for source in self.history.sources:
             if tried and source.place is SnapshotPlace.initial:

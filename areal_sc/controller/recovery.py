@@ -29,11 +29,11 @@ from areal_sc.controller.supervisor import (
     Lost,
     Missed,
     Progressed,
-    Restart,
-    Served,
+    RestartUnit,
     Started,
     StartFailed,
     Supervisor,
+    UnitServes,
     UnitState,
 )
 from areal_sc.errors import (
@@ -100,7 +100,7 @@ class Recovery:
         fleet.on_silence = self._note_silence
         for unit, members in units.items():
             self._tell(Started(unit, _incarnations(members)))
-            self._tell(Served(unit))
+            self._tell(UnitServes(unit))
 
     @property
     def num_restarts(self) -> int:
@@ -186,16 +186,16 @@ class Recovery:
         before = self._supervisor.states
         action = self._supervisor.on(event)
         match action:
-            case Restart(unit, after_s) if not self._is_closed and self._failure is None:
+            case RestartUnit(unit, after_s) if not self._is_closed and self._failure is None:
                 self._restart_later(unit, after_s)
             case GiveUp() as end:
                 self._give_up(_last_death(end))
         if self._supervisor.states != before:
             self._note_change()
         match event:
-            case Served(unit) if unit in self._down:
+            case UnitServes(unit) if unit in self._down:
                 self._note_up(unit)
-            case Lost(_, cause) | StartFailed(_, cause) if isinstance(action, Restart):
+            case Lost(_, cause) | StartFailed(_, cause) if isinstance(action, RestartUnit):
                 if action.unit not in self._down:
                     self._down.add(action.unit)
                     said = str(cause).partition("\n")[0]
@@ -268,7 +268,7 @@ class Recovery:
             lost.__cause__ = error
             self._tell(StartFailed(unit, lost, is_final=True))
         else:
-            self._tell(Served(unit))
+            self._tell(UnitServes(unit))
 
 
 def _incarnations(members: Sequence[Member]) -> frozenset[str]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.controller.autoscale import Autoscaler, Change, SeenStep
+from areal_sc.controller.autoscale import Autoscaler, SeenStep, SizeChange
 from areal_sc.controller.background import Background
 from areal_sc.controller.bounded import bounded
 from areal_sc.controller.fleet import Fleet
@@ -186,7 +186,7 @@ class Scaling:
         """Whether a snapshot would let a worker leave."""
         return bool(self._kept_since)
 
-    async def _follow(self, change: Change) -> None:
+    async def _follow(self, change: SizeChange) -> None:
         assert self._autoscaler is not None
         try:
             await self.scale(change.num_workers, change.why)

@@ -60,7 +60,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Served:
+class UnitServes:
     """A unit does its work, or does it again."""
 
     unit: str
@@ -112,11 +112,11 @@ class Progressed:
     unit: str
 
 
-Event = Started | Served | Missed | Heard | Lost | StartFailed | Progressed
+Event = Started | UnitServes | Missed | Heard | Lost | StartFailed | Progressed
 
 
 @dataclass(frozen=True)
-class Restart:
+class RestartUnit:
     """Fence what is left of the unit's members, and start new lives of all of them.
 
     Attributes:
@@ -141,7 +141,7 @@ class GiveUp:
     num_deaths: int
 
 
-Action = Restart | GiveUp
+Action = RestartUnit | GiveUp
 
 _WORKING: Final = (UnitState.ready, UnitState.suspect)
 
@@ -202,7 +202,7 @@ class Supervisor:
                 if unit.state is not UnitState.given_up:
                     unit.state, unit.incarnations = UnitState.starting, incarnations
                     unit.silent.clear()
-            case Served(name):
+            case UnitServes(name):
                 unit = self._units[name]
                 if unit.state is UnitState.starting:
                     unit.serve()
@@ -241,6 +241,6 @@ class Supervisor:
         unit.state = UnitState.restarting
         self.num_restarts += 1
         if unit.num_deaths == 1:
-            return Restart(unit.name, 0.0)
+            return RestartUnit(unit.name, 0.0)
         num_doublings = min(unit.num_deaths - 2, _MAX_DOUBLINGS)
-        return Restart(unit.name, min(FIRST_PAUSE_S * 2.0**num_doublings, LONGEST_PAUSE_S))
+        return RestartUnit(unit.name, min(FIRST_PAUSE_S * 2.0**num_doublings, LONGEST_PAUSE_S))

@@ -44,7 +44,7 @@ from areal_sc.controller.train_history import (
     PPOUpdated,
     RowsNeeded,
     SFTUpdated,
-    Source,
+    StartingPoint,
 )
 from areal_sc.controller.train_step import TrainStep, trained_content, with_advantages
 from areal_sc.engines.base import OUTPUTS
@@ -351,7 +351,7 @@ class TrainController(Controller):
         place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
         lineage = self._common.enter_lineage(self.role, self._folder)
         await self.place.begin(lineage, step)
-        await self._ranks.load(lineage, Source(step, place))
+        await self._ranks.load(lineage, StartingPoint(step, place))
         self._begin_version()
 
     def note_snapshot(self, step: int) -> None:

@@ -84,7 +84,7 @@ class RowsNeeded(NamedTuple):
     is_being_covered: bool
 
 
-class Source(NamedTuple):
+class StartingPoint(NamedTuple):
     """A state that ranks can begin from."""
 
     version: int
@@ -106,9 +106,9 @@ class TrainHistory:
     def __init__(self, *, has_memory_snapshots: bool, max_steps: int) -> None:
         self.has_memory_snapshots = has_memory_snapshots
         self._max_steps = max_steps
-        self.begin(0, Source(0, SnapshotPlace.initial))
+        self.begin(0, StartingPoint(0, SnapshotPlace.initial))
 
-    def begin(self, lineage: int, source: Source) -> None:
+    def begin(self, lineage: int, source: StartingPoint) -> None:
         """A new lineage begins, from the initial model or a snapshot on the disk."""
         self.lineage = lineage
         self.version = version = source.version
@@ -130,7 +130,7 @@ class TrainHistory:
         a snapshot in memory, or is the initial model; else from the next one that is taken.
         """
         place = SnapshotPlace.initial if is_initial else SnapshotPlace.disk
-        self.begin(lineage, Source(version, place))
+        self.begin(lineage, StartingPoint(version, place))
         self._is_durable = is_initial
         self._in_memory = [earlier for earlier in in_memory if earlier == version]
 
@@ -146,9 +146,9 @@ class TrainHistory:
         return newest if self.version - newest <= MAX_UNCOVERED else self.version
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[StartingPoint]:
         """What the ranks can begin from, newest first."""
-        found = [Source(version, SnapshotPlace.memory) for version in self._in_memory]
+        found = [StartingPoint(version, SnapshotPlace.memory) for version in self._in_memory]
         found += [self._durable] if self._is_durable else []
         known = [source for source in found if source.version >= self._first]
         return sorted(known, reverse=True, key=lambda source: source.version)
@@ -235,10 +235,10 @@ class TrainHistory:
     def note_durable(self, version: int) -> None:
         """The snapshot on the disk is whole."""
         if self._durable.version < version <= self.version:
-            self._durable, self._is_durable = Source(version, SnapshotPlace.disk), True
+            self._durable, self._is_durable = StartingPoint(version, SnapshotPlace.disk), True
             self._forget()
 
-    def note_unreadable(self, source: Source) -> None:
+    def note_unreadable(self, source: StartingPoint) -> None:
         """Nothing can begin from it."""
         if source.place is SnapshotPlace.memory:
             self._in_memory.remove(source.version)

@@ -52,7 +52,7 @@ RPC_MARGIN_S: Final = 60.0
 
 
 @dataclass(eq=False)
-class Source:
+class WeightHolder:
     """A holder of weights that workers may pull.
 
     Attributes:
@@ -73,13 +73,13 @@ class Pull:
         late: ends the turn of a pull that takes long.
     """
 
-    source: Source
+    source: WeightHolder
     makes_copy: bool
     began_s: float
     late: asyncio.TimerHandle | None = None
 
 
-Refused = set[Source]
+Refused = set[WeightHolder]
 """Copies that a worker could not read."""
 
 
@@ -105,10 +105,12 @@ class WeightSources:
         self._config = config
         self._fleet = fleet
         self._late_members = late_members
-        self._trainers = Source(WeightsReference(0))
+        self._trainers = WeightHolder(WeightsReference(0))
         self._num_from_trainers = 0
-        self._copies: dict[str, Source] = {}  # by place
-        self._idle: dict[Source, None] = {}  # copies that nobody pulls from, or late ones alone
+        self._copies: dict[str, WeightHolder] = {}  # by place
+        self._idle: dict[
+            WeightHolder, None
+        ] = {}  # copies that nobody pulls from, or late ones alone
         self._copying: dict[str, asyncio.Event] = {}  # by place, until it has a copy, or has failed
         self._full: set[str] = set()  # places without room for a copy
         self._pulls: set[Pull] = set()  # but for late ones
@@ -125,7 +127,7 @@ class WeightSources:
                     waiter.pull.set_result(None)
             self._line.clear()
             self._num_stores = Counter(m.worker.node for m in self._fleet.members)
-        self._trainers = Source(weights)
+        self._trainers = WeightHolder(weights)
 
     def forget(self, keeper: Member) -> None:
         """The worker is lost: nobody begins to read from it."""
@@ -206,7 +208,7 @@ class WeightSources:
     def _is_current(self, weights: WeightsReference) -> bool:
         return weights.policy == self._trainers.weights.policy
 
-    async def _copy(self, member: Member, source: Source) -> None:
+    async def _copy(self, member: Member, source: WeightHolder) -> None:
         node, weights = member.worker.node, source.weights
         shard = await self._fleet.call(
             member,
@@ -215,7 +217,7 @@ class WeightSources:
             timeout_s=self._fleet.config.transport.pull_timeout_s + RPC_MARGIN_S,
         )
         if self._is_current(weights):
-            copy = Source(replace(weights, shards=(shard,), nodes=(node,)), member)
+            copy = WeightHolder(replace(weights, shards=(shard,), nodes=(node,)), member)
             self._copies[self._place(member)] = copy
             self._idle[copy] = None
             self._serve()
@@ -228,7 +230,9 @@ class WeightSources:
         return min(limit for limit in limits if limit)  # 0: there is none
 
     @asynccontextmanager
-    async def _pulling(self, refused: Refused, *, makes_copy: bool) -> AsyncIterator[Source | None]:
+    async def _pulling(
+        self, refused: Refused, *, makes_copy: bool
+    ) -> AsyncIterator[WeightHolder | None]:
         """A turn at a source, as soon as there is one; None: there are newer weights by now."""
         waiter = _Waiter(refused, makes_copy, asyncio.get_running_loop().create_future())
         self._line[waiter] = None
@@ -260,7 +264,7 @@ class WeightSources:
                 del self._line[waiter]
                 waiter.pull.set_result(self._begin(source, waiter.makes_copy))
 
-    def _free_source(self, refused: Refused) -> Source | None:
+    def _free_source(self, refused: Refused) -> WeightHolder | None:
         """For a worker with these experiences."""
         if len(refused) >= MAX_REFUSED:
             return self._trainers
@@ -275,7 +279,7 @@ class WeightSources:
     def _is_copying(self) -> bool:
         return any(pull.makes_copy for pull in self._pulls)
 
-    def _begin(self, source: Source, makes_copy: bool) -> Pull:
+    def _begin(self, source: WeightHolder, makes_copy: bool) -> Pull:
         loop = asyncio.get_running_loop()
         late_s = max(MIN_LATE_S, LATE_RATIO * self._last_pull_s)
         pull = Pull(source, makes_copy, loop.time())
@@ -297,7 +301,7 @@ class WeightSources:
 
 
 @contextmanager
-def _blaming(source: Source, refused: Refused) -> Iterator[None]:
+def _blaming(source: WeightHolder, refused: Refused) -> Iterator[None]:
     """Notes a copy that could not be read. Of the trainers there are no others."""
     try:
         yield

@@ -25,7 +25,7 @@ from areal_sc.config.schema import (
     WeightUpdateMethod,
 )
 from areal_sc.config.store_room import live_row_bytes
-from areal_sc.config.worker_plan import DTYPE_BYTES, Plan, WorkerPlan
+from areal_sc.config.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 from areal_sc.engines.training.snapshot_index import SnapshotIndex
 from areal_sc.errors import CheckpointError, ConfigError
 from areal_sc.hub import local_model
@@ -276,6 +276,6 @@ class GeneratorHandle:
             store_bytes=live_row_bytes(self.config),
         )
 
-    def way_out(self, plan: Plan) -> str | None:
+    def way_out(self, plan: RunPlan) -> str | None:
         """What to change so that a plan that needs too much memory needs less; None: in general."""
         return None

@@ -21,7 +21,7 @@ from areal_sc.config.schema import GRPOConfig, Resume
 from areal_sc.config.slurm_jobs import JobPlan, job_plans, memory_bytes
 from areal_sc.config.slurm_script import job_script
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.config.worker_plan import Plan, format_bytes
+from areal_sc.config.worker_plan import RunPlan, format_bytes
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError, ModelError, SchedulerSilent
 from areal_sc.preflight.checks import check_models
@@ -115,7 +115,7 @@ def _planned_nodes(job: JobPlan, reported_bytes: int | None) -> Iterator[Planned
             yield PlannedNode(f"node {purpose}/{index}", machine, purpose)
 
 
-def _shared_memory_lines(config: GRPOConfig, planned: Plan) -> Iterator[str]:
+def _shared_memory_lines(config: GRPOConfig, planned: RunPlan) -> Iterator[str]:
     """How much of the node's shared memory stores and snapshots take at most."""
     run_dir, node_folder = RunFolder(config.run_dir).path, config.scheduler.node_folder
     root = memory_root(config.transport.shared_memory, run_dir, own_folder(node_folder))

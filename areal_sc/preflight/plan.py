@@ -12,7 +12,7 @@ from areal_sc.config.machine import Machine, this_machine
 from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.worker_plan import HOST, Plan, WorkerPlan, format_bytes
+from areal_sc.config.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
@@ -41,7 +41,7 @@ class PlannedNode:
     purpose: Purpose = Purpose.any
 
 
-def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Plan:
+def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> RunPlan:
     """The processes that a run would start on this machine, and an estimate of their memory.
 
     Raises: as `plans`.
@@ -49,7 +49,7 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Pla
     return plans(config, [PlannedNode("", probe())])[""]
 
 
-def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, Plan]:
+def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan]:
     """The processes that a run would start on each node, by its name, and their memory.
 
     Trainers start first, so generation has the CUDA memory that they leave.
@@ -96,12 +96,12 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, Plan]:
         available: dict[str, int | None] = {HOST: node.machine.host_memory_bytes}
         memory = enumerate(node.machine.cuda_memory_bytes)
         available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
-        results[node.name] = Plan((*workers[0], *workers[1]), available, shape is not None)
+        results[node.name] = RunPlan((*workers[0], *workers[1]), available, shape is not None)
         _check_fits(results[node.name], node.name, actor, generator)
     return results
 
 
-def _check_fits(result: Plan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:
+def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:
     """Raises: ConfigError."""
     if result.fits:
         return

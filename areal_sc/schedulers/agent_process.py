@@ -125,7 +125,7 @@ class StartedAgent:
             pipe.close()
 
 
-class FoundAgent:
+class LocalAgent:
     """One that an earlier start of the script has left.
 
     Args:

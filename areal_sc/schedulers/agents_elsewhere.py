@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
+class AgentStart:
     """One start of an agent.
 
     Attributes:
@@ -85,7 +85,7 @@ class Start:
 class AgentElsewhere(Protocol):
     """An agent on another machine."""
 
-    start: Start
+    start: AgentStart
 
     def how_it_ended(self) -> str | None:
         """In words that follow "ended with"; None: nobody says that it has ended."""
@@ -161,7 +161,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         """One that answers, and on which none of the `agents` is; None: there is none now."""
 
     @abstractmethod
-    def start_agent(self, start: Start, command: str, invitation: bytes) -> A:
+    def start_agent(self, start: AgentStart, command: str, invitation: bytes) -> A:
         """Has a machine run a shell command, which runs as long as the agent does.
 
         Args:
@@ -170,7 +170,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         """
 
     @abstractmethod
-    def found_agent(self, start: Start) -> A | None:
+    def found_agent(self, start: AgentStart) -> A | None:
         """One that an earlier start of the script has started; None: its machine is not known."""
 
     async def nodes(self) -> Sequence[Node]:
@@ -276,11 +276,11 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         start = self._start_of(name)
         return None if start is None else self.found_agent(start)
 
-    def _start_of(self, name: str) -> Start | None:
+    def _start_of(self, name: str) -> AgentStart | None:
         """None: it is the name of no start."""
         machine, mark, number = name.rpartition(_MARK)
         path = self.folder.log_path(f"agent/{machine}-{number}")
-        return Start(name, machine, path) if mark else None
+        return AgentStart(name, machine, path) if mark else None
 
     @property
     def _config_of_agents(self) -> SchedulerConfig:

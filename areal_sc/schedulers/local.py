@@ -37,7 +37,7 @@ from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import (
     AGENT,
     AgentProcess,
-    FoundAgent,
+    LocalAgent,
     StartedAgent,
     agent_environment,
 )
@@ -104,7 +104,7 @@ class LocalScheduler(OpenRun):
             process = file.process()
             if process is None:
                 continue  # it has just ended, or `end_agents` says where it is
-            agent = FoundAgent(file, process)
+            agent = LocalAgent(file, process)
             found = None if used else agent.describe(self.keys, self.term)
             if found is None:
                 logger.warning("agent=%d does not answer; it is killed", agent.pid)

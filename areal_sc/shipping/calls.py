@@ -67,7 +67,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A part of a file.
 
     Attributes:
@@ -88,7 +88,7 @@ class TreePiece:
 
     Attributes:
         digest: of the tree; see `trees.digest_of`.
-        name, offset, num_bytes: as in `Piece`.
+        name, offset, num_bytes: as in `FilePiece`.
     """
 
     digest: str
@@ -149,7 +149,7 @@ LIST_PATH: Final = Method("list_path", str, Listing, callers=WORKERS)
 """A path that the script has named: `named_paths`."""
 LIST_RUN: Final = Method("list_run", str, Listing, callers=WORKERS)
 """A folder below the run folder."""
-READ_PIECE: Final = Method("read_piece", Piece, bytes, callers=WORKERS)
+READ_PIECE: Final = Method("read_piece", FilePiece, bytes, callers=WORKERS)
 HOLDERS: Final = Method("holders", str, list[TreeHolder], callers=WORKERS)
 """Some nodes that have the tree of this digest."""
 HOLD: Final = Method("hold", HeldTree, NoneType, callers=WORKERS)

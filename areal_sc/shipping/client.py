@@ -34,9 +34,9 @@ from areal_sc.shipping.calls import (
     WRITE_LOG_PIECE,
     WRITE_PIECE,
     FileFact,
+    FilePiece,
     HeldTree,
     Listing,
-    Piece,
     TreeHolder,
     TreePiece,
     WrittenFile,
@@ -124,7 +124,7 @@ class ScriptFiles:
         """A small file, or what has been written to it since. Raises: TransportError."""
         parts = []
         while True:
-            piece = Piece(path, name, offset, PIECE_BYTES)
+            piece = FilePiece(path, name, offset, PIECE_BYTES)
             parts.append(await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S))
             offset += len(parts[-1])
             if len(parts[-1]) < PIECE_BYTES:
@@ -137,7 +137,7 @@ class ScriptFiles:
         """
 
         async def read(offset: int, size: int) -> bytes:
-            piece = Piece(path, fact.name, offset, size)
+            piece = FilePiece(path, fact.name, offset, size)
             return await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
 
         await _read_file(path, fact, target, read)

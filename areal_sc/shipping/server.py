@@ -45,9 +45,9 @@ from areal_sc.shipping.calls import (
     WRITE_LOG_PIECE,
     WRITE_PIECE,
     FileFact,
+    FilePiece,
     HeldTree,
     Listing,
-    Piece,
     TreeHolder,
     WrittenFile,
     WrittenPiece,
@@ -105,7 +105,7 @@ class FileServer:
             self._holders.setdefault(digest_of(listing), {})
             return listing
 
-    async def read_piece(self, piece: Piece, reader: str) -> bytes:
+    async def read_piece(self, piece: FilePiece, reader: str) -> bytes:
         """Raises: as `_read`."""
         self._turns.note_read(reader)
         return await asyncio.to_thread(self._read, piece)
@@ -137,12 +137,12 @@ class FileServer:
         files = [it for it in folder.iterdir() if it.is_file() and not it.is_symlink()]
         return Listing([FileFact(it.name, it.stat().st_size) for it in files])
 
-    def _read(self, piece: Piece) -> bytes:
+    def _read(self, piece: FilePiece) -> bytes:
         """Raises: NotPermitted. TransportError: it cannot be read."""
         path, flags = self._place_of(piece)
         return read_piece(path, piece.offset, piece.num_bytes, flags)
 
-    def _place_of(self, piece: Piece) -> tuple[Path, int]:
+    def _place_of(self, piece: FilePiece) -> tuple[Path, int]:
         if not piece.path:
             return names.readable(self._folder.path, piece.name), os.O_NOFOLLOW
         listing = self._listed.get(piece.path)

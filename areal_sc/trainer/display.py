@@ -50,7 +50,7 @@ _SPEED_WINDOW_S = 3600.0
 
 
 @dataclass
-class Phase:
+class ShownPhase:
     """A part of the run whose progress is shown.
 
     Attributes:
@@ -101,17 +101,17 @@ class Display(Tracker):
         self._run_dir = run_dir
         self._total_steps = total_steps
         self._outages: Sequence[str] = ()
-        self.open_phases: list[Phase] = []
-        self.on_phases: Callable[[Sequence[Phase]], None] = lambda phases: None
+        self.open_phases: list[ShownPhase] = []
+        self.on_phases: Callable[[Sequence[ShownPhase]], None] = lambda phases: None
         if run_dir is not None:
             self.show_folder(run_dir)
 
     @contextmanager
     def phase(
         self, name: str, total: int | None = None, unit: str = "", done: int = 0
-    ) -> Iterator[Phase]:
+    ) -> Iterator[ShownPhase]:
         """Shows progress while it is open; phases may be nested. `done` is so already."""
-        phase = Phase(name, total, unit, self, done)
+        phase = ShownPhase(name, total, unit, self, done)
         began = self._console.get_time()
         self.open_phases.append(phase)
         self.on_phases(self.open_phases)
@@ -128,15 +128,15 @@ class Display(Tracker):
     def show_folder(self, run_dir: Path) -> None:
         self._line(run_dir=run_dir, total_steps=self._total_steps)
 
-    def begin_phase(self, phase: Phase) -> None:
+    def begin_phase(self, phase: ShownPhase) -> None:
         self._line(phase=phase.name, begins=phase.progress)
 
-    def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
+    def end_phase(self, phase: ShownPhase, outcome: str, duration_s: float) -> None:
         """Args: outcome: `ended`, or `stopped` by an exception."""
         ended = {"phase": phase.name, outcome: phase.progress}
         self._line(**ended, duration_s=f"{duration_s:.2f}")
 
-    def show_progress(self, phase: Phase, num_new: int) -> None:
+    def show_progress(self, phase: ShownPhase, num_new: int) -> None:
         if phase.total:
             before, now = (
                 _REPORTS_PER_PHASE * done // phase.total
@@ -145,7 +145,7 @@ class Display(Tracker):
             if before < now < _REPORTS_PER_PHASE:
                 self._line(phase=phase.name, done=phase.progress)
 
-    def show_status(self, phase: Phase, text: str) -> None:
+    def show_status(self, phase: ShownPhase, text: str) -> None:
         self._line(phase=phase.name, status=text)
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -252,13 +252,13 @@ class LiveDisplay(Display):
     def show_folder(self, run_dir: Path) -> None:
         self._print(Text.assemble(("areal_sc ", "bold"), str(run_dir)))
 
-    def begin_phase(self, phase: Phase) -> None:
+    def begin_phase(self, phase: ShownPhase) -> None:
         phase.bar = self._bars.add_task(
             phase.name, total=phase.total, completed=phase.done, status=""
         )
         self._bars.start()
 
-    def end_phase(self, phase: Phase, outcome: str, duration_s: float) -> None:
+    def end_phase(self, phase: ShownPhase, outcome: str, duration_s: float) -> None:
         self._bars.remove_task(phase.bar)
         if not self._bars.tasks:
             self._bars.stop()
@@ -268,10 +268,10 @@ class LiveDisplay(Display):
             done = f"{phase.done} {phase.unit}".rstrip() if phase.done else "done"
         self._print(Text(f"{phase.name}: {done} in {short_duration(duration_s)}"))
 
-    def show_progress(self, phase: Phase, num_new: int) -> None:
+    def show_progress(self, phase: ShownPhase, num_new: int) -> None:
         self._bars.update(phase.bar, completed=phase.done)
 
-    def show_status(self, phase: Phase, text: str) -> None:
+    def show_status(self, phase: ShownPhase, text: str) -> None:
         line = " ".join(Text.from_ansi(text).plain.split())
         self._bars.update(phase.bar, status=line, refresh=True)
 

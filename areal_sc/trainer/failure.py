@@ -107,7 +107,7 @@ def report_failure(
         run_dir: the run's folder, if it has come to that.
     Returns: the exit code that the process should end with.
     """
-    block = _Block(console or Console(file=Outlet.of(sys.stderr)))
+    block = _TextBlock(console or Console(file=Outlet.of(sys.stderr)))
     if isinstance(error, KeyboardInterrupt):
         stopped_by = error.stopped_by if isinstance(error, Terminated) else signal.SIGINT
         by = "Ctrl-C" if stopped_by == signal.SIGINT else stopped_by.name
@@ -141,7 +141,7 @@ def report_failure(
     return exit_code
 
 
-class _Block:
+class _TextBlock:
     """Lines that stay whole on every width: for grep, and so that a path can be copied."""
 
     def __init__(self, console: Console) -> None:
@@ -157,7 +157,7 @@ class _Block:
         self.text("\n".join(lines), "  | ", style="dim")
 
 
-def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
+def _show_place(block: _TextBlock, cause: BaseException, *, has_log: bool) -> None:
     """Where it happened: a worker's log, the remote end, or this script's own frames.
 
     Errors that were raised on purpose say all in their message, so their notes (a remote traceback
@@ -187,7 +187,7 @@ def _show_place(block: _Block, cause: BaseException, *, has_log: bool) -> None:
         block.quote("traceback", "".join(traceback.format_exception(cause)).splitlines())
 
 
-def _show_way_on(block: _Block, run_dir: Path | None, *, is_stopped: bool) -> None:
+def _show_way_on(block: _TextBlock, run_dir: Path | None, *, is_stopped: bool) -> None:
     """Which snapshot an unfinished run has, and how it goes on; a stopped one may have none."""
     if run_dir is None:
         return

@@ -45,7 +45,7 @@ from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining
 from areal_sc.trainer.checkpoints import Checkpoints, load_latest_snapshot
-from areal_sc.trainer.display import Display, Phase, make_display
+from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
@@ -397,7 +397,7 @@ class Run:
             f"{self.config.checkpoint.stop_within_s:g} s at most; {name} again stops now"
         )
 
-    def _note_phases(self, phases: Sequence[Phase]) -> None:
+    def _note_phases(self, phases: Sequence[ShownPhase]) -> None:
         self.scheduler.status.note_phases(
             [StatusPhase(p.name, p.since, p.done, p.total, p.unit, p.doing) for p in phases]
         )

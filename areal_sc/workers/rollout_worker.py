@@ -37,7 +37,7 @@ from areal_sc.metadata import (
     Columns,
     PromptReference,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
 )
 from areal_sc.transport.rpc.method import Served
@@ -379,7 +379,7 @@ class RolloutWorker(Worker):
             node_id=self.spec.name,
             node_addr=self.address,
             shard_id=self.plane.store.put(fields, lengths),
-            runs=(Run(0, 0, len(lengths)),),
+            runs=(RowRun(0, 0, len(lengths)),),
         )
         self._texts.keep(shard.shard_id, [row.metrics for _, row in numbered])
         rows = tuple(

@@ -57,7 +57,7 @@ _EXIT_WAIT_S: Final = 2.0
 
 
 @dataclass(eq=False)
-class _Call:
+class _RewardCall:
     """One call of a sync reward, from `score` until its future is done.
 
     Attributes:
@@ -156,8 +156,8 @@ class RewardPool:
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
-        self._waiting: asyncio.Queue[_Call | None] = asyncio.Queue()
-        self._calls: set[_Call] = set()  # without a verdict
+        self._waiting: asyncio.Queue[_RewardCall | None] = asyncio.Queue()
+        self._calls: set[_RewardCall] = set()  # without a verdict
         self._lanes: list[asyncio.Task[None]] = []
         self._num_idle = 0
         self._processes: set[_Process] = set()
@@ -194,7 +194,7 @@ class RewardPool:
         request = pack(["call", key, arguments])
         verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         declaration = getattr(reward, DECLARATION, None)
-        call = _Call(key, name, place_of_definition(reward), request, declaration, verdict)
+        call = _RewardCall(key, name, place_of_definition(reward), request, declaration, verdict)
         self._calls.add(call)
         self._waiting.put_nowait(call)
         if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
@@ -256,7 +256,7 @@ class RewardPool:
             raise WorkerStartError(f"a reward process {what}; see {self._log_path}") from error
         return process
 
-    async def _attempt(self, process: _Process, call: _Call) -> bool:
+    async def _attempt(self, process: _Process, call: _RewardCall) -> bool:
         """Runs a call; False when the process has ended."""
         try:
             if call.key not in process.loaded:
@@ -277,7 +277,7 @@ class RewardPool:
             await self._mourn(process, call, num_killed_for_memory() > process.killed_before)
         return False
 
-    async def _limited(self, process: _Process, call: _Call) -> bool:
+    async def _limited(self, process: _Process, call: _RewardCall) -> bool:
         """Runs a call of a loaded reward under its limits; False when they have cost the process.
 
         A declared limit counts CPU seconds, because on a busy machine anything takes long.
@@ -310,7 +310,7 @@ class RewardPool:
             call.fail(_took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks))
         return False
 
-    def _settle(self, call: _Call, kind: str, rest: Sequence[Any]) -> None:
+    def _settle(self, call: _RewardCall, kind: str, rest: Sequence[Any]) -> None:
         if kind == "failed":
             what, details = rest
             message = f"reward {call.name}: {what}"
@@ -318,7 +318,7 @@ class RewardPool:
         elif not call.verdict.done():
             call.verdict.set_result(rest[0])
 
-    async def _mourn(self, process: _Process, call: _Call, lacked_memory: bool) -> None:
+    async def _mourn(self, process: _Process, call: _RewardCall, lacked_memory: bool) -> None:
         """A process has ended that the pool did not end; its second call is to blame.
 
         Args: lacked_memory: meanwhile the kernel has killed processes for lack of memory.

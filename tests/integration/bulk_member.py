@@ -16,8 +16,8 @@ from areal_sc.transport.bulk.messages import (
     HELLO,
     PREFIX,
     READ,
-    Failure,
     MessageCipher,
+    PullFailure,
     decoded,
 )
 from areal_sc.transport.bulk.session import SessionGrant
@@ -58,14 +58,14 @@ class BulkMember:
     def send(self, message: bytes) -> None:
         self._socket.sendall(message)
 
-    def receive(self) -> Failure | bytes:
+    def receive(self) -> PullFailure | bytes:
         """The next reply: why it failed, or the bytes."""
         num_bytes, kind, tag = HEAD.unpack(self._exactly(HEAD.size))
         content = memoryview(bytearray(self._exactly(num_bytes)))
         self._replies.open(kind, tag, [content])
         return decoded(FAILURES, content) if kind == FAILURE else bytes(content)
 
-    async def ask(self, body: Any) -> Failure | bytes:
+    async def ask(self, body: Any) -> PullFailure | bytes:
         """The reply to a request."""
         self.send(self.request(body))
         return await asyncio.to_thread(self.receive)

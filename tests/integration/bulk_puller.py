@@ -17,7 +17,7 @@ import torch
 from areal_sc.config.schema import TransportConfig
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.plan import Transfer, shard_slice
-from areal_sc.transport.bulk.session import Owner, SessionGrant
+from areal_sc.transport.bulk.session import SessionGrant, ShardOwner
 
 NUM_BYTES = 64 << 20
 
@@ -38,7 +38,7 @@ class Granted:
 
 
 async def main(grant: SessionGrant, max_inflight_chunks: int) -> None:
-    owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
+    owner = ShardOwner("rollout/0", "tcp://127.0.0.1:1", "life1")
     client = BulkClient(
         Granted(grant),  # type: ignore[arg-type]
         "stopped",

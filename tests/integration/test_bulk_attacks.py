@@ -40,7 +40,7 @@ from areal_sc.transport.bulk.server import (
     MAX_WAITING_REPLIES,
     BulkServer,
 )
-from areal_sc.transport.bulk.session import Owner, SessionGrant
+from areal_sc.transport.bulk.session import SessionGrant, ShardOwner
 from areal_sc.transport.bulk.stream import connect
 from areal_sc.transport.shards.store import TensorStore
 
@@ -81,7 +81,7 @@ async def fetch(server: BulkServer, num_bytes: int) -> bytes:
     """The shard's first bytes, as a member of the run gets them."""
     client = BulkClient(Granted(server), "test")  # type: ignore[arg-type]
     target = memoryview(bytearray(NUM_BYTES if num_bytes > 1000 else 1000))
-    owner = Owner("rollout/0", "tcp://127.0.0.1:1", "life1")
+    owner = ShardOwner("rollout/0", "tcp://127.0.0.1:1", "life1")
     rows = shard_slice("life1.1", {"x": "uint8"}, [0], (len(target),))
     deadline = asyncio.get_running_loop().time() + 60
     await client.fetch(owner, [Transfer(rows, [target])], deadline)

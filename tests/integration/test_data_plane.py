@@ -21,7 +21,7 @@ from areal_sc.metadata import (
     BatchMetadata,
     Columns,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
     concat,
 )
@@ -54,7 +54,7 @@ class Worker:
             self.plane.store.node_id,
             self.address,
             self.plane.store.put(fields, lengths),
-            (Run(0, 0, len(lengths)),),
+            (RowRun(0, 0, len(lengths)),),
         )
         columns = Columns({"input_ids": "int32", "behavior_logprobs": "float32"}, (shard,))
         rows = tuple(RowMetadata(0, 0, n, 0.0, 0, (), 0) for n in lengths)

@@ -16,7 +16,7 @@ from integration.test_dead_ranks import memory_of
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, TrainController
 from areal_sc.controller.ledger_account import GroupAccount, read_account
-from areal_sc.controller.train_history import Source
+from areal_sc.controller.train_history import StartingPoint
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History, read_metrics
@@ -60,7 +60,7 @@ def test_every_step_is_trained_once_in_the_history_that_survives(
 
     def lose_all_but_the_disk(actor: TrainController) -> None:
         # covered by one in memory, the rows of the steps before are given up
-        newest = Source(actor.version, SnapshotPlace.memory)
+        newest = StartingPoint(actor.version, SnapshotPlace.memory)
         wait_until(lambda: actor._ranks.history.sources[0] == newest)
         assert bool(folder.snapshots()) == (actor.version > SNAPSHOT_STEP)
         kept = list(memory_of(actor.scheduler).glob("snapshots-train/*"))

@@ -14,7 +14,7 @@ from small_disk import small_disk
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
 from areal_sc.controller.member import Member
 from areal_sc.controller.runtime import Runtime
-from areal_sc.controller.train_history import Source
+from areal_sc.controller.train_history import StartingPoint
 from areal_sc.errors import CheckpointError, StaleCall
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
@@ -27,7 +27,7 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     again = TrainController(FSDPPPOActor(actor.config), scheduler, runtime=runtime)
     again._ranks.calls.layout = actor._ranks.calls.layout
     lineage = actor._ranks.history.lineage
-    again._ranks.history.begin(lineage, Source(0, SnapshotPlace.initial))
+    again._ranks.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
     for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)

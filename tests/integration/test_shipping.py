@@ -34,8 +34,8 @@ from areal_sc.shipping.calls import (
     PIECE_BYTES,
     READ_PIECE,
     WRITE_PIECE,
+    FilePiece,
     HeldTree,
-    Piece,
     Shipped,
     TreeHolder,
     WrittenFile,
@@ -248,14 +248,14 @@ async def test_nothing_else_of_the_machine_comes(script: Script, tmp_path: Path)
             await script.files.read_all(path, name)
     connection = script.transport.connect(script.where, "files", ANY_INCARNATION)
     for num_bytes, offset in ((PIECE_BYTES + 1, 0), (-1, 0), (1, -1)):
-        piece = Piece(str(code), "a.py", offset, num_bytes)
+        piece = FilePiece(str(code), "a.py", offset, num_bytes)
         with pytest.raises(TransportError):
             await connection.call(READ_PIECE, piece, timeout_s=LIMIT_S)
 
 
 async def test_only_workers_of_the_run_are_served(script: Script) -> None:
     (script.folder.sources / "1.json").write_text("secret")
-    piece = Piece("", "sources/1.json", 0, 6)
+    piece = FilePiece("", "sources/1.json", 0, 6)
     strangers = Passes(RunKeys.create()).issue("rollout/0", Caller.rollout)
     for client in (
         CurveClient(KeyPair.create(), script.keys.workers.public),

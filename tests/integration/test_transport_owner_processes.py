@@ -18,7 +18,7 @@ import torch
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.errors import PeerSilent, ShardGone
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata, concat
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata, concat
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -68,7 +68,7 @@ class OwnerProcess:
             self.node_id,
             said["address"],
             said["shard_id"],
-            (Run(0, 0, len(lengths)),),
+            (RowRun(0, 0, len(lengths)),),
         )
         columns = Columns({"input_ids": "int32", "behavior_logprobs": "bfloat16"}, (shard,))
         rows = tuple(RowMetadata(0, i, n, 0.0, 0, (), 0) for i, n in enumerate(lengths))

@@ -24,15 +24,15 @@ from areal_sc.metadata import (
     BatchMetadata,
     Columns,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
     concat,
 )
 from areal_sc.transport.bulk import client, owner_connection
 from areal_sc.transport.bulk.client import BulkClient
-from areal_sc.transport.bulk.messages import HEAD, Failure
+from areal_sc.transport.bulk.messages import HEAD, PullFailure
 from areal_sc.transport.bulk.puller import Puller
-from areal_sc.transport.bulk.server import BulkServer, _Puller
+from areal_sc.transport.bulk.server import BulkServer, _PullingPeer
 from areal_sc.transport.bulk.session import call_owner
 from areal_sc.transport.bulk.stream import MessageStream
 from areal_sc.transport.packed_rows import PackedRows
@@ -72,7 +72,7 @@ class Owner:
             node_id=self.node_id,
             node_addr=self.address,
             shard_id=self.store.put(fields, lengths),
-            runs=(Run(0, 0, len(lengths)),),
+            runs=(RowRun(0, 0, len(lengths)),),
         )
         dtypes = {n: str(values.dtype).removeprefix("torch.") for n, values in fields.items()}
         rows = tuple(
@@ -461,7 +461,7 @@ async def test_an_owner_answers_what_no_correct_puller_asks_with_an_error(body: 
     async with owners(1) as [owner]:
         owner.put({"input_ids": ids_of(0, [3])}, [3])
         asking = BulkMember(owner.bulk.open_session("test"))
-        assert isinstance(await asking.ask(body), Failure)
+        assert isinstance(await asking.ask(body), PullFailure)
         assert await asking.ask(GOOD) == ids_of(0, [3]).numpy().tobytes()
         asking.close()
 
@@ -517,8 +517,8 @@ async def until(condition: Any) -> None:
 
 def forge_answers(monkeypatch: pytest.MonkeyPatch, forge: Callable[[bytes], bytes]) -> None:
     """Changes every answer on its way."""
-    reply = _Puller._reply
-    monkeypatch.setattr(_Puller, "_reply", lambda *args: [forge(b"".join(reply(*args)))])
+    reply = _PullingPeer._reply
+    monkeypatch.setattr(_PullingPeer, "_reply", lambda *args: [forge(b"".join(reply(*args)))])
 
 
 def flip(message: bytes, place: int = -1) -> bytes:
@@ -593,7 +593,7 @@ async def test_a_silent_owner_ends_the_pull_at_its_deadline(
 ) -> None:
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [3])}, [3])
-        monkeypatch.setattr(_Puller, "on_message", lambda *message: None)
+        monkeypatch.setattr(_PullingPeer, "on_message", lambda *message: None)
         with pytest.raises(RpcTimeout, match=r"life1\.1 on rollout/0: not pulled by its deadline"):
             await puller.pull(batch)
 
@@ -810,7 +810,7 @@ async def test_a_client_that_closes_leaves_no_session(monkeypatch: pytest.Monkey
         batch = owner.put({"input_ids": ids_of(0, [30])}, [30])
         await puller.pull(batch)
         with monkeypatch.context() as patch:
-            patch.setattr(_Puller, "on_message", lambda *message: None)
+            patch.setattr(_PullingPeer, "on_message", lambda *message: None)
             waiting = asyncio.create_task(puller.pull(batch))
             [connection] = puller._bulk._connections.values()
             await until(lambda: bool(connection._unanswered))
@@ -844,7 +844,7 @@ async def test_a_failed_pull_leaves_no_buffer_to_the_collector(
     async with owners(1) as [owner], pulling(timeout_s=0.3) as puller:
         batch = owner.put({"input_ids": ids_of(0, [90_000])}, [90_000])
         await Puller(puller._bulk).pull(batch)  # opens the session
-        monkeypatch.setattr(_Puller, "on_message", lambda *message: None)
+        monkeypatch.setattr(_PullingPeer, "on_message", lambda *message: None)
         taken: list[weakref.ref[Any]] = []
         take = puller._pool.take
 
@@ -895,7 +895,7 @@ async def test_many_fields_of_many_rows_are_asked_for_in_turns() -> None:
         dtypes = dict.fromkeys(fields, "int32")
         rows = list(range(5_000))
         answer = await asking.ask([["life1.1", dtypes, rows, [1] * 5_000, 0, 240_000]])
-        assert isinstance(answer, Failure)
+        assert isinstance(answer, PullFailure)
         assert "of 16384 rows" in answer.message
         asking.close()
 

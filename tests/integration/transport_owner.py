@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from areal_sc.transport.bulk.server import BulkServer, _Puller
+from areal_sc.transport.bulk.server import BulkServer, _PullingPeer
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.shards.store import TensorStore
 
@@ -28,13 +28,13 @@ def values_of(node_id: str) -> torch.Tensor:
 
 def stall(server: BulkServer, stall_after: int) -> None:
     """Lets the server answer `stall_after` requests, or all when that is negative."""
-    answer = _Puller.on_message
+    answer = _PullingPeer.on_message
 
-    def answer_or_not(puller: _Puller, kind: int, tag: bytes) -> None:
+    def answer_or_not(puller: _PullingPeer, kind: int, tag: bytes) -> None:
         if server.num_reads != stall_after:
             answer(puller, kind, tag)
 
-    _Puller.on_message = answer_or_not  # type: ignore[method-assign]
+    _PullingPeer.on_message = answer_or_not  # type: ignore[method-assign]
 
 
 async def main(node_id: str, incarnation: str, stall_after: int) -> None:

@@ -22,7 +22,7 @@ from areal_sc.metadata import (
     BatchMetadata,
     Columns,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
 )
 from areal_sc.transport.plane_stats import PlaneStats
@@ -392,7 +392,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
             node_id=self.name,
             node_addr=self.address,
             shard_id=self.store.put(trajectory_bytes(num_tokens), group.group_id),
-            runs=(Run(0, 0, len(rows)),),
+            runs=(RowRun(0, 0, len(rows)),),
         )
         self.cluster.shard_of[group.group_id, group.attempt] = shard.shard_id
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))

@@ -15,7 +15,7 @@ from areal_sc.metadata import (
     BatchMetadata,
     Columns,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
     concat,
 )
@@ -132,7 +132,7 @@ def with_shards(batch: BatchMetadata, shards: tuple[ShardMetadata, ...]) -> Batc
     return replace(batch, columns=(Columns(batch.dtypes, shards),))
 
 
-def with_run(batch: BatchMetadata, run: Run) -> ShardMetadata:
+def with_run(batch: BatchMetadata, run: RowRun) -> ShardMetadata:
     return replace(batch.shards[0], runs=(run,))
 
 
@@ -175,9 +175,9 @@ def test_select_keeps_only_the_named_fields() -> None:
         ),
         (lambda b: with_shards(b, b.shards[:1]), "shards hold 3 rows, the batch has 4"),
         (lambda b: with_shards(b, b.shards[1:]), "got 1 from row 0 at row 3"),
-        (lambda b: with_shards(b, (with_run(b, Run(0, -1, 4)),)), "got 4 from row -1 at row 0"),
+        (lambda b: with_shards(b, (with_run(b, RowRun(0, -1, 4)),)), "got 4 from row -1 at row 0"),
         (
-            lambda b: with_shards(b, (with_run(b, Run(0, 0, 0)), *b.shards)),
+            lambda b: with_shards(b, (with_run(b, RowRun(0, 0, 0)), *b.shards)),
             "got 0 from row 0 at row 0",
         ),
         (lambda b: replace(b, columns=b.columns * 2), "a field is named twice"),

@@ -15,7 +15,7 @@ from areal_sc.metadata import (
     BatchMetadata,
     Columns,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
     concat,
 )
@@ -50,7 +50,7 @@ def test_a_damaged_batch_is_refused_or_one_that_fits_together(
 
 def test_a_run_that_claims_many_rows_is_refused_before_they_are_listed() -> None:
     row = RowMetadata(1, 0, 9, 1.0, 0, (), 0)
-    shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (Run(0, 0, 1),))
+    shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (RowRun(0, 0, 1),))
     batch = BatchMetadata("b", 0, (Columns({"input_ids": "int32"}, (shard,)),), (row,))
     packed = msgspec.msgpack.decode(encode(batch))
     packed[2][0][1][0][3][0][2] = 1 << 60
@@ -79,7 +79,7 @@ def training_batch(num_groups: int, sequence_length: int) -> BatchMetadata:
             node_id=f"rollout/{group % 4}",
             node_addr=f"tcp://127.0.0.1:{40_000 + group % 4}",
             shard_id=f"3f9a1c22be07.{900 + group}",
-            runs=(Run(0, 0, 8),),
+            runs=(RowRun(0, 0, 8),),
         )
         columns = Columns(dict(TRAJECTORY_FIELDS), (shard,))
         groups.append(BatchMetadata(f"g{group}", 0, (columns,), rows))

@@ -46,7 +46,7 @@ from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
-from areal_sc.engines.training.stored_weights import Weights
+from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
 from areal_sc.errors import ModelError
 
@@ -104,7 +104,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     return model, parts
 
 
-def _try_model(weights: Weights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
+def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
     """What rank 0 finds out with the whole model, layer by layer."""
     longest_input = config.max_tokens_per_micro_batch
     causal_lm = build_without_parameters(Path(config.path))

@@ -49,25 +49,25 @@ class ShardedState:
         yield self._shards[name].values
 
 
-class _Shard(NamedTuple):
+class _StateShard(NamedTuple):
     values: torch.Tensor
     placed: Placed
 
 
 def _find_shards(
     causal_lm: nn.Module, parts: CutParts, optimizer: ShardedAdamW
-) -> dict[str, _Shard]:
-    shards: dict[str, _Shard] = {}
+) -> dict[str, _StateShard]:
+    shards: dict[str, _StateShard] = {}
     for name, parameter in causal_lm.named_parameters():
         values, box = local_part(parameter.detach()), parts.box(name)
         is_given = parts.given_by(name, parts.rank) is not None
         placed = Placed(parts.shapes[name], values.dtype, box, is_given)
-        shards[f"parameter.{name}"] = _Shard(values, placed)
+        shards[f"parameter.{name}"] = _StateShard(values, placed)
     for name, moments in optimizer.moments().items():
         placed = shards[f"parameter.{name}"].placed
         # AdamW does not count the updates of a rank that has no values: its number is none
         box = Box.whole(()) if placed.box.numel else Box.empty(1)
         for kind, values in moments.items():
             number = Placed(values.shape, values.dtype, box, placed.is_given)
-            shards[f"{kind}.{name}"] = _Shard(values, number if kind == "step" else placed)
+            shards[f"{kind}.{name}"] = _StateShard(values, number if kind == "step" else placed)
     return shards

@@ -31,7 +31,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import RankPosition
 from areal_sc.engines.megatron.family import ModelSizes
 from areal_sc.engines.megatron.machine import is_on_cpu
-from areal_sc.engines.megatron.mapping import MegatronParts, Place, Slot
+from areal_sc.engines.megatron.mapping import MegatronParts, MeshPlace, Slot
 from areal_sc.engines.megatron.model import Rotary, build_stages, transformer_config, virtual_stages
 from areal_sc.engines.megatron.optimizer import PARAMETER, DistributedAdamW
 from areal_sc.engines.megatron.state import MegatronState
@@ -55,7 +55,7 @@ from areal_sc.engines.training.process_group import (
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
-from areal_sc.engines.training.stored_weights import Weights
+from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import stream_layers
 from areal_sc.errors import WorkerStartError
 from areal_sc.transport.packed_rows import PackedRows
@@ -102,10 +102,10 @@ class MegatronEngine(RankEngine):
             distributed_timeout_minutes=COLLECTIVE_TIMEOUT // timedelta(minutes=1),
             create_gloo_process_groups=False,
         )
-        place = Place.of(rank, parallel)
+        place = MeshPlace.of(rank, parallel)
         self.rows = self._group(parallel_state.get_data_parallel_group())
         self._pipeline = self._group(parallel_state.get_pipeline_model_parallel_group())
-        found = Place(
+        found = MeshPlace(
             parallel_state.get_tensor_model_parallel_rank(),
             self.rows.rank,
             self._pipeline.rank,
@@ -181,7 +181,7 @@ class MegatronEngine(RankEngine):
         self._check_mapping(expected)
         return causal_lm
 
-    def _expected_logprobs(self, weights: Weights) -> torch.Tensor:
+    def _expected_logprobs(self, weights: ModelWeights) -> torch.Tensor:
         """[T] of the Hugging Face model, of the tokens of `_probe_rows`."""
         causal_lm = build_without_parameters(Path(self.config.path))
         stream_layers(causal_lm, weights.read, self.world.size)

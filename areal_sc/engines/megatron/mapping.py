@@ -29,7 +29,7 @@ from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.errors import ModelError
 
 
-class Place(NamedTuple):
+class MeshPlace(NamedTuple):
     """Where a rank stands in each dimension of the mesh."""
 
     tensor: int
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     expert: int
 
     @classmethod
-    def of(cls, rank: int, parallel: ParallelConfig) -> Place:
+    def of(cls, rank: int, parallel: ParallelConfig) -> MeshPlace:
         stage, in_stage = divmod(rank, parallel.data * parallel.tensor)
         data, tensor = divmod(in_stage, parallel.tensor)
         return cls(tensor, data, stage, in_stage % parallel.expert)
@@ -101,7 +101,7 @@ class MegatronParts(Parts):
         has_fused_norms: bool,
     ) -> None:
         super().__init__(shapes, rank, parallel.num_ranks)
-        places = [Place.of(other, parallel) for other in range(self.num_ranks)]
+        places = [MeshPlace.of(other, parallel) for other in range(self.num_ranks)]
         try:
             found = {
                 place: _pieces(shapes, sizes, parallel, place, has_fused_norms)
@@ -170,7 +170,7 @@ def _pieces(
     shapes: Mapping[str, torch.Size],
     sizes: ModelSizes,
     parallel: ParallelConfig,
-    place: Place,
+    place: MeshPlace,
     has_fused_norms: bool,
 ) -> list[Piece]:
     """The pieces of one rank, in the order of the model."""
@@ -212,7 +212,7 @@ class _Layer:
     shapes: Mapping[str, torch.Size]
     sizes: ModelSizes
     parallel: ParallelConfig
-    place: Place
+    place: MeshPlace
     has_fused_norms: bool
     kind: LayerKind
     chunk: int

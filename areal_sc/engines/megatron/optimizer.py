@@ -28,7 +28,7 @@ KINDS = (PARAMETER, *MOMENTS)
 """What there is of each parameter: its values in float32, and AdamW's state."""
 
 
-class _Shard(NamedTuple):
+class _OptimizerShard(NamedTuple):
     """What this rank updates of a parameter: a range of its flat values.
 
     Attributes:
@@ -153,7 +153,7 @@ class DistributedAdamW:
             shard.values[kind].copy_(own)
 
 
-def _shards_of(part: Any) -> list[tuple[torch.nn.Parameter, _Shard]]:
+def _shards_of(part: Any) -> list[tuple[torch.nn.Parameter, _OptimizerShard]]:
     """Each parameter of which this rank updates something; AdamW's state is made at once."""
     found = []
     pairs = (
@@ -165,7 +165,7 @@ def _shards_of(part: Any) -> list[tuple[torch.nn.Parameter, _Shard]]:
             state = make_state(part.optimizer, shard)
             own = part._get_model_param_range_map(parameter)["param"]
             values = {PARAMETER: shard.detach(), **{kind: state[kind] for kind in MOMENTS}}
-            found.append((parameter, _Shard(own.start, own.end, values)))
+            found.append((parameter, _OptimizerShard(own.start, own.end, values)))
     return found
 
 

@@ -64,7 +64,7 @@ L = TypeVar("L", bound=ServerLoad)
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[L]):
+class _WaitingRequest(Generic[L]):
     request: CompletionRequest
     placed: asyncio.Future[L | None]
 
@@ -90,7 +90,7 @@ class Dispatcher(Generic[L]):
         self.newest_version: int | None = None
         self._servers = servers
         self._homes: OrderedDict[str, L] = OrderedDict()
-        self._waiting: deque[_Waiting[L]] = deque()
+        self._waiting: deque[_WaitingRequest[L]] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -104,7 +104,7 @@ class Dispatcher(Generic[L]):
         """
         if self.failure is not None:
             raise self.failure
-        waiting = _Waiting[L](request, asyncio.get_running_loop().create_future())
+        waiting = _WaitingRequest[L](request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.changed()
         request.cancelled.add_done_callback(waiting.give_up)
@@ -131,7 +131,7 @@ class Dispatcher(Generic[L]):
 
     def changed(self) -> None:
         """Places those who wait, as far as there is room now."""
-        still: deque[_Waiting[L]] = deque()
+        still: deque[_WaitingRequest[L]] = deque()
         while self._waiting and any(server.has_room for server in self._servers):
             waiting = self._waiting.popleft()
             if waiting.placed.done():

@@ -38,7 +38,7 @@ from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
 from areal_sc.engines.servers.weights import (
     CollectiveWeights,
     DiskWeights,
-    Weights,
+    VersionWeights,
     WrittenWeights,
 )
 from areal_sc.engines.stop_strings import StopStrings
@@ -160,7 +160,7 @@ class ServerEngine(ReplicaSet):
         except ModelError:
             await give_up()
             raise
-        late: Weights = self._tensor_weights(version, again)
+        late: VersionWeights = self._tensor_weights(version, again)
         if self._settings.servers.urls:
             folder = Path(self._config.weight_update.folder) / f"{self._settings.owner}-{version}"
             late = WrittenWeights(version, folder, self._as_served(again), Path(self._config.path))

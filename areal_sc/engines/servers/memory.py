@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from areal_sc.config.worker_plan import HOST, Plan, format_bytes
+from areal_sc.config.worker_plan import HOST, RunPlan, format_bytes
 from areal_sc.errors import ConfigError
 
 _STEPS = 100
@@ -60,7 +60,7 @@ class MemoryShare:
             f"a larger share or {self.section}.tp_size holds them"
         )
 
-    def way_out(self, plan: Plan) -> str | None:
+    def way_out(self, plan: RunPlan) -> str | None:
         """Which share would fit, as `GeneratorHandle.way_out`."""
         shares = [_largest_share(plan, place) for place in plan.short_places]
         known = [share for share in shares if share is not None]
@@ -84,7 +84,7 @@ class MemoryShare:
         return share
 
 
-def _largest_share(plan: Plan, place: str) -> float | None:
+def _largest_share(plan: RunPlan, place: str) -> float | None:
     """The share that each server on a device may take, all else staying; None without servers.
 
     0: not even their parameters have room.

@@ -30,7 +30,7 @@ from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.servers.watch import Watch
+from areal_sc.engines.servers.watch import ServerWatch
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -105,7 +105,7 @@ class Replica(ServerLoad):
         self._settings = settings
         self._dispatcher = dispatcher
         self._client: ServerClient | None = None
-        self._watch: Watch | None = None
+        self._watch: ServerWatch | None = None
         self._failure = "it has not been started"
         self._is_held = True
 
@@ -165,7 +165,7 @@ class Replica(ServerLoad):
         self.is_paused = False
         self.busy.go_on()
         self.num_starts += 1
-        self._watch = Watch(client, server, servers, self._reopen)
+        self._watch = ServerWatch(client, server, servers, self._reopen)
         logger.info(
             "server=%s url=%s version=%s abilities=%s",
             *(self.name, self.url, self.version, client.abilities),
@@ -283,7 +283,7 @@ class Replica(ServerLoad):
             self.busy.go_on()
 
     def set_updating(self, is_updating: bool) -> None:
-        """See `Watch`."""
+        """See `ServerWatch`."""
         if self._watch is not None:
             self._watch.set_updating(is_updating)
 

@@ -22,7 +22,7 @@ from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher
 from areal_sc.engines.servers.replica import Replica, ReplicaSettings
 from areal_sc.engines.servers.updates import update_wave
-from areal_sc.engines.servers.weights import DiskWeights, UpdateTimes, Weights, for_each
+from areal_sc.engines.servers.weights import DiskWeights, UpdateTimes, VersionWeights, for_each
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -60,7 +60,7 @@ class ReplicaSet:
         self.num_updates = 0
         self.num_losses = 0
         self._settings = settings
-        self._weights: Weights = DiskWeights(0, Path(settings.config.path))
+        self._weights: VersionWeights = DiskWeights(0, Path(settings.config.path))
         self._num_left = settings.handle.num_servers
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
@@ -119,7 +119,7 @@ class ReplicaSet:
         ends = (r.take_down("the engine is closed", is_gentle=True) for r in self.replicas)
         await asyncio.gather(*ends)
 
-    async def publish(self, weights: Weights) -> None:
+    async def publish(self, weights: VersionWeights) -> None:
         """Gives all serving servers these weights, wave by wave.
 
         Returns when at least one serves them, and every other one does, or is being restarted.
@@ -254,7 +254,7 @@ class ReplicaSet:
 
     async def _become_serving(self, replica: Replica) -> None:
         """Gives the server what has changed since it started, until nothing has."""
-        loaded: Weights | None = None  # another history may have weights of the same version
+        loaded: VersionWeights | None = None  # another history may have weights of the same version
         while True:
             weights = self._weights
             if replica.version != weights.version or loaded not in (None, weights):
@@ -317,7 +317,7 @@ class ReplicaSet:
         self._changed.clear()
         await self._changed.wait()
 
-    async def _until_newer(self, weights: Weights) -> None:
+    async def _until_newer(self, weights: VersionWeights) -> None:
         """Waits for the next publication.
 
         Raises: WaitTimeout: there was none for longer than a group may take.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from areal_sc.engines.servers.weights import UpdateTimes, Weights, for_each
+from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights, for_each
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
@@ -63,7 +63,7 @@ class SharedBuckets:
 
 
 @dataclass
-class TensorWeights(Weights):
+class TensorWeights(VersionWeights):
     """Tensors of this process, for servers that it has started; through shared memory.
 
     Attributes:

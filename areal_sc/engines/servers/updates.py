@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from areal_sc.config.schema import OnWeightUpdate, RolloutConfig
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.replica import Replica
-from areal_sc.engines.servers.weights import UpdateTimes, Weights, for_each
+from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights, for_each
 from areal_sc.errors import ArealError, PeerLost
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 async def update_wave(
     wave: Sequence[Replica],
-    weights: Weights,
+    weights: VersionWeights,
     times: UpdateTimes,
     config: RolloutConfig,
     *,
@@ -64,7 +64,7 @@ async def update_wave(
 
 async def _replace(
     wave: Sequence[Replica],
-    weights: Weights,
+    weights: VersionWeights,
     times: UpdateTimes,
     failed: dict[Replica, ArealError],
     *,

@@ -86,7 +86,7 @@ def why_replace(
     return None
 
 
-class Watch:
+class ServerWatch:
     """One life of a server.
 
     Args:

@@ -59,13 +59,13 @@ class UpdateTimes:
     failed_servers: float = 0.0
 
 
-class Weights:
+class VersionWeights:
     """Weights of one policy version."""
 
     version: int
 
     @property
-    def again(self) -> Weights:
+    def again(self) -> VersionWeights:
         """What a server that starts later is given to have the same weights."""
         return self
 
@@ -84,7 +84,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class DiskWeights(Weights):
+class DiskWeights(VersionWeights):
     """A Hugging Face folder on a path that the servers see.
 
     It has to stay until the version after it has been published: a server that restarts reads it.
@@ -137,7 +137,7 @@ class WrittenWeights(DiskWeights):
 
 
 @dataclass(frozen=True)
-class CollectiveWeights(Weights):
+class CollectiveWeights(VersionWeights):
     """Weights that the servers of a weight group receive while rank 0 broadcasts them.
 
     A broadcast waits for all ranks, so no server is asked to take part before all of them have
@@ -155,11 +155,11 @@ class CollectiveWeights(Weights):
     group_name: str
     num_members: int
     buckets: Sequence[BucketLayout]
-    other_way: Weights
+    other_way: VersionWeights
     give_up: Callable[[], Awaitable[None]]
 
     @property
-    def again(self) -> Weights:
+    def again(self) -> VersionWeights:
         return self.other_way
 
     async def load(

@@ -126,7 +126,7 @@ def begin_export(
     )
 
 
-class _File(NamedTuple):
+class _WeightsFile(NamedTuple):
     """One file of an export.
 
     Attributes:
@@ -202,7 +202,9 @@ class _Export:
         unfilled = {names[name]: v for name, v in self._unfilled.items()}
         model_files = ModelFiles.lay_out(unfilled, self._max_file_bytes)
         files = [
-            _File(target / file, layout, {n: it for n, it in names.items() if it in layout.starts})
+            _WeightsFile(
+                target / file, layout, {n: it for n, it in names.items() if it in layout.starts}
+            )
             for file, layout in model_files.layouts.items()
         ]
         scratch = torch.empty(0, dtype=torch.uint8)
@@ -245,7 +247,7 @@ class _Export:
         part = self._taken[name] if name in self._taken else self._read(name)
         return _in_host_memory(part, self._dtype, copy=False)
 
-    def _write_own(self, files: Iterable[_File]) -> None:
+    def _write_own(self, files: Iterable[_WeightsFile]) -> None:
         """Every rank writes its parts."""
         for file in files:
             given = ((n, self._given_by(n, self._group.rank)) for n in file.names)
@@ -254,7 +256,7 @@ class _Export:
                 ((file.names[n], box, self._for_file(n)) for n, box in given if box is not None),
             )
 
-    def _send_and_write(self, files: Iterable[_File], scratch: torch.Tensor) -> None:
+    def _send_and_write(self, files: Iterable[_WeightsFile], scratch: torch.Tensor) -> None:
         """Rank 0 alone sees the files; `scratch` as in `_at_rank_0`."""
         failure: Exception | None = None
         for file in files:

@@ -21,7 +21,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.training.causal_lm import build_without_parameters, loading_error
 from areal_sc.engines.training.parts import Parts
 from areal_sc.engines.training.process_group import ProcessGroup
-from areal_sc.engines.training.stored_weights import Weights, open_weights
+from areal_sc.engines.training.stored_weights import ModelWeights, open_weights
 from areal_sc.engines.training.whole_tensors import receive_part
 from areal_sc.errors import ArealError, ModelError
 
@@ -37,11 +37,11 @@ class SharedWeights:
     def __init__(self, config: ActorConfig, world: ProcessGroup) -> None:
         self._config = config
         self._world = world
-        self._weights: Weights | None = None
+        self._weights: ModelWeights | None = None
         self._conversions: Sequence[int] | None = None
         self._error: ArealError | None = None
 
-    def open(self, try_model: Callable[[Weights], T]) -> T:
+    def open(self, try_model: Callable[[ModelWeights], T]) -> T:
         """Opens the weights.
 
         Args:

@@ -43,7 +43,7 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _FAILURES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
-class Weights(Protocol):
+class ModelWeights(Protocol):
     """Where the values of a model come from.
 
     Attributes:
@@ -73,7 +73,7 @@ class WeightsInMemory:
         return {name: self._values[name].detach() for name in names}
 
 
-def open_weights(config: ActorConfig) -> Weights:
+def open_weights(config: ActorConfig) -> ModelWeights:
     """The weights of `config.path`, or drawn with `random_init`.
 
     Drawn ones, and those of files that cannot be read in parts, are in memory as a whole.
@@ -95,7 +95,7 @@ def open_weights(config: ActorConfig) -> Weights:
 
 
 class StoredWeights:
-    """`Weights` of files that are read in parts.
+    """`ModelWeights` of files that are read in parts.
 
     Args:
         folder: of the model.

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Silence:
+class _ClusterSilence:
     """Whether slurmctld gave this process no answer, and when it answered again.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Silence:
         return time.monotonic() < self.back_s + _REGISTER_S
 
 
-_silence: Final = _Silence()
+_silence: Final = _ClusterSilence()
 
 _UNKNOWN_JOB: Final = "Invalid job id"
 _FORGOTTEN: Final = "SLURM has forgotten it"

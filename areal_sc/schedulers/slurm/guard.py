@@ -40,7 +40,7 @@ _LONGEST_PAUSE_S: Final = 60.0
 logger = logging.getLogger(__name__)
 
 
-class Guard:
+class JobsGuard:
     """The process, as the script has it.
 
     Args:

@@ -50,7 +50,7 @@ from areal_sc.schedulers.joining import JoinServer
 from areal_sc.schedulers.open_run import OpenRun, keys_of
 from areal_sc.schedulers.other_agents import AgentAddress
 from areal_sc.schedulers.slurm import commands
-from areal_sc.schedulers.slurm.guard import Guard
+from areal_sc.schedulers.slurm.guard import JobsGuard
 from areal_sc.schedulers.slurm.job import Job
 from areal_sc.schedulers.slurm.jobs import Jobs
 from areal_sc.schedulers.slurm.jobs_file import LentRecord, digest_of
@@ -113,7 +113,7 @@ class SlurmScheduler(OpenRun):
             self._steps = Steps(config, folder, variables, self._joins)
             self._jobs = Jobs(config, folder, earlier.known, variables, self._steps, self._joins)
             folder.write_atomic(folder.join_path, self._joins.address.encode())
-            self._guard = Guard(folder, config.orphan_timeout_s)
+            self._guard = JobsGuard(folder, config.orphan_timeout_s)
             undo.callback(self._end)
             self._take_over(earlier)
             for job in [] if self._lent else self._jobs.begin():

@@ -17,7 +17,7 @@ from areal_sc.transport.bulk.plan import Transfer, cut
 from areal_sc.transport.bulk.session import (
     DESCRIBE,
     FieldDescription,
-    Owner,
+    ShardOwner,
     call_owner,
     request_session,
 )
@@ -62,7 +62,7 @@ class BulkClient:
         self._absence_s = absence_s
         self._credits = Credits(max_inflight_bytes, self._config.chunk_bytes)
         self._refused = Refusals(logger, "reply_refused", puller)
-        self._connections: dict[Owner, OwnerConnection] = {}
+        self._connections: dict[ShardOwner, OwnerConnection] = {}
         self._is_closed = False
 
     @property
@@ -70,7 +70,9 @@ class BulkClient:
         """Replies dropped because no owner sent them so."""
         return self._refused.num
 
-    async def fetch(self, owner: Owner, transfers: Sequence[Transfer], deadline: float) -> None:
+    async def fetch(
+        self, owner: ShardOwner, transfers: Sequence[Transfer], deadline: float
+    ) -> None:
         """Fills the destinations of all transfers.
 
         Args:
@@ -107,7 +109,7 @@ class BulkClient:
             del fetch  # with the traceback it would keep itself, and the pull's buffer
 
     async def describe(
-        self, owner: Owner, shard_id: str, deadline: float
+        self, owner: ShardOwner, shard_id: str, deadline: float
     ) -> list[FieldDescription]:
         """The fields of a shard; raises as `Puller.pull`."""
         loop, where = asyncio.get_running_loop(), f"shard {shard_id} on {owner.node_id}"
@@ -129,7 +131,7 @@ class BulkClient:
         for connection in list(self._connections.values()):
             await connection.close()
 
-    def _connection(self, owner: Owner) -> OwnerConnection:
+    def _connection(self, owner: ShardOwner) -> OwnerConnection:
         if self._is_closed:
             raise ShardGone(f"nothing is pulled from {owner.node_id} any more: this side is closed")
         found = self._connections.get(owner)
@@ -145,7 +147,7 @@ class BulkClient:
             self._connections[owner] = found
         return found
 
-    def _count(self, fetch: Fetch, owner: Owner, connecting_s: float, num_bytes: int) -> None:
+    def _count(self, fetch: Fetch, owner: ShardOwner, connecting_s: float, num_bytes: int) -> None:
         now_s = asyncio.get_running_loop().time()
         total_s = now_s - fetch.begun_s
         queueing_s = max(0.0, (fetch.sent_s or now_s) - fetch.begun_s - connecting_s)

@@ -5,7 +5,7 @@
     HELLO     puller: magic, protocol version and session id; the first message of a connection
     READ      puller: a msgpack list of `ShardSlice`; answered in the order of the requests
     ROWS      owner: the bytes of all slices, one after the other
-    FAILURE   owner: msgpack of a `Failure`
+    FAILURE   owner: msgpack of a `PullFailure`
 
 A session is made by a call on the (CurveZMQ) control socket, which hands over one fresh key for
 each direction. It has one connection: that on which its `HELLO` comes first. Every content carries
@@ -87,7 +87,7 @@ class ShardSlice(msgspec.Struct, array_like=True, frozen=True):
         return len(self.rows) * len(self.fields)
 
 
-class Failure(msgspec.Struct, array_like=True, frozen=True):
+class PullFailure(msgspec.Struct, array_like=True, frozen=True):
     """Why a request cannot be answered.
 
     Attributes:
@@ -100,7 +100,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     message: str
 
     @classmethod
-    def of(cls, error: TransportError | MetadataError, slice_number: int = 0) -> Failure:
+    def of(cls, error: TransportError | MetadataError, slice_number: int = 0) -> PullFailure:
         return cls(slice_number, type(error).__name__, str(error)[:_MAX_FAILURE_CHARS])
 
     @property
@@ -109,7 +109,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 
 REQUESTS: Final = msgspec.msgpack.Decoder(list[ShardSlice])
-FAILURES: Final = msgspec.msgpack.Decoder(Failure)
+FAILURES: Final = msgspec.msgpack.Decoder(PullFailure)
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], content: Buffer) -> T:

@@ -51,7 +51,7 @@ from areal_sc.transport.bulk.messages import (
     decoded,
 )
 from areal_sc.transport.bulk.plan import Transfer
-from areal_sc.transport.bulk.session import Owner, SessionGrant
+from areal_sc.transport.bulk.session import SessionGrant, ShardOwner
 from areal_sc.transport.bulk.stream import MessageStream, connect
 from areal_sc.transport.sockets.refusals import Refusals
 
@@ -122,7 +122,7 @@ class OwnerConnection:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: ShardOwner,
         config: TransportConfig,
         open_session: Callable[[], Awaitable[SessionGrant]],
         credits: Credits,

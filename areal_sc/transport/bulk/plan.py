@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, Run
+from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, RowRun
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROWS, ShardSlice
-from areal_sc.transport.bulk.session import Owner
+from areal_sc.transport.bulk.session import ShardOwner
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.shards.layout import SealedField, ShardLayout
 from areal_sc.transport.tensor_bytes import dtype_named
@@ -30,7 +30,7 @@ class OwnedSlice(NamedTuple):
         offset: values of each of its tensors that come before.
     """
 
-    owner: Owner
+    owner: ShardOwner
     rows: ShardSlice
     offset: int = 0
 
@@ -69,7 +69,7 @@ def slices_of(
     slices = []
     for columns in batch.columns:
         for shard in columns.shards:
-            owner = Owner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
+            owner = ShardOwner(shard.node_id, shard.node_addr, parse_shard_id(shard.shard_id)[0])
             for offset, its_rows in _stretches(shard.runs):
                 its_lengths = lengths[offset : offset + len(its_rows)]
                 wanted = shard_slice(shard.shard_id, columns.dtypes, its_rows, its_lengths)
@@ -99,10 +99,10 @@ def copy_layout(ranks: Iterable[Mapping[str, OwnedSlice]]) -> ShardLayout:
 
 def transfers_to(
     ranks: Iterable[Mapping[str, OwnedSlice]], layout: ShardLayout, memory: memoryview
-) -> dict[Owner, list[Transfer]]:
+) -> dict[ShardOwner, list[Transfer]]:
     """What fills the memory of such a copy, the parts of each parameter in the order of ranks."""
     starts = {name: field.start for name, field in layout.fields.items()}
-    transfers: dict[Owner, list[Transfer]] = {}
+    transfers: dict[ShardOwner, list[Transfer]] = {}
     for rank in ranks:
         for name, (owner, rows, _) in rank.items():
             end = starts[name] + rows.num_bytes
@@ -205,7 +205,7 @@ def cut(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
             start = end
 
 
-def _stretches(runs: Iterable[Run]) -> list[tuple[int, list[int]]]:
+def _stretches(runs: Iterable[RowRun]) -> list[tuple[int, list[int]]]:
     """The rows of a shard at consecutive rows of the batch, each time with the first of those."""
     found: list[tuple[int, list[int]]] = []
     for offset, first, count in runs:

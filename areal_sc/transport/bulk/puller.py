@@ -42,7 +42,7 @@ from areal_sc.transport.bulk.plan import (
     slices_of,
     transfers_to,
 )
-from areal_sc.transport.bulk.session import FieldDescription, Owner
+from areal_sc.transport.bulk.session import FieldDescription, ShardOwner
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.shards.arena_map import ArenaMap, MappedShard
 from areal_sc.transport.shards.ids import parse_shard_id
@@ -202,7 +202,7 @@ class Puller:
 
     def _allocated(
         self, dtypes: Mapping[str, torch.dtype], slices: Iterable[OwnedSlice]
-    ) -> tuple[dict[str, torch.Tensor], dict[Owner, list[Transfer]]]:
+    ) -> tuple[dict[str, torch.Tensor], dict[ShardOwner, list[Transfer]]]:
         """The tensors, not filled yet, and what is to fill them."""
         numel = dict.fromkeys(dtypes, 0)
         for _, rows, _ in slices:
@@ -215,7 +215,7 @@ class Puller:
             size += -(-numel[name] * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         buffer = self._pool.take(size)
         memory = buffer.data
-        transfers: dict[Owner, list[Transfer]] = {}
+        transfers: dict[ShardOwner, list[Transfer]] = {}
         for owner, rows, offset in slices:
             num_values = sum(rows.lengths)
             destinations = []
@@ -254,7 +254,7 @@ class Puller:
                 views[name] = shard.tensor(name)[start : start + sum(rows.lengths)]
         return views, others
 
-    async def _fill(self, transfers: Mapping[Owner, list[Transfer]], deadline: float) -> None:
+    async def _fill(self, transfers: Mapping[ShardOwner, list[Transfer]], deadline: float) -> None:
         """Fills all destinations or raises the first failure; the rest is then cancelled."""
         readable, elsewhere = {}, {}
         for owner, its in transfers.items():
@@ -275,7 +275,7 @@ class Puller:
             self._bulk.seconds["copying"] += time.perf_counter() - begun_s
         await _all_of(self._bulk.fetch(*each, deadline) for each in elsewhere.items())
 
-    def _planned(self, transfers: Mapping[Owner, Iterable[Transfer]]) -> list[Copy]:
+    def _planned(self, transfers: Mapping[ShardOwner, Iterable[Transfer]]) -> list[Copy]:
         """The copies out of shards that this process can read."""
         copies = []
         for owner, its in transfers.items():
@@ -296,7 +296,7 @@ class Puller:
         self, node_id: str, node_addr: str, shard_id: str, deadline: float
     ) -> dict[str, OwnedSlice]:
         """Each parameter of one rank's shard, as its owner describes it."""
-        owner = Owner(node_id, node_addr, parse_shard_id(shard_id)[0])
+        owner = ShardOwner(node_id, node_addr, parse_shard_id(shard_id)[0])
         if self._is_own(owner) or self._is_mapped(owner):
             described = [
                 FieldDescription(name, field.dtype, field.row_lengths)
@@ -311,14 +311,14 @@ class Puller:
             for name, dtype, lengths in described
         }
 
-    def _held(self, owner: Owner, shard_id: str) -> Mapping[str, SealedField]:
+    def _held(self, owner: ShardOwner, shard_id: str) -> Mapping[str, SealedField]:
         """The fields of a shard that this process can read."""
         if self._is_own(owner):
             assert self._local_store is not None
             return self._local_store.describe(shard_id)
         return self._open_mapped(owner, shard_id).fields
 
-    def _open_mapped(self, owner: Owner, shard_id: str) -> MappedShard:
+    def _open_mapped(self, owner: ShardOwner, shard_id: str) -> MappedShard:
         assert self._arenas is not None
         try:
             return self._arenas.open_shard(shard_id)
@@ -326,14 +326,14 @@ class Puller:
             why = str(error).removeprefix(f"shard {shard_id} is gone: ")
             raise ShardGone(f"shard {shard_id} on {owner.node_id} is gone: {why}") from error
 
-    def _is_own(self, owner: Owner) -> bool:
+    def _is_own(self, owner: ShardOwner) -> bool:
         store = self._local_store
         return store is not None and (store.node_id, store.incarnation) == (
             owner.node_id,
             owner.incarnation,
         )
 
-    def _is_mapped(self, owner: Owner) -> bool:
+    def _is_mapped(self, owner: ShardOwner) -> bool:
         arenas = self._arenas
         return arenas is not None and not self._is_own(owner) and arenas.find(owner.incarnation)
 

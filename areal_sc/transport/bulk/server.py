@@ -35,8 +35,8 @@ from areal_sc.transport.bulk.messages import (
     READ,
     REQUESTS,
     ROWS,
-    Failure,
     MessageCipher,
+    PullFailure,
     decoded,
 )
 from areal_sc.transport.bulk.plan import find_bytes, window
@@ -74,7 +74,7 @@ _ACCEPT_RETRY_S: Final = 0.2
 """After the system had no file descriptor or memory left for another connection."""
 
 
-class _Puller:
+class _PullingPeer:
     """One connection; a `MessageSink`.
 
     Attributes:
@@ -175,8 +175,8 @@ class BulkServer:
         self._reply_timeout_s = reply_timeout_s
         self._grants: OrderedDict[bytes, tuple[str, str, SessionGrant]] = OrderedDict()
         # both in the order of their coming
-        self._callers: dict[_Puller, asyncio.TimerHandle] = {}
-        self._pullers: dict[_Puller, None] = {}
+        self._callers: dict[_PullingPeer, asyncio.TimerHandle] = {}
+        self._pullers: dict[_PullingPeer, None] = {}
         self._address = ""
         self._listener: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -244,7 +244,7 @@ class BulkServer:
             raise ProtocolError("the caller shows no session, or one that has a connection")
         return found
 
-    def admit(self, puller: _Puller, session_id: bytes) -> None:
+    def admit(self, puller: _PullingPeer, session_id: bytes) -> None:
         """It has shown a session, which no other connection can show any more."""
         del self._grants[session_id]
         self._callers.pop(puller).cancel()
@@ -271,10 +271,10 @@ class BulkServer:
                 parts += window(flat, wanted.skip, wanted.num_bytes)
                 number += 1
         except (ShardGone, MetadataError, ProtocolError) as error:
-            return FAILURE, [msgspec.msgpack.encode(Failure.of(error, number))]
+            return FAILURE, [msgspec.msgpack.encode(PullFailure.of(error, number))]
         return ROWS, parts
 
-    def drop(self, puller: _Puller, reason: str, *, is_refused: bool = False) -> None:
+    def drop(self, puller: _PullingPeer, reason: str, *, is_refused: bool = False) -> None:
         """Ends the connection, if it has not ended by itself."""
         puller.stream.close()
         if is_refused:
@@ -313,7 +313,7 @@ class BulkServer:
                 continue
             if len(self._callers) == MAX_CALLERS:
                 self.drop(next(iter(self._callers)), "it made room for others", is_refused=True)
-            caller = _Puller(self, connection, host)
+            caller = _PullingPeer(self, connection, host)
             late = partial(self.drop, caller, "it showed no session in time", is_refused=True)
             self._callers[caller] = loop.call_later(HANDSHAKE_TIMEOUT_MS / 1000, late)
 

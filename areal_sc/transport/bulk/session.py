@@ -28,7 +28,7 @@ RETRY_S: Final = 0.2
 """Between two calls of an owner that is being started again."""
 
 
-class Owner(NamedTuple):
+class ShardOwner(NamedTuple):
     """One life of the worker that holds a shard."""
 
     node_id: str
@@ -85,7 +85,7 @@ DESCRIBE: Final = Method("bulk.describe", str, list[FieldDescription], callers=W
 
 async def request_session(
     transport: Transport,
-    owner: Owner,
+    owner: ShardOwner,
     puller: str,
     config: TransportConfig,
     absence_s: float = 0.0,
@@ -104,7 +104,7 @@ async def request_session(
 
 async def call_owner(
     transport: Transport,
-    owner: Owner,
+    owner: ShardOwner,
     method: Method[A, R],
     argument: A,
     timeout_s: float,

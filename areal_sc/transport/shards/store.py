@@ -80,7 +80,7 @@ class StoreBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class _StoredShard:
     block: StoreBlock
     fields: dict[str, SealedField]
 
@@ -117,7 +117,7 @@ class TensorStore:
         self._backend = backend or StoreBackend()
         self._lock = threading.Lock()
         self._sealing = threading.Lock()
-        self._shards: dict[ShardKey, _Shard] = {}
+        self._shards: dict[ShardKey, _StoredShard] = {}
         self._held_bytes = 0
 
     @property
@@ -291,7 +291,7 @@ class TensorStore:
             self._shards, self._held_bytes = {}, 0
         self._backend.close()
 
-    def _shard(self, shard_id: str) -> _Shard:
+    def _shard(self, shard_id: str) -> _StoredShard:
         incarnation, sequence = parse_shard_id(shard_id)
         with self._lock:
             shard = self._shards.get((incarnation, sequence))
@@ -351,5 +351,5 @@ class TensorStore:
         return len(blocks), num_bytes
 
 
-def _shard_in(block: StoreBlock) -> _Shard:
-    return _Shard(block, block.layout.over(block.memory.toreadonly()))
+def _shard_in(block: StoreBlock) -> _StoredShard:
+    return _StoredShard(block, block.layout.over(block.memory.toreadonly()))

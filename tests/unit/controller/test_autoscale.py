@@ -16,8 +16,8 @@ from areal_sc.controller.autoscale import (
     SETTLE_STEPS,
     URGENT_STEPS,
     Autoscaler,
-    Change,
     SeenStep,
+    SizeChange,
 )
 
 FIRST_CHANGE = SETTLE_STEPS + URGENT_STEPS
@@ -30,7 +30,7 @@ def played(
     num_steps: int,
     noise: float = 0.0,
     limits: tuple[int, int] = (1, 16),
-) -> tuple[int, list[tuple[int, Change]]]:
+) -> tuple[int, list[tuple[int, SizeChange]]]:
     """The last number of workers, and all changes with their steps.
 
     Args:

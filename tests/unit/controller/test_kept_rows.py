@@ -19,7 +19,7 @@ from areal_sc.metadata import (
     Columns,
     PromptReference,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
 )
 
@@ -37,7 +37,7 @@ def batch_of(group_id: int) -> BatchMetadata:
         version_spans=((group_id, 1),),
         episode=0,
     )
-    shard = ShardMetadata("rollout/0", "sim://0", f"a.{group_id}", (Run(0, 0, 1),))
+    shard = ShardMetadata("rollout/0", "sim://0", f"a.{group_id}", (RowRun(0, 0, 1),))
     columns = (Columns(dict(TRAJECTORY_FIELDS), (shard,)),)
     return BatchMetadata(f"g{group_id}", group_id, columns, (row,))
 

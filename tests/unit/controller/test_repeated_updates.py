@@ -11,7 +11,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.errors import StaleCall
-from areal_sc.metadata import BatchMetadata, Columns, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 
 
 def with_field(
@@ -22,7 +22,7 @@ def with_field(
         owner.name,
         owner.address,
         owner.store.put(4 * batch.num_tokens),
-        (Run(0, 0, batch.total_batch_size),),
+        (RowRun(0, 0, batch.total_batch_size),),
     )
     columns = Columns({name: "float32"}, (shard,), is_computed)
     return replace(batch, columns=(*batch.columns, columns))

@@ -23,7 +23,7 @@ from areal_sc.metadata import (
     Columns,
     PromptReference,
     RowMetadata,
-    Run,
+    RowRun,
     ShardMetadata,
 )
 from areal_sc.run_owner import RunTerm
@@ -66,7 +66,7 @@ class FakeFleet:
 
 
 def rows_of(group_id: int, worker: str, shard_id: str, address: str = "tcp://a:1") -> BatchMetadata:
-    shard = ShardMetadata(worker, address, shard_id, (Run(0, 0, 1),))
+    shard = ShardMetadata(worker, address, shard_id, (RowRun(0, 0, 1),))
     row = RowMetadata(group_id, 0, 3, 1.0, 0, ((0, 2),), episode=0)
     return BatchMetadata(f"g{group_id}", 0, (Columns({"input_ids": "int32"}, (shard,)),), (row,))
 

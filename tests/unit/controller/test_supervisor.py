@@ -18,11 +18,11 @@ from areal_sc.controller.supervisor import (
     Lost,
     Missed,
     Progressed,
-    Restart,
-    Served,
+    RestartUnit,
     Started,
     StartFailed,
     Supervisor,
+    UnitServes,
     UnitState,
 )
 from areal_sc.errors import WorkerLost, WorkerStartError
@@ -40,7 +40,7 @@ def serving(max_deaths: int = 3, *incarnations: str) -> Supervisor:
 def serve(supervisor: Supervisor, *incarnations: str) -> None:
     assert supervisor.on(Started("a", frozenset(incarnations))) is None
     assert supervisor.state("a") is UnitState.starting
-    assert supervisor.on(Served("a")) is None
+    assert supervisor.on(UnitServes("a")) is None
 
 
 def test_the_first_restart_begins_at_once_and_the_next_ones_after_longer_pauses() -> None:
@@ -48,7 +48,7 @@ def test_the_first_restart_begins_at_once_and_the_next_ones_after_longer_pauses(
     pauses = []
     for life in range(1000):
         action = supervisor.on(Lost(f"a{life}", DEAD))
-        assert isinstance(action, Restart)
+        assert isinstance(action, RestartUnit)
         pauses.append(action.after_s)
         serve(supervisor, f"a{life + 1}")
     assert pauses[:4] == [0.0, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
@@ -59,9 +59,9 @@ def test_the_first_restart_begins_at_once_and_the_next_ones_after_longer_pauses(
 
 def test_a_unit_that_only_dies_is_given_up_with_the_last_cause() -> None:
     supervisor = serving(max_deaths=2)
-    assert supervisor.on(Lost("a0", DEAD)) == Restart("a", 0.0)
+    assert supervisor.on(Lost("a0", DEAD)) == RestartUnit("a", 0.0)
     late = WorkerStartError("it does not come up")
-    assert supervisor.on(StartFailed("a", late)) == Restart("a", FIRST_PAUSE_S)
+    assert supervisor.on(StartFailed("a", late)) == RestartUnit("a", FIRST_PAUSE_S)
     serve(supervisor, "a1")
     last = WorkerLost("it died again")
     assert supervisor.on(Lost("a1", last)) == GiveUp("a", last, 3)
@@ -72,13 +72,13 @@ def test_a_unit_that_only_dies_is_given_up_with_the_last_cause() -> None:
 def test_only_what_is_done_by_a_unit_that_serves_is_useful(is_useful: bool) -> None:
     """One that dies at the same step of each replay would be started for ever."""
     supervisor = serving(max_deaths=1)
-    assert supervisor.on(Lost("a0", DEAD)) == Restart("a", 0.0)
+    assert supervisor.on(Lost("a0", DEAD)) == RestartUnit("a", 0.0)
     supervisor.on(Started("a", frozenset(["a1"])))
     if is_useful:
-        supervisor.on(Served("a"))
+        supervisor.on(UnitServes("a"))
     supervisor.on(Progressed("a"))
     action = supervisor.on(Lost("a1", DEAD))
-    assert action == (Restart("a", 0.0) if is_useful else GiveUp("a", DEAD, 2))
+    assert action == (RestartUnit("a", 0.0) if is_useful else GiveUp("a", DEAD, 2))
 
 
 def test_the_first_death_ends_a_run_that_wants_it_so() -> None:
@@ -94,7 +94,7 @@ def test_what_no_attempt_can_change_is_given_up_at_once() -> None:
 
 def test_ranks_that_die_together_are_one_death() -> None:
     supervisor = serving(5, "a0", "a1")
-    assert supervisor.on(Lost("a1", DEAD)) == Restart("a", 0.0)
+    assert supervisor.on(Lost("a1", DEAD)) == RestartUnit("a", 0.0)
     assert supervisor.on(Lost("a0", DEAD)) is None
     serve(supervisor, "a2", "a3")
     assert supervisor.on(Lost("a0", DEAD)) is None, "news of an earlier life"
@@ -111,7 +111,7 @@ def test_a_silent_unit_is_suspect_until_all_of_it_is_heard() -> None:
     supervisor.on(Heard("a1"))
     assert supervisor.state("a") is UnitState.ready
     supervisor.on(Missed("a1"))
-    assert isinstance(supervisor.on(Lost("a0", DEAD)), Restart)
+    assert isinstance(supervisor.on(Lost("a0", DEAD)), RestartUnit)
     supervisor.on(Heard("a1"))
     assert supervisor.state("a") is UnitState.restarting
     serve(supervisor, "a2", "a3")
@@ -123,7 +123,7 @@ def test_one_that_falls_silent_while_it_starts_is_suspect_when_it_serves() -> No
     supervisor.on(Started("a", frozenset(["a0"])))
     supervisor.on(Missed("a0"))
     assert supervisor.state("a") is UnitState.starting
-    supervisor.on(Served("a"))
+    supervisor.on(UnitServes("a"))
     assert supervisor.state("a") is UnitState.suspect
 
 
@@ -135,7 +135,7 @@ LIVES = [f"{unit}{member}.{life}" for unit, n in UNITS.items() for member in ran
 units = st.sampled_from(sorted(UNITS))
 lives = st.sampled_from(LIVES)
 events: st.SearchStrategy[Event] = st.one_of(
-    st.builds(Served, units),
+    st.builds(UnitServes, units),
     st.builds(Missed, lives),
     st.builds(Heard, lives),
     st.builds(lambda life: Lost(life, WorkerLost(life)), lives),
@@ -177,7 +177,9 @@ def test_whatever_is_told_the_decisions_hold(told: list[Event], max_deaths: int)
             else:
                 assert isinstance(event, StartFailed)
             current[unit] = frozenset()  # no life counts until new ones are told of
-            expected = UnitState.restarting if isinstance(action, Restart) else UnitState.given_up
+            expected = (
+                UnitState.restarting if isinstance(action, RestartUnit) else UnitState.given_up
+            )
             assert after[unit] is expected
         elif isinstance(event, Lost):
             assert not any(event.incarnation in lives for lives in current.values())
@@ -187,7 +189,7 @@ def test_whatever_is_told_the_decisions_hold(told: list[Event], max_deaths: int)
                 assert {before[unit], after[unit]} == {UnitState.ready, UnitState.suspect}
     for unit, actions in decided.items():
         check_row(actions, max_deaths, [e for e in told if isinstance(e, Progressed)], unit)
-    restarts = [a for a in itertools.chain(*decided.values()) if isinstance(a, Restart)]
+    restarts = [a for a in itertools.chain(*decided.values()) if isinstance(a, RestartUnit)]
     assert supervisor.num_restarts == len(restarts)
 
 
@@ -195,7 +197,7 @@ def check_row(
     actions: list[Action], max_deaths: int, progress: list[Progressed], unit: str
 ) -> None:
     """Pauses are bounded and grow; without progress the unit is given up in time, and once."""
-    pauses = [action.after_s for action in actions if isinstance(action, Restart)]
+    pauses = [action.after_s for action in actions if isinstance(action, RestartUnit)]
     assert all(0.0 <= pause_s <= LONGEST_PAUSE_S for pause_s in pauses)
     assert not any(isinstance(action, GiveUp) for action in actions[:-1])
     if not any(event.unit == unit for event in progress):

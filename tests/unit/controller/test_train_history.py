@@ -10,29 +10,29 @@ from areal_sc.controller.train_history import (
     BegunWrite,
     Computed,
     PPOUpdated,
-    Source,
+    StartingPoint,
     TrainHistory,
 )
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.weights import ShardReference
 from areal_sc.workers.calls import Change, Compute, PPOUpdate, SnapshotPlace
 from areal_sc.workers.operations import Operation
 
-INITIAL = Source(0, SnapshotPlace.initial)
+INITIAL = StartingPoint(0, SnapshotPlace.initial)
 
 
-def in_memory(version: int) -> Source:
-    return Source(version, SnapshotPlace.memory)
+def in_memory(version: int) -> StartingPoint:
+    return StartingPoint(version, SnapshotPlace.memory)
 
 
-def on_disk(version: int) -> Source:
-    return Source(version, SnapshotPlace.disk)
+def on_disk(version: int) -> StartingPoint:
+    return StartingPoint(version, SnapshotPlace.disk)
 
 
 def batch_of(*shard_ids: str) -> BatchMetadata:
     """A row of each shard."""
     shards = tuple(
-        ShardMetadata("train/0", "tcp://a", shard_id, (Run(row, 0, 1),))
+        ShardMetadata("train/0", "tcp://a", shard_id, (RowRun(row, 0, 1),))
         for row, shard_id in enumerate(shard_ids)
     )
     rows = tuple(
@@ -165,7 +165,11 @@ def test_a_batch_names_the_shards_of_the_newest_lives() -> None:
     for life in ("life1", "life2"):
         made.move("life0.1", ShardReference("train/0", "tcp://b", f"{life}.7"))
     moved, stays = made.current(batch).shards
-    assert (moved.shard_id, moved.node_addr, moved.runs) == ("life2.7", "tcp://b", (Run(0, 0, 1),))
+    assert (moved.shard_id, moved.node_addr, moved.runs) == (
+        "life2.7",
+        "tcp://b",
+        (RowRun(0, 0, 1),),
+    )
     assert stays == batch.shards[1]
     made.advance(1)
     assert made.current(batch) is batch

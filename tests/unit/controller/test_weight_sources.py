@@ -23,7 +23,7 @@ from areal_sc.controller.weight_sources import (
     MAX_REFUSED,
     MIN_LATE_S,
     TRAINER_PULLS,
-    Source,
+    WeightHolder,
     WeightSources,
 )
 from areal_sc.engines.handles import make_generator
@@ -338,7 +338,7 @@ def test_a_run_whose_nodes_die_while_they_serve_others_goes_on(seed: int) -> Non
         run.cluster.num_nodes = 9
         copy = WeightSources._copy
 
-        async def counted(self: WeightSources, member: Any, source: Source) -> None:
+        async def counted(self: WeightSources, member: Any, source: WeightHolder) -> None:
             pulls["trainers" if source.keeper is None else "nodes"] += 1
             await copy(self, member, source)
             pulls["copies"] += 1

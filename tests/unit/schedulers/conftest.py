@@ -16,7 +16,7 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """For stand-ins of the commands, each of whose calls adds a line to `<name>.calls`."""
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(commands, "_silence", commands._Silence())
+    monkeypatch.setattr(commands, "_silence", commands._ClusterSilence())
     return tmp_path
 
 

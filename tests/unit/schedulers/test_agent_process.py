@@ -10,7 +10,7 @@ import pytest
 
 from areal_sc.agent_files import AgentFile
 from areal_sc.process import OtherProcess, start_ticks
-from areal_sc.schedulers.agent_process import FoundAgent
+from areal_sc.schedulers.agent_process import LocalAgent
 
 
 def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_place(
@@ -23,7 +23,7 @@ def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_pla
         file = AgentFile("host", child.pid, start_ticks(child.pid), "tcp://nobody:1", "abc")
         process = OtherProcess.find(child.pid, file.start_ticks)
         assert process is not None
-        agent = FoundAgent(file, process)
+        agent = LocalAgent(file, process)
         assert agent.how_it_ended() is None
         assert OtherProcess.find(child.pid, file.start_ticks - 1) is None, "its id was given again"
         agent.kill()

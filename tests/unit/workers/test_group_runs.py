@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from areal_sc.errors import EngineFailed
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.workers import group_runs
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 from areal_sc.workers.group_runs import GroupRuns
@@ -16,7 +16,7 @@ RUN = GroupAttempt(7, 1)
 
 
 def reply_with_rows(run: GroupAttempt, shard_id: str) -> GroupReply:
-    shard = ShardMetadata("rollout/0", "tcp://a:1", shard_id, (Run(0, 0, 1),))
+    shard = ShardMetadata("rollout/0", "tcp://a:1", shard_id, (RowRun(0, 0, 1),))
     row = RowMetadata(run.group_id, run.attempt, 3, 1.0, 0, ((0, 2),), episode=0)
     columns = (Columns({"input_ids": "int32"}, (shard,)),)
     return GroupReply(run, BatchMetadata("g", 0, columns, (row,)))

@@ -12,7 +12,7 @@ import torch
 
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ShardGone
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.puller import Puller
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -43,7 +43,7 @@ def seal(plane: Any, tokenizer: Any, rows: Sequence[tuple[str, str]] = ROWS) -> 
     ids = [token for row in parts for part in row for token in part]
     mask = [i > 0 for row in parts for i, part in enumerate(row) for _ in part]
     fields = {"input_ids": torch.tensor(ids, dtype=torch.int32), "loss_mask": torch.tensor(mask)}
-    runs = (Run(0, 0, len(rows)),)
+    runs = (RowRun(0, 0, len(rows)),)
     shard = ShardMetadata("rollout/0", "", plane.store.put(fields, lengths), runs)
     metadata = tuple(
         RowMetadata(0, 0, length, 1.0, 0, ((0, length),), i) for i, length in enumerate(lengths)

@@ -14,12 +14,12 @@ from areal_sc.errors import ProtocolError
 _FINISHED = ("stop", "length")
 
 
-class _Finish(Struct):
+class _FinishReason(Struct):
     type: str
     message: str | None = None
 
 
-class _Span(Struct):
+class _SGLangSpan(Struct):
     version: int
     start: int
     end: int
@@ -36,16 +36,16 @@ class _MetaInfo(Struct):
         weight_versions: None from servers that do not tell.
     """
 
-    finish_reason: _Finish
+    finish_reason: _FinishReason
     weight_version: str = ""
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[_SGLangSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
 
-class _Answer(Struct):
+class _SGLangAnswer(Struct):
     meta_info: _MetaInfo
 
 
@@ -81,7 +81,7 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> AnswerPart:
         log-probability is not finite.
     """
     try:
-        meta = convert(answer, _Answer, strict=False).meta_info
+        meta = convert(answer, _SGLangAnswer, strict=False).meta_info
         entries = meta.output_token_logprobs or []
         versions = _versions(meta, len(entries))
     except (ValidationError, ValueError) as error:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from areal_sc.config.machine import Machine
 from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.worker_plan import DTYPE_BYTES, Plan, WorkerPlan
+from areal_sc.config.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.sglang.arguments import server_arguments
@@ -66,7 +66,7 @@ class SGLangEngine(ServersHandle):
             kv_bytes = left if asked_bytes is None else min(left, asked_bytes)
         return WorkerPlan("server", 0, device, parameter_bytes=parameter_bytes, kv_bytes=kv_bytes)
 
-    def way_out(self, plan: Plan) -> str | None:
+    def way_out(self, plan: RunPlan) -> str | None:
         return _SHARE.way_out(plan)
 
 

@@ -22,7 +22,7 @@ _NOT_FINITE = -9999.0
 """What vLLM says in place of a log-probability that is not finite."""
 
 
-class _Entry(Struct):
+class _LogprobEntry(Struct):
     """One token's."""
 
     token_id: int
@@ -30,7 +30,7 @@ class _Entry(Struct):
 
 
 class _LogProbs(Struct):
-    content: list[_Entry] | None = None
+    content: list[_LogprobEntry] | None = None
 
 
 class _NamedSpan(Struct):
@@ -39,7 +39,7 @@ class _NamedSpan(Struct):
     end: int
 
 
-class _Span(NamedTuple):
+class _VLLMSpan(NamedTuple):
     version: int
     start: int
     end: int
@@ -67,7 +67,7 @@ class _Usage(Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Answer(Struct):
+class _VLLMAnswer(Struct):
     choices: list[_Choice]
     usage: _Usage
 
@@ -107,7 +107,7 @@ def read_answer(answer: dict[str, Any]) -> AnswerPart:
         log-probability is not finite.
     """
     try:
-        whole = convert(answer, _Answer, strict=False)
+        whole = convert(answer, _VLLMAnswer, strict=False)
         (choice,) = whole.choices
         spans = [_numbered(span) for span in choice.weight_versions or ()]
     except (ValidationError, ValueError) as error:
@@ -144,8 +144,8 @@ def version_number(name: str) -> int | None:
     return int(name) if name.isdecimal() else None
 
 
-def _numbered(span: _NamedSpan) -> _Span:
+def _numbered(span: _NamedSpan) -> _VLLMSpan:
     version = version_number(span.version)
     if version is None:
         raise ValueError(f"weights {span.version!r} are no policy version")
-    return _Span(version, span.start, span.end)
+    return _VLLMSpan(version, span.start, span.end)

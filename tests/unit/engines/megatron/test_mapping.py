@@ -10,7 +10,7 @@ import transformers as hf
 
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.engines.megatron.family import ModelSizes
-from areal_sc.engines.megatron.mapping import MegatronParts, Place, Slot
+from areal_sc.engines.megatron.mapping import MegatronParts, MeshPlace, Slot
 from areal_sc.engines.training.parts import Box
 from areal_sc.errors import ModelError
 
@@ -168,7 +168,10 @@ def test_experts_are_spread_over_tensor_ranks_and_shares_of_rows() -> None:
     name = "model.layers.1.mlp.experts.gate_up_proj"
     starts = [parts_of(model, mesh, 0).box(name, rank).starts[0] for rank in range(4)]
     assert starts == [0, 1, 2, 3]
-    assert [Place.of(rank, mesh) for rank in (1, 2)] == [Place(1, 0, 0, 1), Place(0, 1, 0, 2)]
+    assert [MeshPlace.of(rank, mesh) for rank in (1, 2)] == [
+        MeshPlace(1, 0, 0, 1),
+        MeshPlace(0, 1, 0, 2),
+    ]
 
 
 def test_transformer_engine_has_norms_in_the_layers_behind_them() -> None:

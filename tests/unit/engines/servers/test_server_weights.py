@@ -17,7 +17,7 @@ from areal_sc.config.model_folder import read_stored_shapes
 from areal_sc.engines.servers.model import as_served, check_weights_folder
 from areal_sc.engines.servers.sglang.client import _pickle
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
-from areal_sc.engines.servers.weights import CollectiveWeights, UpdateTimes, Weights
+from areal_sc.engines.servers.weights import CollectiveWeights, UpdateTimes, VersionWeights
 from areal_sc.engines.weight_group import (
     NamedTensor,
     in_byte_order,
@@ -215,7 +215,7 @@ async def test_after_a_broadcast_only_servers_that_lack_something_are_given_it_o
 ) -> None:
     loaded: list[str] = []
 
-    class OtherWay(Weights):
+    class OtherWay(VersionWeights):
         async def load(self, servers: Any, times: UpdateTimes) -> dict[Any, Any]:
             loaded.extend(server.url for server in servers)
             return {}

@@ -9,7 +9,7 @@ import pytest
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.updates import update_wave
-from areal_sc.engines.servers.weights import UpdateTimes, Weights
+from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
 
 
 class Replica:
@@ -32,7 +32,7 @@ class Replica:
         self.reasons.append(reason)
 
 
-class SlowWeights(Weights):
+class SlowWeights(VersionWeights):
     """Weights whose load waits, and then raises what it is given."""
 
     version = 3

@@ -22,7 +22,7 @@ from areal_sc.engines.servers.process import (
     read_process,
     session_members,
 )
-from areal_sc.engines.servers.watch import Activity, Watch, why_replace
+from areal_sc.engines.servers.watch import Activity, ServerWatch, why_replace
 from areal_sc.errors import PeerLost, RpcTimeout
 
 LIMITS = ServersConfig(hung_after_s=5.0, busy_limit_s=60.0)
@@ -165,7 +165,7 @@ class Watched:
         self.server = Server()
         self.num_answers = 0
         servers = ServersConfig(hung_after_s=0.2, busy_limit_s=5.0, probe_interval_s=0.02)
-        self.watch = Watch(self.server, None, servers, self.count)  # type: ignore[arg-type]
+        self.watch = ServerWatch(self.server, None, servers, self.count)  # type: ignore[arg-type]
 
     def count(self) -> None:
         self.num_answers += 1

@@ -19,8 +19,8 @@ from areal_sc.transport.bulk.messages import (
     READ,
     REQUESTS,
     ROWS,
-    Failure,
     MessageCipher,
+    PullFailure,
     ShardSlice,
     decoded,
 )
@@ -146,7 +146,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_and_failures_cross_the_wire() -> None:
     assert decoded(REQUESTS, msgspec.msgpack.encode([ASKED] * 2)) == [ASKED] * 2
-    failure = Failure(2, "ShardGone", "x")
+    failure = PullFailure(2, "ShardGone", "x")
     assert decoded(FAILURES, msgspec.msgpack.encode(failure)) == failure
 
 
@@ -175,8 +175,8 @@ def test_bodies_that_no_member_sends_are_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("error", [ShardGone("a"), MetadataError("b"), ProtocolError("c")])
 def test_failures_keep_their_type(error: TransportError | MetadataError) -> None:
-    failure = Failure.of(error, 3)
+    failure = PullFailure.of(error, 3)
     assert failure.slice_number == 3
     assert type(failure.error) is type(error)
     assert str(failure.error) == str(error)
-    assert type(Failure(0, "SystemExit", "x").error) is TransportError
+    assert type(PullFailure(0, "SystemExit", "x").error) is TransportError

@@ -13,9 +13,9 @@ from areal_sc.transport.bulk.credits import Credits
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS
 from areal_sc.transport.bulk.owner_connection import Fetch, OwnerConnection
 from areal_sc.transport.bulk.plan import Transfer, cut, shard_slice
-from areal_sc.transport.bulk.session import Owner, SessionGrant
+from areal_sc.transport.bulk.session import SessionGrant, ShardOwner
 
-OWNER = Owner("rollout/0", "tcp://10.0.0.1:5", "life1")
+OWNER = ShardOwner("rollout/0", "tcp://10.0.0.1:5", "life1")
 REQUEST_BYTES = 100
 
 

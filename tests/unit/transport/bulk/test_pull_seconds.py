@@ -15,7 +15,7 @@ from areal_sc.transport.bulk.client import (
     BulkClient,
 )
 from areal_sc.transport.bulk.owner_connection import Fetch
-from areal_sc.transport.bulk.session import Owner
+from areal_sc.transport.bulk.session import ShardOwner
 
 NUM_BYTES = 40_000_000
 ALLOWED_S = SLOW_PULL_S + NUM_BYTES / SLOW_BYTES_PER_S
@@ -28,7 +28,7 @@ async def test_phases_are_all_of_the_time_and_slow_pulls_are_logged(
     loop = asyncio.get_running_loop()
     ended_s = 100 + ALLOWED_S + (0.5 if has_excess else -0.5)
     client = BulkClient(cast(Any, None), "train/0")
-    owner = Owner("rollout/3", "tcp://10.0.0.1:5", "life1")
+    owner = ShardOwner("rollout/3", "tcp://10.0.0.1:5", "life1")
     fetch = Fetch("life1.1", deque(), 0, loop.create_future(), 100.0, sent_s=102.0, copying_s=0.25)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(loop, "time", lambda: ended_s)

@@ -8,7 +8,7 @@ import pytest
 from msgspec import Struct
 
 from areal_sc.errors import ProtocolError
-from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, Run, ShardMetadata
+from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.transport.rpc.method import Method, pack
 from areal_sc.workers import calls
 
@@ -43,7 +43,7 @@ def test_the_declarations_of_the_workers_differ_in_name() -> None:
 
 def test_metadata_that_does_not_fit_together_is_refused_while_it_is_decoded() -> None:
     row = RowMetadata(1, 0, 9, 1.0, 0, (), 0)
-    shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (Run(0, 0, 1),))
+    shard = ShardMetadata("rollout/0", "tcp://127.0.0.1:5000", "life.1", (RowRun(0, 0, 1),))
     batch = BatchMetadata("b", 0, (Columns({"input_ids": "int32"}, (shard,)),), (row,))
     assert calls.READ_TEXTS.read_args(pack([batch, 9])).batch == batch
     one_row_too_many = ["b", 0, batch.columns, (row, row), None]
