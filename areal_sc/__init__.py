@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
-    from areal_sc.controller.control_loop import start as start
     from areal_sc.controller.rollout import RolloutController as RolloutController
+    from areal_sc.controller.starting import start as start
     from areal_sc.controller.train import TrainController as TrainController
     from areal_sc.engines.handles import FSDPPPOActor as FSDPPPOActor
     from areal_sc.engines.handles import FSDPSFTActor as FSDPSFTActor
@@ -61,7 +61,7 @@ _HOMES = {
     "make_actor": "areal_sc.engines.handles",
     "make_generator": "areal_sc.engines.handles",
     "run_script": "areal_sc.trainer.failure",
-    "start": "areal_sc.controller.control_loop",
+    "start": "areal_sc.controller.starting",
 }
 
 __all__ = sorted(_HOMES)

@@ -6,19 +6,17 @@ that a run starts from, or from a snapshot. (lineage, policy version) names a po
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from areal_sc.errors import RunFolderError
-
-if TYPE_CHECKING:
-    from areal_sc.run_folder import RunFolder
+from areal_sc.run_files import RunFiles, WrittenFolder
 
 LINEAGE: Final = ".lineage"
 
 _OWNER_ONLY: Final = 0o700
 
 
-def begin_lineage(folder: RunFolder) -> int:
+def begin_lineage(folder: WrittenFolder) -> int:
     """Number of a new one, never given before in this folder.
 
     Raises: RunFolderError: the folder cannot be written to, or its count is damaged.
@@ -33,7 +31,7 @@ def begin_lineage(folder: RunFolder) -> int:
     return lineage
 
 
-def newest_lineage(folder: RunFolder) -> int:
+def newest_lineage(folder: RunFiles | WrittenFolder) -> int:
     """The number that `begin_lineage` gave last; 0: none.
 
     Raises: RunFolderError: the count is damaged.
@@ -47,7 +45,7 @@ def newest_lineage(folder: RunFolder) -> int:
         ) from error
 
 
-def check_lineage(folder: RunFolder, begun: int) -> None:
+def check_lineage(folder: RunFiles, begun: int) -> None:
     """Checks the count against a lineage that is known to have begun.
 
     Raises: RunFolderError: the count is damaged, and would give that number again.

@@ -12,10 +12,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from areal_sc.run_folder import RunFolder
+from areal_sc.run_files import WrittenFolder
 
 MARKER: Final = "run.json"
 COPY: Final = ".run.json"
@@ -44,7 +43,7 @@ class RunMarker:
         """The marker of a folder, or its copy; None: neither is there and sound."""
         return _read(folder / MARKER) or _read(folder / COPY)
 
-    def write(self, folder: RunFolder) -> None:
+    def write(self, folder: WrittenFolder) -> None:
         """Marks the folder; tells of damage that is made good by it.
 
         Raises: RunFolderError: as `RunFolder.write_atomic`.

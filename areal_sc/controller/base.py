@@ -1,7 +1,7 @@
 """What both controllers are made of: workers, and methods that block.
 
 Controllers are asyncio inside; their blocking methods run the awaitable ones on the loop of the
-`start` block (see `control_loop`).
+`start` block (see `starting`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller import dry_run
+from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.fleet import Fleet
 from areal_sc.controller.member import Member
 from areal_sc.controller.recovery import OnOutage, Recovery
@@ -33,10 +34,6 @@ from areal_sc.workers.calls import STATS
 from areal_sc.workers.spec import WorkerOrder
 from areal_sc.workflows.row_file import PromptSource
 from areal_sc.workflows.sources import SourceRegistry
-
-if TYPE_CHECKING:
-    from areal_sc.controller.control_loop import ControlLoop
-
 
 C = TypeVar("C", bound="Controller")
 P = ParamSpec("P")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from areal_sc.trainer.metrics_log import History
 
 
@@ -16,3 +18,11 @@ class BesideTraining:
 
     def gone_back(self, step: int) -> None:
         """The run has gone back to a step."""
+
+
+class KeepsSnapshots(BesideTraining, ABC):
+    """Base of what writes the snapshots of a `Run`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leaves a snapshot of the present step; returns when it is on the disk."""

@@ -20,8 +20,8 @@ from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_begin import RunBegin, content_of
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_lineage import check_lineage
-from areal_sc.trainer.checkpoints import newest_ledger, readable_states
 from areal_sc.trainer.metrics_log import History
+from areal_sc.trainer.snapshots import newest_ledger, readable_states
 
 
 def describe_resume(folder: RunFolder, actor: TrainHandle) -> Iterator[str]:

@@ -29,8 +29,8 @@ import yaml
 from areal_sc.config.loader import config_text, typed
 from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.controller.control_loop import start
 from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.starting import start
 from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
@@ -43,8 +43,7 @@ from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.trainer.advice import Adviser
-from areal_sc.trainer.beside import BesideTraining
-from areal_sc.trainer.checkpoints import Checkpoints, load_latest_snapshot
+from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.learning_curve import plot_learning_curve
@@ -53,6 +52,7 @@ from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
+from areal_sc.trainer.snapshots import load_latest_snapshot
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
 from areal_sc.trainer.trackers.background import BackgroundTracker
@@ -81,7 +81,7 @@ class Run:
     scheduler: Scheduler
     display: Display
     log: MetricsLog
-    checkpoints: Checkpoints | None = None
+    checkpoints: KeepsSnapshots | None = None
     _retreats: Retreats
     _adviser: Adviser
 

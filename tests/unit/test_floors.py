@@ -136,16 +136,27 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def imports(path: Path, name: str) -> list[tuple[str, bool]]:
-    """(imported module of the package, whether inside a function), type checking left out."""
+def imports(path: Path, name: str, *, of_types: bool = False) -> list[tuple[str, bool]]:
+    """(imported module of the package, whether inside a function).
+
+    Args:
+        of_types: with those for type checking alone.
+    """
     tree = ast.parse(path.read_text())
+    if not of_types:
+        _RuntimeOnly().visit(tree)
     return list(_imports_in(tree, name, inside_function=False))
+
+
+class _RuntimeOnly(ast.NodeTransformer):
+    """Leaves out what is for type checking alone."""
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if "TYPE_CHECKING" in ast.dump(node.test) else node
 
 
 def _imports_in(node: ast.AST, name: str, *, inside_function: bool) -> Iterator[tuple[str, bool]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
         if isinstance(child, ast.Import):
             for alias in child.names:
                 if alias.name.split(".")[0] == "areal_sc":
@@ -191,9 +202,10 @@ def test_imports_inside_functions_are_the_known_ones() -> None:
 
 
 def test_there_is_no_cycle() -> None:
-    """Lazy imports count too: a cycle is one whenever it is closed."""
+    """Lazy imports count, and those for types: a reader follows them, too."""
     graph = {
-        name: {imported for imported, _ in imports(path, name)} for name, path in MODULES.items()
+        name: {imported for imported, _ in imports(path, name, of_types=True)}
+        for name, path in MODULES.items()
     }
     done: set[str] = set()
 
@@ -207,6 +219,16 @@ def test_there_is_no_cycle() -> None:
     for name in graph:
         visit(name, ())
     assert done == graph.keys()
+
+
+def test_a_class_name_is_that_of_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"{module}.{node.name}")
+    twice = [found for found in places.values() if len(found) > 1]
+    assert not twice, f"one name, several classes: {twice}"
 
 
 def test_packages_import_nothing_by_themselves() -> None:

@@ -24,7 +24,7 @@ from areal_sc.errors import ConfigError, ModelError, RunFolderError
 from areal_sc.preflight.load import load_config
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_lineage import begin_lineage
-from areal_sc.trainer.checkpoints import CONTROLLERS, _sealed
+from areal_sc.trainer.snapshots import CONTROLLERS, sealed
 
 Load = Callable[..., GRPOConfig]
 WriteYaml = Callable[..., Path]
@@ -174,7 +174,7 @@ def test_dry_run_says_what_each_kind_of_loop_would_do(
         folder.open(config_text=config_text(config))
         state = RolloutState(LedgerState(version=10), RejectionCounts({}, 0))
         (folder.snapshot_path(10) / "engine").mkdir(parents=True)
-        (folder.snapshot_path(10) / CONTROLLERS).write_bytes(_sealed(state))
+        (folder.snapshot_path(10) / CONTROLLERS).write_bytes(sealed(state))
         index = SnapshotIndex(architecture="", num_updates=0, shapes={}, files=())
         (folder.snapshot_path(10) / "engine" / INDEX_NAME).write_bytes(index.encode())
         begin_lineage(folder)

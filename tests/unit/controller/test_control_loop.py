@@ -17,11 +17,12 @@ from simulation.tasks import NamedWorkflow
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.server_settings import SGLangConfig
-from areal_sc.controller import control_loop
+from areal_sc.controller import starting
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.control_loop import ControlLoop, start
+from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.rollout import RolloutController
 from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.starting import start
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
 from areal_sc.schedulers.base import Node
@@ -242,7 +243,7 @@ def test_a_loss_of_an_earlier_start_is_forgotten() -> None:
 def test_a_failed_call_without_a_lost_worker_stays_what_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(control_loop, "LOSS_NOTICE_S", 0.1)
+    monkeypatch.setattr(starting, "LOSS_NOTICE_S", 0.1)
     controller = Recorder([], "one")
     with pytest.raises(PeerLost, match="unreachable"), start(controller):
         controller.fail(PeerLost("unreachable"))

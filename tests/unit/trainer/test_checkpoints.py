@@ -17,10 +17,11 @@ from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import RunTerm
-from areal_sc.trainer.checkpoints import CONTROLLERS, Checkpoints, load_latest_snapshot
+from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics_log import read_metrics
 from areal_sc.trainer.run import Run
+from areal_sc.trainer.snapshots import CONTROLLERS, load_latest_snapshot
 
 
 class Actor:
@@ -382,7 +383,7 @@ def test_a_snapshot_of_a_newer_version_is_left_alone(
     """Going back to the one before would throw away what the newer version did."""
     writer.snapshot(1)
     with monkeypatch.context() as newer:
-        newer.setattr("areal_sc.trainer.checkpoints.FORMAT", 7)
+        newer.setattr("areal_sc.trainer.snapshots.FORMAT", 7)
         writer.snapshot(2)
     with pytest.raises(RunFolderError, match="expected format 3, got 7: another version of areal"):
         writer.load()
