@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
-    from areal_sc.controller.rollout import RolloutController as RolloutController
+    from areal_sc.controller.rollout.rollout_controller import (
+        RolloutController as RolloutController,
+    )
     from areal_sc.controller.starting import start as start
-    from areal_sc.controller.train import TrainController as TrainController
+    from areal_sc.controller.train.train_controller import TrainController as TrainController
     from areal_sc.engines.handles import FSDPPPOActor as FSDPPPOActor
     from areal_sc.engines.handles import FSDPSFTActor as FSDPSFTActor
     from areal_sc.engines.handles import LocalGenerator as LocalGenerator
@@ -48,11 +50,11 @@ _HOMES = {
     "LocalGenerator": "areal_sc.engines.handles",
     "PPOTrainer": "areal_sc.trainer.ppo_trainer",
     "Prompts": "areal_sc.workflows.base",
-    "RolloutController": "areal_sc.controller.rollout",
+    "RolloutController": "areal_sc.controller.rollout.rollout_controller",
     "SGLangEngine": "areal_sc.engines.handles",
     "VLLMEngine": "areal_sc.engines.handles",
     "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
-    "TrainController": "areal_sc.controller.train",
+    "TrainController": "areal_sc.controller.train.train_controller",
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.preflight.load",

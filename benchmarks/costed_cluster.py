@@ -24,10 +24,10 @@ from simulation.settings import Settings, configs
 from simulation.train_worker import SimulatedTrainWorker
 from simulation.workers import SimulatedRolloutWorker
 
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.runtime import Runtime
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls

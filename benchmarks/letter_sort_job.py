@@ -40,7 +40,7 @@ from areal_sc import (
     start,
 )
 from areal_sc.config.schema import GenerationConfig, SchedulerConfig
-from areal_sc.controller.staleness import StalenessStats
+from areal_sc.controller.rollout.staleness import StalenessStats
 from areal_sc.engines.base import Completion
 from areal_sc.log import setup_logging
 from areal_sc.metadata import BatchMetadata

@@ -19,7 +19,7 @@ import planes_ours as ours
 from planes_role import process_cpu_s, resident_bytes, serve_async, tcp_bytes
 from planes_samples import LagProbe, percentiles
 
-from areal_sc.controller.rank_layout import RankLayout, with_sealed_field
+from areal_sc.controller.train.rank_layout import RankLayout, with_sealed_field
 from areal_sc.ids import random_id
 from areal_sc.metadata import PromptReference, concat
 from areal_sc.workers import calls

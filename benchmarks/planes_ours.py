@@ -16,10 +16,10 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.found_workers import FoundWorkers
-from areal_sc.controller.member import Member, OnLost
-from areal_sc.controller.node_workers import NodeWorkers
-from areal_sc.controller.runtime import Runtime
+from areal_sc.fleet.found_workers import FoundWorkers
+from areal_sc.fleet.member import Member, OnLost
+from areal_sc.fleet.node_workers import NodeWorkers
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.run_owner import RunTerm

@@ -32,9 +32,9 @@ from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import AdmissionMode
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.staleness import StalenessStats
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.staleness import StalenessStats
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.steps import of_groups
 

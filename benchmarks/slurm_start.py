@@ -28,8 +28,8 @@ import report
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import Device, RolloutConfig, SchedulerConfig, SchedulerType
 from areal_sc.config.slurm_settings import SlurmConfig
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.runtime import Runtime
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.workers.entry import PRELOAD
 from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerOrder

@@ -13,7 +13,7 @@ from letter_sort_job import HELD_OUT_SEED, LetterSortJob, Step, training_steps
 from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, RolloutController, SingleTurnWorkflow, Workflow
-from areal_sc.controller.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
 from areal_sc.metadata import BatchMetadata
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_sc.controller.journal import Journal
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState
+from areal_sc.controller.ledger.journal import Journal
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.disk import Disk
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 

@@ -19,14 +19,14 @@ from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.control_loop import ControlLoop
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.recovery import OnOutage, Recovery
 from areal_sc.controller.role_status import role_status
-from areal_sc.controller.runtime import Runtime
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError, WorkerLost
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import OnOutage, Recovery
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
 from areal_sc.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
-from areal_sc.controller.group import UNUSABLE, MakeReadable, RolloutSource
+from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Iterable
 
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.recovery import Recovery
-from areal_sc.controller.supervisor import UnitState
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.supervisor import UnitState
 from areal_sc.run_status import AgentStatus, RoleStatus, Wait, WorkerStatus
 
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from areal_sc.controller.base import Controller
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepsLost
 from areal_sc.workers.spec import TRAIN_ROLE
 

@@ -25,8 +25,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import CheckpointError, RunFolderError, StaleTerm, StepsLost
 from areal_sc.trainer.beside import KeepsSnapshots

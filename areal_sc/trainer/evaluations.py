@@ -6,8 +6,8 @@ from collections.abc import Sized
 from concurrent.futures import Future
 from typing import Any
 
-from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.errors import ConfigError, StepsLost
 from areal_sc.trainer.beside import BesideTraining
 from areal_sc.trainer.metrics import EvaluationResult

@@ -80,7 +80,7 @@ class StepMetrics(_Record):
     Attributes:
         step: number of training steps done, this one included.
         reward: mean over episodes, of the means over their rows.
-        lead: steps that generation may be ahead of training; see `controller/admission.py`.
+        lead: steps that generation may be ahead of training; see `controller/rollout/admission.py`.
         slack: how long the batch stood complete before it was asked for, less how long it was
             waited for, in steps; None where it is not known.
         num_rows: rows trained on.

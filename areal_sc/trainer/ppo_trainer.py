@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import StepLost
 from areal_sc.trainer.checkpoints import Checkpoints

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.controller.journal import ledger_on_disk
+from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.disk import Disk
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import CheckpointError, RunFolderError

@@ -29,10 +29,10 @@ import yaml
 from areal_sc.config.loader import config_text, typed
 from areal_sc.config.model_context import take_context
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
 from areal_sc.controller.takeover import TakenOver
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models

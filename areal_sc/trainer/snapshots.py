@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_sc.controller.ledger_records import LedgerState
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.durable import remove
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.run_folder import RunFolder

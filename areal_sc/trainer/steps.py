@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from areal_sc.controller.ledger_records import WENT_BACK
-from areal_sc.controller.rejections import STALE, RejectionCounts
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.staleness import StalenessStats
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.ledger.ledger_records import WENT_BACK
+from areal_sc.controller.rollout.rejections import STALE, RejectionCounts
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.staleness import StalenessStats
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
 from areal_sc.trainer.metrics import StepMetrics

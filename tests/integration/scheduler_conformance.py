@@ -23,10 +23,10 @@ import pytest
 from areal_sc.agent_files import living_agents
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import AsksForNodes, Node, Scheduler
 from areal_sc.transport.sockets.interface import host_of

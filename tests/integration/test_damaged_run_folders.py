@@ -24,7 +24,7 @@ from small_disk import small_disk
 from areal_sc import FSDPPPOActor, GRPOConfig, load_config
 from areal_sc.__main__ import main
 from areal_sc.config.schema import ActorConfig
-from areal_sc.controller.rollout_state import RolloutState
+from areal_sc.controller.rollout.rollout_state import RolloutState
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_lineage import begin_lineage

@@ -19,7 +19,7 @@ from integration.test_operations import model_of
 from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 
 from areal_sc import GRPOConfig, RolloutController, TrainController, make_scheduler
-from areal_sc.controller import ranks
+from areal_sc.controller.train import ranks
 from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import StepsLost
 from areal_sc.preflight.plan import plan

@@ -11,7 +11,7 @@ import pytest
 from integration.scripts import episodes
 
 from areal_sc import SingleTurnWorkflow
-from areal_sc.controller import progress
+from areal_sc.controller.rollout import progress
 from areal_sc.errors import TooManyRejections
 from areal_sc.workflows.base import RewardFunction
 

@@ -16,10 +16,10 @@ import pytest
 from integration.test_heartbeats import LIMIT_S, is_alive, orders, scheduler_in, until
 
 from areal_sc.agent_files import living_agents
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.runtime import Runtime
 from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError, StaleTerm
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers import agent_process
 from areal_sc.workers.calls import PING

@@ -15,8 +15,8 @@ from integration.scripts.tiny_run import letter_prompts, partial
 from integration.test_dead_ranks import memory_of
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, TrainController
-from areal_sc.controller.ledger_account import GroupAccount, read_account
-from areal_sc.controller.train_history import StartingPoint
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
+from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.metadata import BatchMetadata
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History, read_metrics

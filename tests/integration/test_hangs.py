@@ -13,9 +13,9 @@ from integration.test_heartbeats import LIMIT_S, orders, scheduler_in
 from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers, train_step
 
 from areal_sc import GRPOConfig, make_scheduler
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import CheckpointError, WorkerStartError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.runtime import Runtime
 
 HANG_LIMIT_S = 15
 

@@ -19,10 +19,10 @@ from integration.beating_agent import BLOCK, FAIL, WAIT
 from integration.cutting_proxy import cutting_proxy
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import ModelError, WorkerLost
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.transport import ZmqTransport

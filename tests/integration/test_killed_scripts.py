@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from integration.run_process import SCRIPTS, RunProcess, gate_of, tiny_run
 
-from areal_sc.controller.ledger_account import GroupAccount, read_account
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 
 KILLED = SCRIPTS / "killed_run.py"
 LOOP = SCRIPTS / "own_loop.py"

@@ -18,11 +18,11 @@ import pytest
 from integration.run_process import tiny_run
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.recovery import Recovery
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerError, WorkerLost, WorkerStartError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.shards.memory_folder import user_folder

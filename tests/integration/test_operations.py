@@ -12,10 +12,10 @@ from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 from small_disk import small_disk
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController
-from areal_sc.controller.member import Member
-from areal_sc.controller.runtime import Runtime
-from areal_sc.controller.train_history import StartingPoint
+from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.errors import CheckpointError, StaleCall
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import SnapshotPlace

@@ -12,7 +12,7 @@ import pytest
 from integration.run_process import SCRIPTS, RunProcess, open_gate, tiny_run
 from integration.test_killed_scripts import num_lives
 
-from areal_sc.controller.ledger_account import GroupAccount, read_account
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 
 THREE_MODELS = SCRIPTS / "three_models.py"
 NUM_STEPS = 12

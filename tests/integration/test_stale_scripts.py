@@ -7,7 +7,7 @@ from pathlib import Path
 
 from integration.run_process import tiny_run
 
-from areal_sc.controller.ledger_account import read_account
+from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.errors import StaleTerm
 
 

@@ -26,7 +26,7 @@ from areal_sc import (
     make_generator,
 )
 from areal_sc import start as start_controllers
-from areal_sc.controller.weight_sources import WeightSources
+from areal_sc.controller.weights.weight_sources import WeightSources
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import LEAVE_WEIGHT_GROUP, WEIGHT_RANKS, WeightRanks
 

@@ -20,10 +20,10 @@ from simulation.scenario import Scenario
 from simulation.training_run import TrainingRun
 from simulation.workers import SimulatedWorker
 
-from areal_sc.controller.journal import ledger_on_disk
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.ledger.journal import ledger_on_disk
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.takeover import take_over
 from areal_sc.errors import BatchLost, CheckpointError, RunFolderError, StepsLost
 from areal_sc.metadata import BatchMetadata

@@ -13,15 +13,15 @@ from msgspec.structs import replace
 from simulation.process import Process
 from simulation.virtual_loop import VirtualTimeLoop
 
-from areal_sc.controller import journal
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.memory_snapshots import MemorySnapshots
-from areal_sc.controller.node_workers import NodeWorkers
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.controller.training_groups import TrainingGroups
+from areal_sc.controller.ledger import journal
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.training_groups import TrainingGroups
+from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.errors import WorkerLost
+from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.metadata import RowMetadata
 from areal_sc.run_owner import RunTerm
 from areal_sc.transport.rpc.codec import ANY_INCARNATION

@@ -26,13 +26,13 @@ from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.controller.base import Controller
-from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.rollout_state import RolloutState
-from areal_sc.controller.runtime import Runtime
-from areal_sc.controller.train import TrainController
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.rollout_state import RolloutState
+from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 
 

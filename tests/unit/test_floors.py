@@ -54,11 +54,12 @@ FLOORS = {
     "workflows": 2,
     "workers": 3,
     "schedulers": 4,
-    "controller": 5,
-    "trainer": 6,
-    "preflight": 6,
-    "commands": 7,
-    "__main__": 7,
+    "fleet": 5,
+    "controller": 6,
+    "trainer": 7,
+    "preflight": 7,
+    "commands": 8,
+    "__main__": 8,
 }
 
 LAZY_IMPORTS = {
@@ -77,6 +78,7 @@ TORCH_FREE = (
     "areal_sc.config.",
     "areal_sc.schedulers.",
     "areal_sc.controller.",
+    "areal_sc.fleet.",
     "areal_sc.trainer.",
     "areal_sc.commands.",
     "areal_sc.__main__",

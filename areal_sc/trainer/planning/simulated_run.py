@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
-from areal_sc.controller.admission import Admission
-from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.staleness import StalenessPolicy
+from areal_sc.controller.ledger.group import Group, GroupState
+from areal_sc.controller.rollout.admission import Admission
+from areal_sc.controller.rollout.staleness import StalenessPolicy
 from areal_sc.engines.handles import make_generator
 from areal_sc.metadata import PromptReference
 from areal_sc.trainer.planning.cores import SharedCores

@@ -16,11 +16,11 @@ from typing import Any, Final
 from tiny_run import letter_prompts, partial
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Trajectory, load_config, run_script
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.journal import Journal
-from areal_sc.controller.outside_groups import OutsideGroups
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.rollout_workers import RolloutWorkers
+from areal_sc.controller.ledger.journal import Journal
+from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.fleet.fleet import Fleet
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.workers.calls import COMPUTE, PPO_UPDATE, RUN_GROUP
 from areal_sc.workflows.base import EpisodeEngine

@@ -10,7 +10,7 @@ import pytest
 from integration.run_process import REPOSITORY, RunProcess, open_gate, tiny_run
 from integration.slurm.conftest import Cluster
 
-from areal_sc.controller.ledger_account import GroupAccount, read_account
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History
 

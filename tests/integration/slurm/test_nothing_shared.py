@@ -17,7 +17,7 @@ from integration.slurm.conftest import NODES, Cluster
 from integration.slurm.test_slurm_scheduler import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_sc.controller.ledger_account import read_account
+from areal_sc.controller.ledger.ledger_account import read_account
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 6

@@ -16,9 +16,9 @@ import pytest
 from areal_sc.config.fields import is_section, known_keys
 from areal_sc.config.loader import config_text
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
-from areal_sc.controller.ledger_records import LedgerState
-from areal_sc.controller.rejections import RejectionCounts
-from areal_sc.controller.rollout import RolloutState
+from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.rollout.rejections import RejectionCounts
+from areal_sc.controller.rollout.rollout_controller import RolloutState
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, SnapshotIndex
 from areal_sc.errors import ConfigError, ModelError, RunFolderError
 from areal_sc.preflight.load import load_config

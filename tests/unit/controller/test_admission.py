@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_sc.config.schema import AdmissionMode, GenerationConfig, OverBound, RolloutConfig
-from areal_sc.controller.admission import Admission
-from areal_sc.controller.staleness import StalenessPolicy
+from areal_sc.controller.rollout.admission import Admission
+from areal_sc.controller.rollout.staleness import StalenessPolicy
 from areal_sc.errors import ConfigError
 
 BATCH = 16

@@ -13,9 +13,9 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.scale_settings import AutoscaleConfig
-from areal_sc.controller.scaling import LOOK_S
-from areal_sc.controller.supervisor import UnitState
+from areal_sc.controller.rollout.scaling import LOOK_S
 from areal_sc.errors import ConfigError, NodeLost, WorkerStartError
+from areal_sc.fleet.supervisor import UnitState
 from areal_sc.schedulers.base import Node
 
 LEAVING_S = 10.0

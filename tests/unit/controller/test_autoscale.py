@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_sc.config.scale_settings import AutoscaleConfig
-from areal_sc.controller.autoscale import (
+from areal_sc.controller.rollout.autoscale import (
     FIRST_PATIENCE,
     SETTLE_STEPS,
     URGENT_STEPS,

@@ -15,7 +15,7 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.config.schema import AdmissionMode
-from areal_sc.controller.batch_samples import chosen_groups
+from areal_sc.controller.rollout.batch_samples import chosen_groups
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.samples import Place, Sample, read_samples
 from areal_sc.workers import calls

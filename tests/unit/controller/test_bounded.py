@@ -8,9 +8,9 @@ import time
 import pytest
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.bounded import bounded
 from areal_sc.controller.pausable_loop import PausableLoop
 from areal_sc.errors import WaitTimeout
+from areal_sc.fleet.bounded import bounded
 
 
 async def ends_after(seconds: float) -> str:

@@ -20,11 +20,11 @@ from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller import starting
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.control_loop import ControlLoop
-from areal_sc.controller.rollout import RolloutController
-from areal_sc.controller.runtime import Runtime
+from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.schedulers.base import Node
 from areal_sc.workers.spec import NodeFacts
 

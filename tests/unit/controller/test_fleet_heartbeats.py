@@ -19,11 +19,11 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.node_workers import NodeWorkers
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import NodeLost, WorkerLost, WorkerStartError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.node_workers import NodeWorkers
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.workers.calls import PING, STATS
 from areal_sc.workers.spec import WATCH, News, Watch, WorkerOrder
 

@@ -13,9 +13,9 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import WorkerLost, WorkerStartError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.run_owner import RunTerm
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.calls import PING

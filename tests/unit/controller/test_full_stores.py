@@ -14,7 +14,7 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.config.schema import AdmissionMode, OverBound, RolloutConfig, WeightUpdateConfig
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.config.store_room import max_group_bytes
-from areal_sc.controller.room import StoreRoom, check_room, store_room
+from areal_sc.controller.rollout.room import StoreRoom, check_room, store_room
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.workers.spec import WorkerReport
 

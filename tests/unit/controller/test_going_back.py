@@ -14,9 +14,9 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
-from areal_sc.controller.evaluation import EvaluationOutcome
-from areal_sc.controller.ledger_records import WENT_BACK
-from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.ledger.ledger_records import WENT_BACK
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.errors import StepsLost
 
 BEHAVIOR = Behavior(

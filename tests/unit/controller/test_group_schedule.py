@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_records import LedgerState, Record
-from areal_sc.controller.ledger_replay import replay
-from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
+from areal_sc.controller.ledger.group import Group, GroupState
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.ledger_records import LedgerState, Record
+from areal_sc.controller.ledger.ledger_replay import replay
+from areal_sc.controller.rollout.staleness import StalenessPolicy, StalenessStats
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 
 MAX_EVENTS = 30_000

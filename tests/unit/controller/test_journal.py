@@ -13,13 +13,13 @@ from simulation.disk import SimulatedDisk
 from simulation.virtual_loop import run_virtual
 from small_disk import small_disk
 
-from areal_sc.controller import journal as module
-from areal_sc.controller.journal import Journal, segment_paths
-from areal_sc.controller.journal_file import HEADER, read_segment, to_frame
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.ledger_account import read_account
-from areal_sc.controller.ledger_records import LedgerState, Publish
-from areal_sc.controller.ledger_replay import replay
+from areal_sc.controller.ledger import journal as module
+from areal_sc.controller.ledger.journal import Journal, segment_paths
+from areal_sc.controller.ledger.journal_file import HEADER, read_segment, to_frame
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.controller.ledger.ledger_records import LedgerState, Publish
+from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata

@@ -11,8 +11,8 @@ from simulation.train_worker import SimulatedTrainWorker
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.kept_rows import KeptRows
-from areal_sc.controller.ledger import Ledger
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
     BatchMetadata,

@@ -9,9 +9,9 @@ from ledger_history import History, a_run
 from simulation.disk import SimulatedDisk
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller import journal as module
-from areal_sc.controller.journal import segment_paths
-from areal_sc.controller.ledger_account import (
+from areal_sc.controller.ledger import journal as module
+from areal_sc.controller.ledger.journal import segment_paths
+from areal_sc.controller.ledger.ledger_account import (
     GroupAccount,
     LineageAccount,
     RunAccount,

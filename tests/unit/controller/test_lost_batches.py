@@ -14,7 +14,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.ledger_account import GroupAccount, read_account
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.errors import BatchLost, PeerSilent, ShardGone
 from areal_sc.metadata import BatchMetadata
 

@@ -11,7 +11,7 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc import FSDPPPOActor, TrainController
 from areal_sc.config.schema import ActorConfig
-from areal_sc.controller.rank_layout import RankLayout
+from areal_sc.controller.train.rank_layout import RankLayout
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.metadata import BatchMetadata

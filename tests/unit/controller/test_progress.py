@@ -14,8 +14,8 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
-from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
+from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import EpisodesReport
 from areal_sc.workflows.rejection import Rejection, RejectionKind

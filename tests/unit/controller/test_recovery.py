@@ -15,11 +15,11 @@ from simulation.virtual_loop import run_virtual
 from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
-from areal_sc.controller.fleet import Fleet
-from areal_sc.controller.member import Member
-from areal_sc.controller.recovery import Recovery
-from areal_sc.controller.runtime import Runtime
 from areal_sc.errors import CrashLoop, NodeLost, PeerLost, WorkerError, WorkerLost, WorkerStartError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.runtime import Runtime
 from areal_sc.schedulers.base import Node
 from areal_sc.workers.calls import PING
 from areal_sc.workers.spec import NodeFacts, WorkerOrder

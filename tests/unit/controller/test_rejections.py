@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.ledger.group import Group, GroupState
+from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.errors import TooManyRejections, WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 from areal_sc.workers.calls import RejectedEpisodes

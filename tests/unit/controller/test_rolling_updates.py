@@ -17,8 +17,8 @@ from areal_sc.config.schema import (
 )
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.controller.weight_updates import NO_VERSION
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.weights.weight_updates import NO_VERSION
 from areal_sc.engines.handles import make_generator
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS

@@ -13,10 +13,10 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.controller.group import GroupState
-from areal_sc.controller.ledger import Ledger
-from areal_sc.controller.rollout_takeover import FoundRuns, find_runs
-from areal_sc.controller.weight_updates import NO_VERSION, RolloutWorkerState
+from areal_sc.controller.ledger.group import GroupState
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
+from areal_sc.controller.weights.weight_updates import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import WorkerStore
 from areal_sc.metadata import (
     BatchMetadata,

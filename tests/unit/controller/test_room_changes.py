@@ -15,7 +15,7 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import AdmissionMode, OverBound
-from areal_sc.controller.group import GroupState
+from areal_sc.controller.ledger.group import GroupState
 from areal_sc.errors import ConfigError
 from areal_sc.transport.shards.arena import block_span
 

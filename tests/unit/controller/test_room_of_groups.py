@@ -12,7 +12,7 @@ from simulation.training_run import TrainingRun, play
 from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
-from areal_sc.controller.rollout import RolloutController
+from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.errors import ConfigError
 
 FULL_ROWS = 60

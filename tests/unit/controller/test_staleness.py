@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_sc.config.schema import OverBound
-from areal_sc.controller.group import Group, GroupState
-from areal_sc.controller.staleness import StalenessPolicy, StalenessStats
+from areal_sc.controller.ledger.group import Group, GroupState
+from areal_sc.controller.rollout.staleness import StalenessPolicy, StalenessStats
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_sc.controller.supervisor import (
+from areal_sc.errors import WorkerLost, WorkerStartError
+from areal_sc.fleet.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     Action,
@@ -25,7 +26,6 @@ from areal_sc.controller.supervisor import (
     UnitServes,
     UnitState,
 )
-from areal_sc.errors import WorkerLost, WorkerStartError
 
 DEAD = WorkerLost("it died")
 

@@ -19,8 +19,8 @@ from simulation.training_run import TrainingRun
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc import controller
-from areal_sc.controller.weight_updates import BEGUN_PER_TURN
-from areal_sc.controller.worker_choice import GROUPS_PER_TURN, WorkerLoads
+from areal_sc.controller.rollout.worker_choice import GROUPS_PER_TURN, WorkerLoads
+from areal_sc.controller.weights.weight_updates import BEGUN_PER_TURN
 from areal_sc.transport.rpc.method import Method
 from areal_sc.workers.calls import RUN_GROUP, UPDATE_WEIGHTS
 

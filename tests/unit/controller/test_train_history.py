@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_sc.controller.train_history import (
+from areal_sc.controller.train.train_history import (
     MAX_UNCOVERED,
     MAX_UNUSED,
     BegunWrite,

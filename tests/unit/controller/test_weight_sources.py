@@ -18,8 +18,8 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import RolloutConfig, SchedulerConfig, WeightUpdateConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.rollout_workers import RolloutWorkers
-from areal_sc.controller.weight_sources import (
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.weights.weight_sources import (
     MAX_REFUSED,
     MIN_LATE_S,
     TRAINER_PULLS,

@@ -11,9 +11,9 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.config.schema import CheckpointConfig
-from areal_sc.controller.ledger_records import LedgerState
-from areal_sc.controller.rejections import RejectionCounts
-from areal_sc.controller.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.rollout.rejections import RejectionCounts
+from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import RunTerm

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from unit.trainer.conftest import Follower, shown
 
-from areal_sc.controller.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
 from areal_sc.errors import ConfigError, StepsLost, WorkflowError
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.metrics import EvaluationResult

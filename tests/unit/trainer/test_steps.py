@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from areal_sc.controller.rejections import Rejections
+from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.steps import Step, count

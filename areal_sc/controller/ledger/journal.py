@@ -1,0 +1,280 @@
+"""The journal: every change of the ledger, on the disk before what follows from it is done.
+
+    must be durable               before
+    ----------------------------  ----------------------------------------------------------
+    admission, requeue            the group's attempt is sent to a worker
+    consumption                   its batch is given to the script, which trains on it
+    trained, publication          the new version is announced: admission, updates and sweeps
+    going back                    its lineage's first admission, like all records before one
+
+    need not be                   because
+    ----------------------------  ----------------------------------------------------------
+    start, finish                 the worker can tell again
+    rejection                     the group would run again, or its worker tells again
+    release                       a step would be kept for longer
+    taking back a step            its groups' new attempts, and their consumption, come after it
+
+Records keep their order: what is durable is always a prefix of the ledger's history, so a rejection
+that made room for an admission is durable with it, and a finish with the consumption of its rows.
+
+consumes     records, from the ledger; they wait in memory
+waits for    the disk: all that wait for it share one write and one sync, one at a time
+unblocked by the end of that, or by its failure, which is final: after a failed sync nobody knows
+             what is on the disk, so every later call raises, and the run ends
+
+The files are `ledger/000001.journal` and so on, the *segments* of the journal. Each begins with the
+whole state of the ledger, so a restart reads the newest one alone; the earlier ones stay unchanged,
+as the account of the run. A new one begins with each start of the controllers, and when the newest
+is large. It appears whole, once all before it is durable, so at every moment the newest segment
+tells everything. `journal_file` says what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_sc.controller.ledger.journal_file import HEADER, read_segment, to_frame
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.ledger_records import LedgerState, Publish, Record
+from areal_sc.controller.ledger.ledger_replay import replay
+from areal_sc.disk import AppendedFile, Disk
+from areal_sc.errors import LedgerError, RunFolderError, WaitTimeout
+from areal_sc.fleet.bounded import bounded
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 4 << 20
+"""A restart reads about as much: some 50,000 records, in well under a second."""
+
+STATE_SHARE = 4
+"""A segment is at least so many times its first record, so that states are a small part of all."""
+
+_SUFFIX = ".journal"
+
+
+@dataclass
+class _Part:
+    """Frames that wait to be written; those of a new segment begin with its state."""
+
+    is_segment: bool
+    frames: list[bytes] = field(default_factory=list)
+
+
+class Journal:
+    """Writes the journal of one ledger to a folder, which is made when it is needed.
+
+    Args:
+        on_failure: is told why nothing can be written any more.
+        limit_s: `transport.write_timeout_s`: a disk that does not answer for so long has failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        disk: Disk,
+        on_failure: Callable[[RunFolderError], None] = lambda failure: None,
+        limit_s: float = 3600.0,
+    ) -> None:
+        self._limit_s = limit_s
+        self._on_failure = on_failure
+        self._folder = folder
+        self._disk = disk
+        self._take_state: Callable[[], LedgerState] = LedgerState
+        self._waiting: list[_Part] = []
+        self._num_appended = 0
+        self._num_durable = 0
+        self._segment_bytes = 0
+        self._max_segment_bytes = 0
+        self._num_bytes = 0  # of the file
+        self._commit: asyncio.Task[None] | None = None
+        self._failure: RunFolderError | None = None
+        self._path = folder  # of the newest segment, once it is known
+        self._file: AppendedFile | None = None
+
+    def begin(self, take_state: Callable[[], LedgerState]) -> None:
+        """Begins a segment, with a new start.
+
+        Args:
+            take_state: the ledger's state, with all that was appended; also called later.
+        """
+        self._take_state = take_state
+        frame = to_frame(take_state())
+        self._waiting.append(_Part(is_segment=True))
+        self._segment_bytes = 0
+        self._max_segment_bytes = max(SEGMENT_BYTES, STATE_SHARE * len(frame))
+        self._add(frame)
+
+    def exists(self) -> bool:
+        """Whether an earlier start has left one."""
+        return any(name.endswith(_SUFFIX) for name in self._disk.names(self._folder))
+
+    def take_up(self, ledger: Ledger) -> Ledger:
+        """The ledger as earlier starts have left it, else the given one; its changes are written.
+
+        Raises: RunFolderError: as `ledger_on_disk`.
+        """
+        ledger = ledger_on_disk(self._folder, self._disk) or ledger
+        self.begin(ledger.snapshot)
+        ledger.journal = self.append
+        return ledger
+
+    def append(self, record: Record) -> None:
+        """Adds a change that the ledger is about to make; `durable` waits until it is on the disk.
+
+        Raises: RunFolderError: the journal has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        is_full = self._segment_bytes > self._max_segment_bytes
+        if is_full and not isinstance(record, Publish):  # see `read_segment`
+            self.begin(self._take_state)
+        self._add(to_frame(record))
+
+    async def durable(self) -> None:
+        """Returns when everything that was appended before the call is on the disk.
+
+        Raises: RunFolderError: it cannot be written; or what an earlier process left in the folder
+            is damaged.
+        """
+        wanted = self._num_appended
+        while self._num_durable < wanted:
+            if self._failure is not None:
+                raise self._failure
+            if self._commit is None or self._commit.done():
+                self._commit = asyncio.create_task(self._write_waiting(), name="journal")
+            await asyncio.shield(self._commit)  # also others wait for it
+
+    async def close(self) -> None:
+        """Writes what waits, unless the journal has failed; a later `begin` opens it again."""
+        if self._failure is None:
+            await self.durable()
+        if self._file is not None:
+            self._file.close()
+        self._file, self._path = None, self._folder
+
+    def _add(self, frame: bytes) -> None:
+        if not self._waiting:
+            self._waiting.append(_Part(is_segment=False))
+        self._waiting[-1].frames.append(frame)
+        self._num_appended += 1
+        self._segment_bytes += len(frame)
+
+    async def _write_waiting(self) -> None:
+        parts, self._waiting = self._waiting, []
+        num_appended = self._num_appended
+        try:
+            what = f"the disk of {self._folder} to take records of the ledger"
+            written = self._disk.run(lambda: self._write(parts))
+            await bounded(written, self._limit_s, what, "transport.write_timeout_s")
+        except RunFolderError as error:
+            self._failure = error
+        except WaitTimeout as error:
+            self._failure = RunFolderError(f"{error}; the run ends, as after a failed write")
+        except OSError as error:
+            self._failure = RunFolderError(
+                f"cannot write {self._path}: {error.strerror}. The run ends, since it could not "
+                "tell after a crash what was trained; make room or choose another disk, and start "
+                "it again: it goes on from its newest snapshot"
+            )
+        else:
+            self._num_durable = num_appended
+        if self._failure is not None:
+            self._on_failure(self._failure)
+
+    def _write(self, parts: list[_Part]) -> None:
+        """Blocks until all is on the disk."""
+        for part in parts:
+            content = b"".join(part.frames)
+            if part.is_segment:
+                self._write_segment(content)
+            else:
+                self._append(content)
+
+    def _append(self, content: bytes) -> None:
+        """All of it is on the disk afterwards, or none of it, as far as the disk still answers."""
+        assert self._file is not None
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._file.sync()
+        except OSError:
+            with suppress(OSError):
+                self._disk.cut(self._path, self._num_bytes)
+            raise
+        self._num_bytes += len(content)
+
+    def _write_segment(self, content: bytes) -> None:
+        number = _number(self._path) if self._file is not None else self._last_number()
+        if self._file is not None:
+            self._file.close()
+        self._path = _path(self._folder, number + 1)
+        self._disk.create(self._path, HEADER + content)
+        self._file = self._disk.append_to(self._path)
+        self._num_bytes = len(HEADER) + len(content)
+
+    def _last_number(self) -> int:
+        """Number of the newest segment that earlier processes left, after what their crashes left
+        is cut off; 0: there is none."""
+        names = self._disk.names(self._folder)
+        for name in names:
+            if name.endswith(".partial"):
+                self._disk.remove(self._folder / name)
+        newest = max((n for n in names if n.endswith(_SUFFIX)), default=None)
+        if newest is None:
+            return 0
+        self._path = self._folder / newest
+        content = self._disk.read(self._path)
+        num_bytes = read_segment(content, self._path).num_bytes
+        if num_bytes < len(content):
+            cut = len(content) - num_bytes
+            logger.warning("journal=%s a last record was cut short: bytes=%d", self._path, cut)
+            self._disk.cut(self._path, num_bytes)
+        return _number(self._path)
+
+
+def ledger_on_disk(folder: Path, disk: Disk) -> Ledger | None:
+    """The ledger as the journal in a folder tells it; None: there is no journal.
+
+    Raises: RunFolderError: its newest segment is damaged, or of another format.
+    """
+    try:
+        newest = max((name for name in disk.names(folder) if name.endswith(_SUFFIX)), default=None)
+        if newest is None:
+            return None
+        content = disk.read(folder / newest)
+    except OSError as error:
+        raise RunFolderError(f"cannot read {error.filename}: {error.strerror}") from error
+    segment = read_segment(content, folder / newest)
+    ledger = Ledger.restore(segment.state)
+    try:
+        replay(ledger, segment.records)
+    except LedgerError as error:
+        raise RunFolderError(f"{folder / newest} does not follow on itself: {error}") from error
+    return ledger
+
+
+def segment_paths(folder: Path, disk: Disk) -> list[Path]:
+    """The journal's segments, oldest first.
+
+    Raises: RunFolderError: one is missing.
+    """
+    names = sorted(name for name in disk.names(folder) if name.endswith(_SUFFIX))
+    paths = [_path(folder, number) for number in range(1, len(names) + 1)]
+    for path in paths:
+        if path.name not in names:
+            raise RunFolderError(f"{path} is missing: {folder} has {', '.join(names)}")
+    return paths
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}{_SUFFIX}"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem)

@@ -1,0 +1,1 @@
+"""The rollout side: admission under the staleness bound, groups, batches, workers."""

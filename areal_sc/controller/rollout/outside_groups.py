@@ -1,0 +1,233 @@
+"""Groups outside of admission, staleness and the ledger: whole datasets, and evaluations.
+
+consumes     prompts, in their order
+waits for    a worker, and its reply, for each
+unblocked by the replies, and by `Background`'s failure; an evaluation's worker keeps its weights
+             until the last one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
+from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.group_deaths import GroupDeaths, rejected_reply
+from areal_sc.controller.rollout.rejections import Rejections
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
+from areal_sc.metadata import BatchMetadata, concat
+from areal_sc.workers.calls import (
+    RUN_EVALUATION,
+    EvaluationReply,
+    GroupAttempt,
+    GroupReply,
+    RunEvaluation,
+)
+from areal_sc.workflows.rejection import describe_counts
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class OutsideGroups:
+    """Runs prompts beside training, which takes none of their rows; `new_id` names batches.
+
+    Args:
+        make_readable: returns when workers can read a row of a dataset.
+
+    Attributes:
+        num_open: groups, and prompts of evaluations, that are waiting or run.
+        num_finished: those that gave something.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        workers: RolloutWorkers,
+        rejections: Rejections,
+        make_readable: MakeReadable,
+        background: Background,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._rejections = rejections
+        self._make_readable = make_readable
+        self._background = background
+        self._new_id = new_id
+        self.num_open = 0
+        self.num_finished = 0
+        self._num_groups = 0
+        self._suspects = asyncio.Lock()
+        self._lost: set[int] = set()  # groups whose rows are gone
+        self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
+        self._returned: set[int] = set()  # those of them that a batch was returned of
+        self._awaited: set[asyncio.Future[Any]] = set()  # results of calls
+        self._steps_lost = ""  # why there may be no weights to generate with
+
+    def needs(self, run: GroupAttempt) -> bool:
+        """Whether its rows are in a batch that was not forgotten, or will be in one."""
+        return self._needed.get(run.group_id) == run.attempt
+
+    def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
+        """The rows of these runs are gone; groups of batches that are not complete run again."""
+        self._lost |= {run.group_id for run in runs if self.needs(run)}
+
+    def lose_steps(self, why: str) -> None:
+        """Calls raise StepsLost until `go_back`: their workers may wait for weights until then."""
+        self._steps_lost = why
+        for results in self._awaited:
+            if not results.done():
+                results.set_exception(StepsLost(why))
+
+    def go_back(self) -> None:
+        """Follows `RolloutController.go_back_async`: calls no longer raise StepsLost."""
+        self._steps_lost = ""
+
+    async def run_batch(
+        self, source: RolloutSource, num_groups: int, version: int
+    ) -> BatchMetadata:
+        """Runs groups for `RolloutController.rollout_batch_async` on `version` or later ones."""
+
+        async def run(group: Group) -> BatchMetadata | None:
+            await self._make_readable(group.prompt.dataset, group.prompt.index)
+            deaths = GroupDeaths(group.prompt, self._suspects)
+            reply: GroupReply | None = None
+            was_full = False
+            while reply is None:
+                async with deaths.turn:
+                    worker = await self._workers.set.take(version)
+                    try:
+                        reply = await self._workers.run_group(worker, group, source)
+                    except WorkerLost as death:
+                        self._begin_attempt(group)
+                        if rejection := deaths.note(death):
+                            reply = rejected_reply(group, rejection, self._config.group_size)
+                    except StoreFull as error:
+                        if was_full or not await self._workers.yield_memory(error):
+                            raise
+                        was_full = True
+                        self._begin_attempt(group)
+            self._rejections.add_group(reply.rejected, self._config.group_size)
+            if reply.batch is None:
+                self._workers.on_room()
+            else:
+                self.num_finished += 1
+            return reply.batch
+
+        groups = []
+        for index in range(num_groups):
+            self._num_groups += 1
+            row = index % (source.num_prompts or num_groups)
+            prompt = source.prompt(row, self._config.seed)
+            groups.append(Group(-self._num_groups, prompt, version))
+        group_ids = {group.group_id for group in groups}
+        self._needed |= dict.fromkeys(group_ids, 0)
+        results: dict[int, BatchMetadata | None] = {}
+        try:
+            missing = groups
+            while missing:
+                replies = await self._for_each(missing, run)
+                results |= {g.group_id: r for g, r in zip(missing, replies, strict=True)}
+                await self._background.wait_until(
+                    lambda: self._workers.are_rows_known(*{g.worker for g in groups}),
+                    "workers to tell what they still hold",
+                )
+                missing = [group for group in groups if group.group_id in self._lost]
+                for group in missing:
+                    self._lost.remove(group.group_id)
+                    self._begin_attempt(group)
+        except BaseException:
+            self._let_go(group_ids)
+            raise
+        self._returned |= group_ids
+        batches = [batch for batch in results.values() if batch is not None]
+        if not batches:
+            causes = describe_counts(self._rejections.episodes)
+            causes += f"; left out as too long: {len(self._rejections.left_out)}"
+            raise WorkflowError(f"all {len(groups)} groups were rejected: {causes}")
+        return concat(batches, batch_id=self._new_id(), global_step=version)
+
+    def forget(self) -> None:
+        """Lets go of the rows of all batches that were returned so far."""
+        returned, self._returned = self._returned, set()
+        self._let_go(returned)
+
+    def _let_go(self, group_ids: set[int]) -> None:
+        for group_id in group_ids:
+            self._needed.pop(group_id)
+        self._lost -= group_ids
+        if group_ids:
+            self._workers.sweep()
+
+    def _begin_attempt(self, group: Group) -> None:
+        group.attempt += 1
+        self._needed[group.group_id] = group.attempt
+
+    async def evaluate(
+        self, source: RolloutSource, num_prompts: int, temperature: float | None
+    ) -> EvaluationOutcome:
+        """Runs episodes for `RolloutController.evaluate_async`."""
+        async with self._workers.updates.held_for_evaluation() as held:
+
+            async def run(index: int) -> EvaluationReply:
+                prompt = source.prompt(index, self._config.seed)
+                await self._make_readable(prompt.dataset, prompt.index)
+                episode = RunEvaluation(prompt, source.workflow, temperature)
+                deaths = GroupDeaths(prompt, self._suspects)
+                reply: EvaluationReply | None = None
+                while reply is None:
+                    async with deaths.turn:
+                        worker = await held.worker()
+                        try:
+                            reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                        except WorkerLost as death:
+                            logger.warning("an evaluated prompt is lost with %s", worker.name)
+                            if rejection := deaths.note(death):
+                                reply = EvaluationReply(None, rejection=rejection)
+                if reply.rejection is None:
+                    self._workers.on_progress(worker.member)
+                    self.num_finished += 1
+                else:
+                    self._rejections.note(reply.rejection)
+                return reply
+
+            return EvaluationOutcome.of(await self._for_each(range(num_prompts), run))
+
+    async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
+        """Results in order, at most `max_concurrent_groups` of them at a time.
+
+        Raises: StepsLost: see `lose_steps`.
+        """
+        if self._steps_lost:
+            raise StepsLost(self._steps_lost)
+        slots = asyncio.Semaphore(self._config.max_concurrent_groups)
+
+        async def one(item: S) -> T:
+            async with slots:
+                return await run(item)
+
+        def note_end(_: asyncio.Task[T]) -> None:
+            self.num_open -= 1
+
+        tasks = [asyncio.create_task(one(item)) for item in items]
+        self.num_open += len(tasks)
+        for task in tasks:
+            task.add_done_callback(note_end)
+        results = asyncio.gather(*tasks)
+        self._awaited.add(results)
+        try:
+            return await self._background.unless_failed(results)
+        finally:
+            self._awaited.discard(results)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(results, *tasks, return_exceptions=True)

@@ -1,0 +1,136 @@
+"""Says what a run waits for when nothing finishes, and ends one that only loses time.
+
+consumes     numbers of groups that run and that finished; reports of the workers' episodes
+waits for    the next look, every `LOOK_S`, and the reports, `REPORT_TIMEOUT_S` at most
+unblocked by the clock
+
+Workers are asked only while groups run and none has finished since the look before: then a worker's
+report is the only news of episodes that were rejected, because a group replies when all of its
+episodes have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from areal_sc.controller.rollout.rejections import Rejections
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.errors import TooManyRejections
+from areal_sc.workers.calls import EpisodesReport
+
+LOOK_S: Final = 5.0
+FIRST_NOTICE_S: Final = 40.0
+"""Silence that is told. It doubles with each notice, and is twice the longest silence that ended
+with a finished group: a run of slow groups tells it in its first step only."""
+
+_MAX_WORKERS_NAMED: Final = 8
+
+
+class ProgressWatch:
+    """Looks after the groups of one RolloutController.
+
+    Args:
+        max_lost_s: a run ends in which, for so long, episodes were rejected and none was kept.
+        num_open: groups, and prompts of evaluations, that are queued or run.
+        num_finished: those that gave something; it only grows.
+    """
+
+    def __init__(
+        self,
+        workers: RolloutWorkers,
+        rejections: Rejections,
+        max_lost_s: float,
+        num_open: Callable[[], int],
+        num_finished: Callable[[], int],
+    ) -> None:
+        self._workers = workers
+        self._rejections = rejections
+        self._max_lost_s = max_lost_s
+        self._num_open = num_open
+        self._num_finished = num_finished
+        self._seen_finished = 0
+        self._quiet_since_s = 0.0
+        self._notice_after_s = FIRST_NOTICE_S
+        self._ended: dict[str, tuple[int, int]] = {}  # worker -> episodes kept, rejected
+        self._lost_since_s: float | None = None
+
+    async def run(self) -> None:
+        """Looks, for ever.
+
+        Raises: TooManyRejections: more than `max_lost_s` were lost.
+        """
+        self._quiet_since_s = asyncio.get_running_loop().time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look(asyncio.get_running_loop().time())
+
+    async def _look(self, now_s: float) -> None:
+        quiet_s = now_s - self._quiet_since_s
+        num_finished = self._num_finished()
+        if num_finished != self._seen_finished or not self._num_open():
+            if num_finished != self._seen_finished:
+                self._notice_after_s = max(FIRST_NOTICE_S, 2 * quiet_s)
+            self._seen_finished, self._quiet_since_s = num_finished, now_s
+            self._lost_since_s = None
+            return
+        reports = await self._workers.episode_reports()
+        for report in reports.values():
+            for rejection in report.new_causes if report else ():
+                self._rejections.note(rejection)
+        self._check_lost(reports, now_s)
+        if quiet_s >= self._notice_after_s:
+            self._notice_after_s = 2 * quiet_s
+            self._rejections.warn(self._describe(reports, quiet_s))
+
+    def _check_lost(self, reports: Mapping[str, EpisodesReport | None], now_s: float) -> None:
+        """Time is lost from the first rejection on, up to the newest, while nothing is kept."""
+        before = self._ended
+        self._ended = before | {
+            name: (report.num_kept, report.num_rejected)
+            for name, report in reports.items()
+            if report is not None
+        }
+        (kept, rejected), (old_kept, old_rejected) = map(_totals, (self._ended, before))
+        if kept != old_kept:
+            self._lost_since_s = None
+        if rejected == old_rejected:
+            return
+        if self._lost_since_s is None:
+            self._lost_since_s = now_s
+        lost_s = now_s - self._lost_since_s
+        if lost_s > self._max_lost_s:
+            raise TooManyRejections(
+                f"for {lost_s:.0f} s episodes were rejected, none was kept, and no group finished; "
+                f"rollout.max_lost_s is {self._max_lost_s:g}. For example: "
+                f"{self._rejections.describe_example()}"
+            )
+
+    def _describe(self, reports: Mapping[str, EpisodesReport | None], quiet_s: float) -> str:
+        """What runs, for how long, what it waits for, and where."""
+        busy = {name: r for name, r in reports.items() if r is None or r.waiting}
+        parts = [_describe_worker(name, report) for name, report in busy.items()]
+        if len(parts) > _MAX_WORKERS_NAMED:
+            parts[_MAX_WORKERS_NAMED:] = [f"and {len(parts) - _MAX_WORKERS_NAMED} more workers"]
+        rejected = sum(r.num_rejected for r in reports.values() if r is not None)
+        if rejected:
+            parts.append(f"{rejected} episodes were rejected so far")
+        return (
+            f"nothing has finished for {quiet_s:.0f} s; {self._num_open()} groups are open; "
+            + "; ".join(parts)
+        )
+
+
+def _totals(ended: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(kept for kept, _ in ended.values()), sum(lost for _, lost in ended.values())
+
+
+def _describe_worker(name: str, report: EpisodesReport | None) -> str:
+    if report is None:
+        return f"{name} does not answer: the workflow blocks its event loop; its log says where"
+    waits = ", ".join(
+        f"{wait.num_episodes} wait for {wait.what} (up to {wait.longest_s:.0f} s)"
+        for wait in report.waiting
+    )
+    return f"episodes on {name}: {waits}"

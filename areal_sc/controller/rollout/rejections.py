@@ -1,0 +1,169 @@
+"""What a run throws away, by cause, and when that is too much of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from msgspec import Struct
+
+from areal_sc.controller.ledger.group import UNUSABLE, Group, GroupState
+from areal_sc.errors import TooManyRejections, WorkflowError
+from areal_sc.workers.calls import RejectedEpisodes
+from areal_sc.workflows.rejection import Rejection, RejectionKind, describe_counts
+
+logger = logging.getLogger(__name__)
+
+STALE = "stale"
+"""Stands for the cause of groups that got too old."""
+
+_BEFORE_GENERATION: Final = (RejectionKind.prompt_error, RejectionKind.dataset_error)
+
+
+def main_cause(rejected: Sequence[RejectedEpisodes]) -> str:
+    """Why most episodes of a group were rejected; "empty" where none was, and none gave rows."""
+    if not rejected:
+        return "empty"
+    return max(rejected, key=lambda same: same.num_episodes).first.cause
+
+
+class RejectionCounts(Struct, frozen=True):
+    """What a resumed run goes on counting from; see `Rejections`."""
+
+    episodes: dict[str, int]
+    num_stale_episodes: int
+
+
+class Rejections:
+    """Episodes that were never trained; counts since the start of the run.
+
+    Args:
+        window: the share of rejected episodes is that of the last so many groups.
+        max_rate: share of rejected episodes above which the run ends; stale ones do not count.
+
+    Attributes:
+        on_warning: told at once of the first rejection of each cause, and when nothing finishes;
+            in the log, unless somebody else listens.
+        episodes: those rejected by their workflow or reward, by cause.
+        firsts: the first rejection of each cause, since the start of this process.
+        num_stale_episodes: those of groups that were rejected as stale.
+        wasted_tokens: that they would have trained.
+        left_out: rows of prompts that leave no room for an answer; they are no rejections.
+    """
+
+    def __init__(self, window: int, max_rate: float) -> None:
+        self.on_warning: Callable[[str], None] = partial(logger.warning, "%s")
+        self.episodes: Counter[str] = Counter()
+        self.firsts: dict[str, Rejection] = {}
+        self.num_stale_episodes = 0
+        self.wasted_tokens = 0
+        self._max_rate = max_rate
+        self._window = window
+        self._recent: deque[tuple[int, int]] = deque(maxlen=window)
+        self.left_out: set[int] = set()
+        self._has_asked = False  # a model, with any prompt
+
+    @property
+    def num_episodes(self) -> int:
+        """All of them, stale ones included."""
+        return self.episodes.total() + self.num_stale_episodes
+
+    def by_cause(self) -> dict[str, int]:
+        """Number of episodes by cause, stale ones included; nothing is 0."""
+        stale = {STALE: self.num_stale_episodes} if self.num_stale_episodes else {}
+        return {**self.episodes, **stale}
+
+    def warn(self, text: str) -> None:
+        """Tells what the user should know at once."""
+        self.on_warning(text)
+
+    def note(self, rejection: Rejection) -> None:
+        """Tells of a rejection if it is the first of its cause; it is counted with its group."""
+        if rejection.cause not in self.firsts:
+            self.firsts[rejection.cause] = rejection
+            self.warn(f"an episode was rejected, the first for this cause: {rejection.describe()}")
+
+    def add_group(self, rejected: Sequence[RejectedEpisodes], num_episodes: int) -> None:
+        """Counts one group that ran to its end.
+
+        Args:
+            num_episodes: episodes of the group, the rejected ones included.
+        """
+        kinds = {same.first.kind for same in rejected}
+        if kinds == {RejectionKind.prompt_too_long}:
+            self._leave_out(rejected[0].first)
+            return
+        num_rejected = 0
+        for same in rejected:
+            self.note(same.first)
+            self.episodes[same.first.cause] += same.num_episodes
+            num_rejected += same.num_episodes
+        self._recent.append((num_rejected, num_episodes))
+        self._has_asked |= num_rejected < num_episodes or not kinds <= {*_BEFORE_GENERATION}
+
+    def _leave_out(self, why: Rejection) -> None:
+        """Tells of the first one, the tenth, the hundredth, and so on."""
+        if why.prompt_index in self.left_out:
+            return  # it is of an earlier epoch
+        self.left_out.add(why.prompt_index)
+        number = len(self.left_out)
+        if str(number).strip("0") == "1":
+            what = (
+                "a prompt is left out" if number == 1 else f"{number} prompts are left out by now"
+            )
+            self.warn(f"{what}, row {why.prompt_index} of the dataset: {why.message}")
+
+    def add_stale(self, group: Group, num_episodes: int) -> None:
+        """Counts a group, of so many episodes, that became stale."""
+        if group.state is GroupState.running:
+            self.num_stale_episodes += num_episodes
+        if group.batch is not None:
+            self.num_stale_episodes += len(group.batch.episodes)
+            self.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
+
+    def check_rate(self, num_prompts: int | None = None) -> None:
+        """Args: num_prompts: of the dataset; None: that is not known.
+
+        Raises: TooManyRejections: more than `max_rate` of the window's were rejected, or the model
+            was asked nothing so far. WorkflowError: all prompts are too long.
+        """
+        if not self._has_asked:
+            self._check_begin(min(num_prompts or self._window, self._window))
+        if len(self._recent) < self._window:
+            return
+        rejected = sum(count for count, _ in self._recent)
+        episodes = sum(count for _, count in self._recent)
+        if rejected > self._max_rate * episodes:
+            raise TooManyRejections(
+                f"{rejected} of the last {episodes} episodes were rejected; "
+                f"rollout.max_rejection_rate is {self._max_rate:g}. Causes: "
+                f"{describe_counts(self.episodes)}. For example: {self.describe_example()}"
+            )
+
+    def _check_begin(self, most_left_out: int) -> None:
+        if len(self.left_out) >= most_left_out:
+            raise WorkflowError(
+                f"all {len(self.left_out)} prompts so far leave no room for an answer: raise "
+                "rollout.max_context_tokens as far as the model and "
+                "actor.max_tokens_per_micro_batch allow, or give shorter prompts"
+            )
+        if len(self._recent) >= UNUSABLE:
+            raise TooManyRejections(
+                f"none of the first {len(self._recent)} prompts could be given to the model. "
+                f"Causes: {describe_counts(self.episodes)}. For example: {self.describe_example()}"
+            )
+
+    def describe_example(self) -> str:
+        """One rejection, of the most frequent cause that is known."""
+        known = max(self.firsts, key=lambda cause: self.episodes[cause], default=None)
+        return "none" if known is None else self.firsts[known].describe()
+
+    def snapshot(self) -> RejectionCounts:
+        return RejectionCounts(dict(self.episodes), self.num_stale_episodes)
+
+    def restore(self, counts: RejectionCounts) -> None:
+        self.episodes = Counter(counts.episodes)
+        self.num_stale_episodes = counts.num_stale_episodes

@@ -1,0 +1,421 @@
+"""RolloutController: what a script sees of generation.
+
+    prompts (references)                 publish_weights
+         |                                     |
+    TrainingGroups ------------------- RolloutWorkers ---- Fleet ----> rollout workers
+     admission, batches       |         runs of groups,     calls,
+         |                    |         weights, stores     liveness
+      batch             OutsideGroups
+                         rollout_batch, evaluations
+
+All of it runs on the one event loop of the `start` block. Generation goes on between two calls;
+what fails meanwhile is raised by the next call that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
+from areal_sc.controller.base import blocking
+from areal_sc.controller.common import common_of
+from areal_sc.controller.dry_run import TaskLook
+from areal_sc.controller.ledger.group import RolloutSource, check_first_rows
+from areal_sc.controller.ledger.journal import Journal
+from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.rollout.batch_samples import BatchSamples
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.progress import ProgressWatch
+from areal_sc.controller.rollout.rejections import Rejections
+from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
+from areal_sc.controller.rollout.rollout_takeover import FoundRuns
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.scaling import Scaling
+from areal_sc.controller.rollout.training_groups import TrainingGroups
+from areal_sc.controller.rollout.weights_reader import WeightsReader
+from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
+from areal_sc.controller.weights.weight_updates import update_timeout_s
+from areal_sc.engines.handle_base import GeneratorHandle
+from areal_sc.errors import RunFolderError, StoreFull, WorkerError, WorkerLost
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.runtime import Runtime
+from areal_sc.metadata import BatchMetadata
+from areal_sc.run_folder import RunFolder
+from areal_sc.run_lineage import newest_lineage
+from areal_sc.run_status import LEAVING, RoleStatus
+from areal_sc.samples import Sample
+from areal_sc.schedulers.base import Scheduler
+from areal_sc.workers import calls
+from areal_sc.workers.spec import ROLLOUT_ROLE
+from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.row_file import PromptSource
+
+
+class RolloutController(WeightsReader):
+    """Runs the user's workflow over prompts on any number of rollout workers.
+
+    Methods block, and have awaitable twins: see TrainController.
+
+    Attributes:
+        groups: those of training, and their ledger.
+        rejections: what was thrown away.
+        on_scaled: told of each change of the number of workers: before, from now on, why; called
+            on the thread of the event loop.
+    """
+
+    engine: GeneratorHandle
+
+    def __init__(
+        self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
+    ) -> None:
+        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
+        engine = engine.with_context()
+        super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
+        self.config: RolloutConfig = engine.config
+        self._background = Background(
+            RPC_MARGIN_S
+            + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
+            lambda: f"groups: {self.groups.ledger.account()}",
+            lambda: self.fleet.awaits_machines,
+        )
+        self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
+        self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
+        new_id = self._runtime.new_id
+        self._folder = RunFolder(scheduler.config.run_dir)
+        limit_s = scheduler.config.transport.write_timeout_s
+        self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
+        self.groups = TrainingGroups(
+            self.config,
+            self._workers,
+            self.rejections,
+            self._background,
+            self._sources.make_readable,
+            self._journal.durable,
+            new_id,
+        )
+        self._tell_more = self._tell_groups
+        self._scaling = Scaling(
+            self.config,
+            self.fleet,
+            self._workers,
+            self.groups,
+            self._background,
+            self._runtime.disk,
+            self._folder.rollout_workers_path,
+            lambda index: self._order(index, engine.of_worker(index)),
+            lambda member: self._count([member]),
+            self._give_up,
+        )
+        self._scaling.on_scaled = lambda *change: self.on_scaled(*change)
+        self.groups.on_batch = self._scaling.note_batch
+        self._samples = BatchSamples(
+            self.config.samples, self._workers, self._background, self._folder.samples_path
+        )
+        self._outside = OutsideGroups(
+            self.config,
+            self._workers,
+            self.rejections,
+            self._sources.make_readable,
+            self._background,
+            new_id,
+        )
+        self._checked: set[RolloutSource] = set()
+        self._task_look = TaskLook(self.config, self._folder.path)
+        self._workers.on_progress = self._note_progress
+        self._workers.on_rows_lost = self._lose_rows
+        self._watch = ProgressWatch(
+            self._workers,
+            self.rejections,
+            self.config.max_lost_s,
+            lambda: self._outside.num_open + self.groups.num_awaited,
+            lambda: self._outside.num_finished + self.groups.num_finished,
+        )
+
+    @property
+    def version(self) -> int:
+        """The policy version that admission and batch forming count from."""
+        return self.groups.version
+
+    @property
+    def batch_metrics(self) -> dict[str, float]:
+        """Means of the workflow's own metrics over the newest batch."""
+        return self.groups.batch_metrics
+
+    @property
+    def newest_samples(self) -> tuple[Sample, ...]:
+        """The newest lines of `samples.jsonl`: what the model wrote, of the last batch read."""
+        return self._samples.newest
+
+    async def measures_free_memory(self) -> bool:
+        if not self.engine.takes_free_memory:
+            return False
+        nodes = [it for it in await self.scheduler.nodes() if it.purpose.takes(self.role)]
+        return any(node.facts.num_devices for node in nodes)
+
+    async def start_async(self) -> None:
+        """Starts the workers and builds the engine in each.
+
+        Raises: WorkerStartError, ModelError: with the worker's own words.
+        """
+        common_of(self.scheduler).needs.add(self._needs)
+        first, spares = await self._scaling.first_orders(adopts=self._adopts)
+        await self._launch(first, spares)
+        self._workers.track(self.fleet.members)
+        await self._workers.initialize()
+        recovery = Recovery(
+            self.fleet,
+            {member.name: [member] for member in self.fleet.members if member.has_lived},
+            self.fleet.config.max_deaths,
+            self._workers.bring_up,
+            self._give_up,
+            self._workers.set.recount_soon,
+        )
+        self._workers.set.is_ready = recovery.is_ready
+        self._recover_by(recovery)
+        self._scaling.begin(recovery, spares)
+        self._background.start(self._watch.run(), "progress")
+
+    async def close_async(self) -> None:
+        """Ends all running groups, then the workers."""
+        common_of(self.scheduler).needs.discard(self._needs)
+        self.groups.end()
+        if self._recovery is not None:
+            await self._recovery.close()
+        await self._background.close()
+        self._samples.close()
+        self.groups.ledger.journal = None  # a later start begins to write it anew
+        try:
+            await self._journal.close()
+        finally:
+            await super().close_async()
+
+    async def prepare_batch_async(self, prompts: PromptSource, workflow: Workflow) -> BatchMetadata:
+        """The batch to train the current policy version on, however often it is asked for.
+
+        Its rows live until the next version is published. Generation goes on from here, also
+        between two calls, and admits what the staleness bound allows. New prompts, or a new
+        workflow, are for groups that are admitted from now on; groups that were admitted before
+        keep theirs. A batch whose rows are lost with a node's memory is formed anew.
+
+        Raises: WorkflowError: the workflow or dataset cannot be used, or a stream ended.
+            ConfigError: all of `total_steps` are trained. TooManyRejections: most episodes are
+            rejected. WorkerLost: a worker died too often. WaitTimeout: no group ended for longer
+            than a group may take. RunFolderError: the journal cannot be written. StepsLost: trained
+            steps are lost, see `TrainController.load_snapshot`.
+        """
+        source = await self._register_async(prompts, workflow)
+        self._outside.forget()
+        if self.groups.ledger.journal is None:
+            self._begin_journal(INITIAL_STATE.training)
+        await self._scaling.wait_for_room()
+        batch = await self.groups.next_batch(source)
+        self._samples.begin(batch)
+        return batch
+
+    async def rollout_batch_async(
+        self, prompts: PromptSource, workflow: Workflow, num_groups: int | None = None
+    ) -> BatchMetadata:
+        """Runs `num_groups` groups (None: the whole dataset), in order, and waits for all.
+
+        They are outside of admission, staleness and the ledger, and so have negative group ids;
+        rejected groups are missing from the batch. Its rows live until the next `rollout_batch` or
+        `prepare_batch`.
+
+        Raises: WorkflowError: every group was rejected, or a stream ended. WorkerLost: a worker
+            died too often. WaitTimeout: the stores have no room for so many groups. StepsLost: as
+            of `prepare_batch`.
+        """
+        source = await self._register_async(prompts, workflow)
+        self._outside.forget()
+        return await self._outside.run_batch(
+            source, source.num_wanted(num_groups, "num_groups"), self.version
+        )
+
+    async def evaluate_async(
+        self,
+        prompts: PromptSource,
+        workflow: Workflow,
+        *,
+        num_prompts: int | None = None,
+        temperature: float | None = None,
+    ) -> EvaluationOutcome:
+        """Runs one episode a prompt and averages rewards and metrics; trains on nothing.
+
+        With several workers it runs on one, which keeps its weights until the evaluation is done;
+        with one worker, or where that one is lost meanwhile, `versions` tells which versions took
+        part. Training generation goes on.
+
+        Args:
+            prompts: the dataset; its first `num_prompts` rows are evaluated.
+            workflow: the episode.
+            num_prompts: None: all; a stream has no such number, so it has to be given.
+            temperature: replaces that of the run; 0 is greedy; None keeps it.
+        Raises: WorkflowError: every prompt was rejected, or a stream ended. WorkerLost: a worker
+            died too often. StepsLost: as of `prepare_batch`.
+        """
+        source = await self._register_async(prompts, workflow)
+        num_wanted = source.num_wanted(num_prompts, "num_prompts")
+        return await self._outside.evaluate(
+            source, min(num_wanted, source.num_prompts or num_wanted), temperature
+        )
+
+    def begin_evaluation(
+        self,
+        prompts: PromptSource,
+        workflow: Workflow,
+        *,
+        num_prompts: int | None = None,
+        temperature: float | None = None,
+    ) -> Future[EvaluationOutcome]:
+        """`evaluate` beside training: returns at once; the result is in the future."""
+        self.register(prompts, workflow)
+        return self._submit(
+            self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
+        )
+
+    async def take_over_async(self, *, goes_on: bool) -> FoundRuns:
+        """Finds out what workers of an earlier start do and hold; to be called after `start_async`.
+
+        Args:
+            goes_on: the run goes on where the journal ends; else nothing of theirs is needed.
+        Raises: RunFolderError: the journal cannot be read, or not be written.
+        """
+        if goes_on and self._journal.exists():
+            self.groups.take_over(self._journal.take_up(self.groups.ledger))
+        found = await self._workers.take_over(self.groups.ledger)
+        self.groups.go_on(found)
+        await self._journal.durable()
+        return found
+
+    async def state_async(self) -> RolloutState:
+        """What is needed to go on from here; see `go_back`."""
+        return RolloutState(self.groups.ledger.snapshot(), self.rejections.snapshot())
+
+    async def account_async(self) -> dict[str, Any]:
+        """Where every group ever admitted is; see `Ledger.account`."""
+        return self.groups.ledger.account()
+
+    async def go_back_async(self, state: RolloutState) -> None:
+        """Leaves the present, and goes on from a snapshot's state, or from `INITIAL_STATE`.
+
+        Groups that run are given up; prompts that are not trained in `state` come again, once
+        workers get weights. So `TrainController.load_snapshot` comes before, and `share_weights`
+        after. Rejections stay; before the first batch they become those of `state`.
+        """
+        if self.groups.ledger.journal is None:
+            self.rejections.restore(state.rejections)
+            self._begin_journal(state.training)
+        self.groups.go_back(newest_lineage(self._folder), state.training)
+        self._outside.go_back()
+        await self._journal.durable()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of the workers that stay, or are to come; `scale` changes it."""
+        return len(self._workers.set.staying)
+
+    async def scale_async(self, num_workers: int) -> None:
+        """Changes the number of workers while the run goes on; returns when that is certain.
+
+        New ones start beside training, on further nodes if need be, with the present weights. Those
+        that are too many get no new groups, and end when all of theirs is done with. An earlier
+        start's number holds for one that finds its workers.
+
+        Raises: ConfigError: there are not enough devices, too little room in the stores of those
+            that stay, or servers whose number is fixed. SchedulerSilent: no node can be asked for.
+            RunFolderError: as of the journal.
+        """
+        self._check_loop()
+        self.engine.check_scaling()
+        await self._scaling.scale(num_workers, "as the script has asked for")
+
+    def share_memory(self, yield_memory: Callable[[StoreFull], Awaitable[bool]]) -> None:
+        """Rows without room get that of what can be spared: see `RolloutWorkers.yield_memory`."""
+        self._workers.yield_memory = yield_memory
+
+    async def pause_async(self) -> None:
+        """Stops admission and generation; running groups keep their state."""
+        self.groups.pause()
+        await self._workers.pause(True)
+
+    async def resume_async(self) -> None:
+        """Goes on after `pause`."""
+        await self._workers.pause(False)
+        self.groups.resume()
+
+    @property
+    def has_let_go_of_rows(self) -> bool:
+        """Whether rows that no snapshot on the disk covers had to go, or wait to: for lack of
+        room, or because their worker is to leave."""
+        return self.groups.kept_rows.has_let_go or self._scaling.wants_snapshot
+
+    def _begin_journal(self, state: LedgerState) -> None:
+        """Goes back to `state` from what earlier starts have left; a new journal begins with it."""
+        lineage = newest_lineage(self._folder)
+        self.groups.ledger.go_back(lineage, state)
+        self.groups.ledger = self._journal.take_up(self.groups.ledger)
+        self.groups.ledger.go_back(lineage, state)
+
+    def _tell_groups(self, status: RoleStatus) -> None:
+        self.groups.tell(status)
+        leaving = {state.name for state in self._workers.set.leaving}
+        for worker in status.workers:
+            worker.state = LEAVING if worker.name in leaving else worker.state
+
+    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
+        self._workers.note_loss(member)
+        super()._note_loss(member, loss)
+
+    def _give_up(self, cause: WorkerError | RunFolderError) -> None:
+        super()._give_up(cause)
+        self._background.fail(self.worker_lost or cause)
+
+    def _note_progress(self, member: Member) -> None:
+        if self._recovery is not None:
+            self._recovery.note_progress(member)
+
+    def _lose_rows(self, runs: Sequence[calls.GroupAttempt]) -> None:
+        self._outside.lose_rows(runs)
+        self.groups.lose_rows(runs)
+
+    def _needs(self, run: calls.GroupAttempt) -> bool:
+        owner = self._outside if run.group_id < 0 else self.groups
+        return owner.needs(run)
+
+    def register(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
+        """Names both for the workers; to be called beforehand only to see what is wrong early.
+
+        Raises: WorkflowError: the dataset is empty, or a worker could not build one of them.
+        """
+        dataset = self._sources.register_prompts(prompts)
+        number = self._sources.register_workflow(workflow)
+        source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
+        if source not in self._checked:
+            check_first_rows(prompts, workflow)
+            self._checked.add(source)
+        if self.is_dry_run:
+            self._task_look.look(source, self._sources.make_readable)
+        return source
+
+    def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
+        self.register(prompts, workflow)
+
+    async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
+        self._check_loop()
+        await self._sources.register_prompts_async(prompts)
+        return self.register(prompts, workflow)
+
+    prepare_batch = blocking(prepare_batch_async, before=_register)
+    rollout_batch = blocking(rollout_batch_async, before=_register)
+    evaluate = blocking(evaluate_async, before=_register)
+    scale = blocking(scale_async)
+    pause = blocking(pause_async)
+    resume = blocking(resume_async)
+    state = blocking(state_async)
+    go_back = blocking(go_back_async)
+    account = blocking(account_async)

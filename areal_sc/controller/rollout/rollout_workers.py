@@ -1,0 +1,391 @@
+"""The rollout workers, as their controller tracks them: load, policy version, stored shards.
+
+set          which workers there are, and who of them takes a group: see `worker_set`
+groups       each is one call of the worker that was chosen for it. A run whose caller is cancelled
+             goes on in the background until the worker, which is told to end it, has replied: only
+             then nothing more can be sealed in its room
+stores       a group reserves its worst-case bytes in a worker's store and in its node's memory
+             until nothing of it is left there (`worker_store`): a full store means that admission
+             waits, not that a put fails. Shards that nobody needs are swept beside everything else
+weights      see `weight_updates`
+deaths       a worker that is lost, or of no use any more, is left out of everything until it has
+             been started again: with the shards that outlived it, a new engine and the newest
+             weights, in this order. Its runs end with `WorkerLost`; where it is not back soon, its
+             rows are taken for lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
+
+from areal_sc.controller.background import Background
+from areal_sc.controller.ledger.group import Group, RolloutSource
+from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
+from areal_sc.controller.rollout.worker_set import WorkerSet
+from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
+from areal_sc.controller.weights.weight_updates import (
+    RolloutWorkerState,
+    WeightUpdates,
+    begin_in_turns,
+    goes_on,
+)
+from areal_sc.controller.worker_store import Needs
+from areal_sc.engines.handle_base import GeneratorHandle
+from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.metadata import BatchMetadata
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.workers import calls
+from areal_sc.workers.calls import GroupAttempt, GroupReply
+
+logger = logging.getLogger(__name__)
+
+REPORT_TIMEOUT_S: Final = 5.0
+"""A worker whose event loop turns tells at once what its episodes do."""
+
+ROWS_AWAITED_S: Final = 60.0
+"""A lost worker's next life tells in time which rows are left, or they are generated again: its
+machine may be gone, and another one in place of it be waited for."""
+
+
+class RolloutWorkers:
+    """Chooses, calls, sweeps and brings up the workers of one RolloutController.
+
+    Args:
+        needs: whose shards stay.
+
+    Attributes:
+        set: the workers.
+        updates: their weights.
+        on_room: called whenever room in a store is free again.
+        on_progress: called with each worker that has given rows, or an evaluated episode.
+        on_rows_lost: called with the runs whose shards are gone with a worker.
+        yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
+    """
+
+    def __init__(
+        self,
+        engine: GeneratorHandle,
+        fleet: Fleet,
+        background: Background,
+        needs: Needs[GroupAttempt],
+    ) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.on_progress: Callable[[Member], None] = lambda member: None
+        self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
+        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
+        self._engine = engine
+        self._config = engine.config
+        self._fleet = fleet
+        self._background = background
+        self.set = WorkerSet(engine.config, background, needs)
+        self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
+        self.updates.states = self.set.states
+        self._is_ledger_known = True
+        self._is_paused = False
+        self._has_warned = False
+
+    def track(self, members: Sequence[Member]) -> None:
+        """The first workers. If an earlier start has left some, `take_over` follows.
+
+        Raises: ConfigError: as of `check_room`.
+        """
+        self._is_ledger_known = not any(member.is_adopted for member in members)
+        self.set.track(members)
+
+    async def take_over(self, ledger: Ledger) -> FoundRuns:
+        """Finds out what workers of an earlier start do and hold."""
+        self.updates.take_over(ledger.version)
+        found = await find_runs(self._states, self._fleet, ledger)
+        self._is_ledger_known = True
+        self.set.recount_soon()
+        self.sweep()
+        return found
+
+    async def initialize(self) -> None:
+        """Workers build their engines, which start what they need.
+
+        Raises: WorkerError, ModelError: as of a new worker. One of an earlier start may be lost.
+        """
+        adopted = [member for member in self._fleet.members if member.is_adopted]
+        new = [it for it in self._fleet.members if it.has_lived and not it.is_adopted]
+        method, limit_s = calls.INITIALIZE_ENGINE, self._initialize_timeout_s
+        await asyncio.gather(
+            self._fleet.call_each(method, [None] * len(new), members=new, timeout_s=limit_s),
+            self._fleet.call_living(method, None, adopted, timeout_s=limit_s),
+        )
+
+    def note_loss(self, member: Member) -> None:
+        """The worker is left out of everything until `bring_up`; what it runs fails by itself."""
+        for state in self._states:
+            if state.member is member:
+                state.is_up = state.are_rows_known = False
+                self.updates.note_loss(state)
+                self.set.recount(state)
+                self._background.start(self._give_up_rows(state), f"rows of {state.name}")
+        self._background.notify()
+
+    async def _give_up_rows(self, state: RolloutWorkerState) -> None:
+        life = state.member.worker
+        await asyncio.sleep(ROWS_AWAITED_S)
+        is_there = state in self._states and state.member.worker is life
+        if is_there and not state.are_rows_known:
+            logger.warning("worker=%s is not back: its rows are taken for lost", state.name)
+            self._note_rows(state, ())  # whatever turns up later
+
+    def _note_rows(self, state: RolloutWorkerState, held: tuple[str, ...]) -> None:
+        lost = state.store.note_adopted(held)
+        state.are_rows_known = True
+        self.set.recount(state)
+        self.on_rows_lost(lost)
+        self._background.notify()
+
+    async def bring_up(self, members: Sequence[Member]) -> None:
+        """Workers that were started again do their work again when this returns."""
+        await asyncio.gather(*(self._bring_up(s) for s in self._states if s.member in members))
+
+    async def _bring_up(self, state: RolloutWorkerState) -> None:
+        try:
+            await self._bring_back(state)
+        except BaseException:  # it is killed, and started again
+            self.note_loss(state.member)
+            raise
+
+    async def _bring_back(self, state: RolloutWorkerState) -> None:
+        member = state.member
+        what = "the start to read what an earlier one has left, and which rows it needs"
+        await self._background.wait_until(lambda: self._is_ledger_known, what)
+        self._note_rows(state, await self._fleet.call(member, calls.ADOPTED_SHARDS, None))
+        await self._fleet.call(
+            member, calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
+        )
+        is_paused = False
+        while is_paused != self._is_paused:
+            is_paused = self._is_paused
+            await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
+        state.is_up = state.has_served = True
+        self.set.renew()
+        self.sweep_one(state)
+        await self.updates.bring_to_newest(state)
+
+    @property
+    def _states(self) -> Sequence[RolloutWorkerState]:
+        return self.set.states
+
+    @property
+    def _initialize_timeout_s(self) -> float:
+        return self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
+
+    @property
+    def up_members(self) -> list[Member]:
+        return [state.member for state in self._states if state.is_up]
+
+    async def pause(self, is_paused: bool) -> None:
+        """Generation stops, also that of workers that come up later, or goes on."""
+        self._is_paused = is_paused
+        method = calls.PAUSE if is_paused else calls.RESUME
+        await self._fleet.call_living(method, None, self.up_members)
+
+    def are_rows_known(self, *workers: str | None) -> bool:
+        """Whether it is certain that the rows are there which these workers hold.
+
+        Of one that is being started again, it is not yet.
+        """
+        return all(state.are_rows_known for state in self._states if state.name in workers)
+
+    async def notice_losses(self, workers: Collection[str]) -> None:
+        """Returns when each of these workers has answered, or is known to be lost."""
+        states = [state for state in self._states if state.name in workers]
+        pings = (self._call(state, calls.PING, None) for state in states)
+        for outcome in await asyncio.gather(*pings, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
+                raise outcome
+
+    def may_leave(self, state: RolloutWorkerState) -> bool:
+        """Whether nobody misses a worker that is to leave."""
+        is_known = self._is_ledger_known
+        return is_known and self.set.is_idle(state) and self.updates.may_leave(state)
+
+    def let_go(self, state: RolloutWorkerState) -> None:
+        """The worker leaves, and is none of these any more."""
+        state.is_up = False
+        self.updates.note_loss(state)
+        self.set.remove(state)
+
+    async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
+        """Reply of a call that may take as long as a group.
+
+        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
+            answer: it is of no use any more. Typed errors of the method.
+        """
+        state.num_calls += 1
+        try:
+            limit_s = self._config.group_timeout_s + RPC_MARGIN_S
+            return await self._call(state, method, args, limit_s)
+        finally:
+            state.num_calls -= 1
+
+    async def call_named(self, name: str, method: Method[A, R], args: A) -> R:
+        """Reply of the worker of that name. Raises: WorkerLost: it does no work. As `call`."""
+        member = next((member for member in self.up_members if member.name == name), None)
+        if member is None:
+            raise WorkerLost(f"worker {name} is being started again, or has left")
+        return await self._fleet.call(member, method, args)
+
+    async def _call(
+        self,
+        state: RolloutWorkerState,
+        method: Method[A, R],
+        args: A,
+        timeout_s: float | None = None,
+    ) -> R:
+        member, incarnation = state.member, state.member.worker.incarnation
+        try:
+            return await self._fleet.call(member, method, args, timeout_s=timeout_s)
+        except (PeerLost, RpcTimeout, WorkerError) as error:
+            if isinstance(error, RpcTimeout) and error.silent == member.name:
+                setting = "rollout.group_timeout_s, transport.call_timeout_s"
+                raise await self._fleet.lose_hung(error, [member], setting) from error
+            loss = self._fleet.lose(member, incarnation, f"is of no use any more: {error}")
+            if loss is error:
+                raise
+            raise loss from error
+
+    async def episode_reports(self) -> dict[str, calls.EpisodesReport | None]:
+        """What the episodes of each worker do, by its name; None: it does not answer in time.
+
+        Workers that are being started again are left out.
+        """
+
+        async def ask(state: RolloutWorkerState) -> calls.EpisodesReport | None:
+            try:
+                return await self._fleet.call(
+                    state.member, calls.EPISODES, None, timeout_s=REPORT_TIMEOUT_S
+                )
+            except ArealError as error:
+                logger.info("worker=%s no report of episodes: %s", state.name, error)
+                return None
+
+        up = [state for state in self._states if state.is_up]
+        reports = await asyncio.gather(*map(ask, up))
+        return {state.name: report for state, report in zip(up, reports, strict=True)}
+
+    async def run_group(
+        self, state: RolloutWorkerState, group: Group, source: RolloutSource | None
+    ) -> GroupReply:
+        """Plays the group's episodes on the worker. Cancelled, the run is given up.
+
+        When the controller ends, no run is: its worker ends with it, or belongs to a later start of
+        the script, which joins the run.
+
+        Args:
+            source: None: the worker has begun the run, which is joined.
+        Raises: WorkerLost: as of `call`; nothing has come of the run, and nothing will.
+        """
+        run = GroupAttempt(group.group_id, group.attempt)
+        state.store.begin(run)
+        self.set.recount(state)
+        request = calls.RunGroup(
+            group.group_id,
+            group.attempt,
+            group.admitted_version,
+            group.prompt,
+            source.workflow if source is not None else 0,
+            self._config.group_size,
+        )
+        call = self._background.hold(
+            self._played(state, request, run), f"run of group {run.group_id}"
+        )
+        try:
+            reply = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not self._background.is_closing:
+                end = self._give_up(state, run, call)
+                self._background.start(end, f"end of group {run.group_id}")
+            raise
+        except ArealError:
+            self._end_run(state, run, None)
+            raise
+        self._end_run(state, run, reply.batch)
+        if reply.batch is not None:
+            self.on_progress(state.member)
+        if reply.warning and not self._has_warned:
+            self._has_warned = True  # others would say the same
+            logger.warning("%s", reply.warning)
+        return reply
+
+    async def _played(
+        self, state: RolloutWorkerState, request: calls.RunGroup, run: GroupAttempt
+    ) -> GroupReply:
+        incarnation = state.member.worker.incarnation
+        reply = await self.call(state, calls.RUN_GROUP, request)
+        if reply.run != run:
+            cause = f"answered for {reply.run}, asked for {run}"
+            raise self._fleet.lose(state.member, incarnation, cause)
+        return reply
+
+    async def _give_up(
+        self, state: RolloutWorkerState, run: GroupAttempt, call: asyncio.Task[GroupReply]
+    ) -> None:
+        """Has the worker end the run, and waits until it has; what it sealed is swept."""
+        outcomes = await asyncio.gather(
+            self.call(state, calls.GIVE_UP_GROUP, run), call, return_exceptions=True
+        )
+        batch = None
+        for outcome in outcomes:
+            if isinstance(outcome, ArealError):  # of a group that is nobody's any more
+                logger.info("given_up_group=%d failed=%r", run.group_id, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            elif outcome is not None:
+                batch = outcome.batch
+        self._end_run(state, run, batch)
+        self.sweep_one(state)
+        self.on_room()
+
+    def _end_run(
+        self, state: RolloutWorkerState, run: GroupAttempt, batch: BatchMetadata | None
+    ) -> None:
+        """The worker has ended the run; the shards of `batch` take its room, if there are any."""
+        state.store.end(run, [] if batch is None else [s.shard_id for s in batch.shards])
+        self.set.recount(state)
+        if batch is None:
+            self._background.notify()
+
+    def sweep(self) -> None:
+        """Workers begin to forget the shards that nobody needs any more."""
+        self._background.start(begin_in_turns(list(self._states), self.sweep_one), "sweeps")
+
+    def sweep_one(self, state: RolloutWorkerState) -> bool:
+        """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
+        if not state.is_up or goes_on(state.sweep) or not state.store.has_dead:
+            return False
+        state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
+        return True
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a store is about to have more room."""
+        return any(goes_on(state.sweep) or state.store.has_dead for state in self._states)
+
+    async def _sweep(self, state: RolloutWorkerState) -> None:
+        while state.store.has_dead:
+            incarnation = state.member.worker.incarnation
+            sweep, dead_ids = state.store.plan_sweep(incarnation)
+            try:
+                last_sequence = await self._call(state, calls.SWEEP, sweep)
+            except WorkerLost:
+                return  # its next life is told anew
+            state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
+            self.set.recount(state)
+            self.on_room()
+            self._background.notify()
+
+
+async def _has_nothing_to_spare(error: StoreFull) -> bool:
+    return False

@@ -1,0 +1,288 @@
+"""The number of rollout workers while a run goes on: they come, and leave when nobody needs them.
+
+    scale(n) ──► more   a worker that leaves stays; else a further one is started, as a lost one is
+             └─► fewer  some get no new groups, and leave when all of theirs is done with
+
+consumes     `scale`, by the script; batches, which tell the autoscaler
+waits for    a worker that leaves: its groups, rows that are still to be trained, an evaluation;
+             nodes that are on their way, where the stores of the workers do not hold a batch yet
+unblocked by the end of these, seen at the next look. Rows that only a repeat of a step would read
+             hold it up until a snapshot covers them, which it asks for, or for `COVER_STEPS` steps.
+             The wait for a node has no limit
+
+Where the nodes have no room for more, further ones are asked for: their workers start when they are
+there, and the autoscaler does not count them before. When the number falls, workers whose node has
+not come yet leave first, at once; and a node that nobody works on is given back.
+
+Nobody is killed for it. A worker that is lost meanwhile is started again, as any other, if rows of
+it are needed. The number is on the disk before anything of it is done: a later start of the script
+that finds workers goes on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Final
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
+from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChange
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.training_groups import TrainingGroups
+from areal_sc.controller.weights.weight_updates import RolloutWorkerState
+from areal_sc.disk import Disk
+from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
+from areal_sc.fleet.bounded import bounded
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.telling import tell
+from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerOrder
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.2
+"""Between two looks at workers that leave."""
+COVER_STEPS: Final = 2
+"""Steps that a snapshot may take to cover the rows of a worker that leaves."""
+
+OrderOf = Callable[[int], WorkerOrder]
+"""The order of a worker, by its number."""
+
+
+class Scaling:
+    """Changes the number of workers of one RolloutController.
+
+    Args:
+        path: of the file that keeps the number.
+        before_end: is awaited with each worker that leaves, while it still answers.
+        on_failure: is told that the number cannot be written: the run cannot go on.
+
+    Attributes:
+        on_scaled: is told of each change: workers before, from now on, and why.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        fleet: Fleet,
+        workers: RolloutWorkers,
+        groups: TrainingGroups,
+        background: Background,
+        disk: Disk,
+        path: Path,
+        order_of: OrderOf,
+        before_end: Callable[[Member], Awaitable[object]],
+        on_failure: Callable[[RunFolderError], None],
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._workers = workers
+        self._groups = groups
+        self._background = background
+        self._disk = disk
+        self._path = path
+        self._order_of = order_of
+        self._before_end = before_end
+        self._on_failure = on_failure
+        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
+        self._recovery: Recovery | None = None
+        self._one_change = asyncio.Lock()
+        self._leaving: asyncio.Task[None] | None = None
+        self._kept_since: dict[RolloutWorkerState, int] = {}  # versions
+        self._autoscaler = Autoscaler(config.autoscale) if config.autoscale.max else None
+        self._seen_restarts = 0
+
+    async def first_orders(self, *, adopts: bool) -> tuple[list[WorkerOrder], list[WorkerOrder]]:
+        """The workers to begin with, and further ones that are there, which are to leave.
+
+        Args:
+            adopts: goes on with the number of an earlier start, if that has left workers.
+        Raises: RunFolderError: the number cannot be read, or not be written.
+        """
+        found = await self._fleet.found(ROLLOUT_ROLE) if adopts else []
+        kept = self._read()
+        number = kept if found and kept else self._config.num_workers
+        if kept not in (None, number):
+            await self._record(number)
+        free = (index for index in count() if index not in found)
+        stay = found[:number]
+        first = sorted([*stay, *islice(free, number - len(stay))])
+        return [*map(self._order_of, first)], [*map(self._order_of, found[number:])]
+
+    def begin(self, recovery: Recovery, spares: Sequence[WorkerOrder]) -> None:
+        """The first workers are up, or wait for their node; the spares of them leave."""
+        self._recovery = recovery
+        self._seen_restarts = recovery.num_restarts
+        for state in self._workers.set.states:
+            if not state.member.has_lived:
+                recovery.add(state.name, [state.member])
+        numbers = [order.index for order in spares]
+        self._retire([s for s in self._workers.set.states if s.number in numbers])
+
+    async def scale(self, num_workers: int, why: str) -> None:
+        """Returns when it is certain; workers start, and leave, beside whatever comes next.
+
+        Raises: ConfigError: there cannot be so many, or so few. SchedulerSilent: it is not known
+            whether a further node can be had. RunFolderError: the number cannot be written.
+        """
+        if type(num_workers) is not int or num_workers < 1:
+            raise ConfigError(
+                f"scale: expected a number of rollout workers, at least 1, got {num_workers!r}"
+            )
+        async with self._one_change:
+            workers = self._workers.set
+            before = len(workers.staying)
+            if num_workers < before:
+                surplus = self._dispensable(before - num_workers)
+                workers.check_retiring(surplus)
+                await self._record(num_workers)
+                self._retire(surplus)
+            elif num_workers > before:
+                await self._grow(num_workers - before, num_workers)
+            else:
+                return
+            logger.info("rollout_workers=%d before=%d %s", num_workers, before, why)
+            tell(self.on_scaled, before, num_workers, why)
+
+    async def wait_for_room(self) -> None:
+        """Returns when the workers that have come hold a batch.
+
+        Raises: ConfigError: all have come, and do not.
+        """
+        workers = self._workers.set
+        while not workers.holds_batch and not all(s.has_served for s in workers.staying):
+            self._background.raise_failure()
+            await asyncio.sleep(LOOK_S)
+        workers.check_room()
+
+    def note_batch(self) -> None:
+        """A batch was formed."""
+        if self._autoscaler is None or self._recovery is None:
+            return
+        admission, coming = self._groups.admission, self._fleet.coming
+        states = [s for s in self._workers.set.states if s.name not in coming]
+        num_workers = sum(not state.is_leaving for state in states)
+        num_restarts, self._seen_restarts = self._seen_restarts, self._recovery.num_restarts
+        is_steady = self._seen_restarts == num_restarts and all(
+            not state.store.num_running if state.is_leaving else state.is_up for state in states
+        )
+        seen = SeenStep(
+            num_workers,
+            admission.slack,
+            admission.spare_lead,
+            is_steady,
+            len(self._workers.set.staying) - num_workers,
+        )
+        if change := self._autoscaler.note_step(seen):
+            self._background.start(self._follow(change), "autoscaling")
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether a snapshot would let a worker leave."""
+        return bool(self._kept_since)
+
+    async def _follow(self, change: SizeChange) -> None:
+        assert self._autoscaler is not None
+        try:
+            await self.scale(change.num_workers, change.why)
+        except ConfigError as error:
+            logger.warning("the number of rollout workers stays as it is: %s", error)
+            self._autoscaler.refuse(change.num_workers)
+        except SchedulerSilent as error:
+            logger.warning("the number of rollout workers stays as it is for now: %s", error)
+
+    async def _grow(self, num_more: int, num_workers: int) -> None:
+        workers, recovery = self._workers.set, self._recovery
+        assert recovery is not None
+        back = sorted(workers.leaving, key=lambda state: not state.is_up)[:num_more]
+        for state in back:
+            self._kept_since.pop(state, None)
+            workers.keep(state)
+        members = []
+        if num_new := num_more - len(back):
+            taken = {member.index for member in self._fleet.members}
+            free = (index for index in count() if index not in taken)
+            orders = [self._order_of(index) for index in islice(free, num_new)]
+            try:
+                members = await self._fleet.expect(orders)
+            except ArealError:
+                self._retire(back)
+                raise
+        await self._record(num_workers)
+        for member in members:
+            workers.add(member)
+            recovery.add(member.name, [member])
+
+    def _dispensable(self, number: int) -> list[RolloutWorkerState]:
+        """The first workers to leave: those that do no work now, and then those that came last."""
+        staying = self._workers.set.staying
+        return sorted(staying, key=lambda state: (state.is_up, -state.number))[:number]
+
+    def _retire(self, states: Sequence[RolloutWorkerState]) -> None:
+        for state in states:
+            self._workers.set.retire(state)
+        if states and (self._leaving is None or self._leaving.done()):
+            self._leaving = self._background.start(self._see_off(), "workers that leave")
+
+    async def _see_off(self) -> None:
+        """Looks at workers that leave, until there are none."""
+        while leaving := self._workers.set.leaving:
+            for state in leaving:
+                if self._workers.may_leave(state):
+                    self._kept_since.pop(state, None)
+                    self._workers.let_go(state)
+                    self._background.start(self._end(state.member), f"end of {state.name}")
+                else:
+                    self._hurry(state)
+            await asyncio.sleep(LOOK_S)
+
+    def _hurry(self, state: RolloutWorkerState) -> None:
+        """Rows that only a repeat of a step would read do not hold the worker up for long."""
+        groups, ledger = self._groups, self._groups.ledger
+        steps = [step for step in ledger.kept_steps if self._holds(state, step)]
+        is_busy = any(group.worker == state.name for group in ledger.unconsumed())
+        if is_busy or not steps or groups.version in steps:
+            self._kept_since.pop(state, None)
+        elif groups.version >= self._kept_since.setdefault(state, groups.version) + COVER_STEPS:
+            while self._holds(state, *steps) and groups.kept_rows.let_go(ledger, groups.version):
+                pass
+
+    def _holds(self, state: RolloutWorkerState, *steps: int) -> bool:
+        kept = (group for step in steps for group in self._groups.ledger.kept_groups(step))
+        return any(group.worker == state.name for group in kept)
+
+    async def _end(self, member: Member) -> None:
+        assert self._recovery is not None
+        await self._recovery.dismiss(member.name)
+        if member.failure is None:
+            await self._before_end(member)
+        await self._fleet.dismiss(member)
+        logger.info("worker=%s has left", member.name)
+
+    async def _record(self, num_workers: int) -> None:
+        """Raises: RunFolderError: it cannot be written."""
+        content = f"{num_workers}\n".encode()
+        written = self._disk.run(lambda: self._disk.create(self._path, content))
+        limit_s = self._fleet.config.transport.write_timeout_s
+        what = f"the disk of {self._path} to take the number of rollout workers"
+        try:
+            await bounded(written, limit_s, what, "transport.write_timeout_s")
+        except OSError as error:
+            failure = RunFolderError(f"cannot write {self._path}: {error.strerror or error}")
+            self._on_failure(failure)  # as of the journal
+            raise failure from error
+
+    def _read(self) -> int | None:
+        """The number that was written last; None: none was, or it is damaged."""
+        try:
+            if self._path.name not in self._disk.names(self._path.parent):
+                return None
+            text = self._disk.read(self._path).decode(errors="replace").strip()
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self._path}: {error.strerror}") from error
+        return int(text) if text.isdecimal() and int(text) else None

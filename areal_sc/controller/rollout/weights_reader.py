@@ -1,0 +1,99 @@
+"""What a trainer sees of the controller whose workers read its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from areal_sc.controller.background import Background
+from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.ledger.journal import Journal
+from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.training_groups import TrainingGroups
+from areal_sc.fleet.member import Member
+from areal_sc.metadata import RowMetadata
+from areal_sc.weights import WeightsReference
+
+
+class WeightsReader(Controller):
+    """Brings new policy versions to its workers, and to what is counted from them.
+
+    Attributes:
+        groups: those of training, whose staleness is counted in versions.
+    """
+
+    groups: TrainingGroups
+    _workers: RolloutWorkers
+    _background: Background
+    _journal: Journal
+    _outside: OutsideGroups
+
+    def receive_weights(self, weights: WeightsReference) -> None:
+        """A new policy version exists: workers begin to pull it, admission counts from it."""
+        self.groups.begin_version(weights.version)
+        self._workers.updates.receive(weights)
+        self.groups.admit()
+        self._background.notify()
+
+    async def record_version_async(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+        """Notes that a policy version exists; `receive_weights` with it follows.
+
+        Args:
+            trained_rows: the rows whose training made it.
+        Raises: RunFolderError: the journal cannot be written.
+        """
+        self.groups.record_version(version, trained_rows)
+        await self._journal.durable()
+
+    def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:
+        """Whether some of these rows were in a batch that was formed anew."""
+        return any(map(self.groups.ledger.was_taken_back, rows))
+
+    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
+        """Trained rows stay, in case that their step has to be repeated.
+
+        Args:
+            first_step: those of this step and later ones, as far as the stores have room.
+            is_being_covered: a snapshot is being written. Admission waits for its end rather than
+                that rows go which it will cover.
+        """
+        if not self._background.has_failed:  # else the run ends, and its journal may have failed
+            self.groups.keep_rows(first_step, is_being_covered=is_being_covered)
+            self._background.notify()
+
+    def lose_steps(self, why: str) -> None:
+        """The ranks cannot train on, and workers may wait for their weights, before `go_back`.
+
+        Whoever waits for rows or evaluations gets StepsLost.
+        """
+        self.groups.lose_steps(why)
+        self._outside.lose_steps(why)
+
+    def renew_weights(self, weights: WeightsReference) -> None:
+        """The weights of the current version are to be had elsewhere from now on."""
+        self._workers.updates.renew(weights)
+
+    async def hold_updates_async(self) -> int:
+        """Waits until no worker updates its weights; none begins before `receive_weights`.
+
+        Returns: the oldest version that a worker holds.
+        """
+        return await self._workers.updates.hold()
+
+    def end_hold(self) -> None:
+        """The version that updates were held for does not come."""
+        self._workers.updates.end_hold()
+
+    async def wait_for_weights_async(self) -> None:
+        """Waits until every worker holds the newest version, but for those that are lost.
+
+        These get it when they are started again, before anything else.
+        """
+        await self._workers.updates.wait_until_newest()
+
+    @property
+    def current_members(self) -> list[Member]:
+        """The workers that hold weights; those that are started again have to pull some first."""
+        return self._workers.updates.current_members
+
+    wait_for_weights = blocking(wait_for_weights_async)

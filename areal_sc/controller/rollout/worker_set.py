@@ -1,0 +1,182 @@
+"""The rollout workers that there are: which stay, which leave, and what each of them carries.
+
+    add ──► starts ──► has served ──► retire ──► closed ──► idle ──► remove
+            no room     its store     no room    no new     nothing
+                        is room       any more   groups     needed
+
+Room is what admission counts with: a group that was admitted finds a store, whatever happens. So a
+worker that leaves takes its store out of the room at once, and goes on to take groups until those
+that were admitted before fit into the stores of the others. What lies in its own store counts all
+the while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.background import Background
+from areal_sc.controller.rollout.room import StoreRoom, check_room, store_room
+from areal_sc.controller.rollout.worker_choice import WorkerLoads, WorkerQueue
+from areal_sc.controller.weights.weight_updates import NO_VERSION, RolloutWorkerState
+from areal_sc.controller.worker_store import Needs, WorkerStore
+from areal_sc.fleet.member import Member
+from areal_sc.workers.calls import GroupAttempt
+
+
+class WorkerSet:
+    """The workers of one RolloutController, and who of them takes the next group.
+
+    Args:
+        needs: whose shards stay.
+
+    Attributes:
+        states: of all workers, by ascending number; it stays the same list.
+        loads: what they carry.
+        num_queued: groups that were admitted, and wait for a worker.
+        is_ready: whether a worker gives signs of life; one that does not gets no new groups.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, background: Background, needs: Needs[GroupAttempt]
+    ) -> None:
+        self.states: list[RolloutWorkerState] = []
+        self.loads = WorkerLoads([], 0, {})
+        self.num_queued: Callable[[], int] = lambda: 0
+        self.is_ready: Callable[[Member], bool] = lambda member: True
+        self._config = config
+        self._background = background
+        self._needs = needs
+        self._queue = WorkerQueue(self.loads, background)
+        self._max_groups = 0
+        self._is_recount_due = False
+        self._by_number: dict[int, RolloutWorkerState] = {}
+
+    def track(self, members: Sequence[Member]) -> None:
+        """The first workers: those that were started are up.
+
+        Raises: ConfigError: as `check_room`, where no others are to come.
+        """
+        self.states[:] = [self._state_of(member) for member in members]
+        if all(member.has_lived for member in members):
+            check_room(self._room(self.staying), self._config)
+        self.renew()
+
+    @property
+    def staying(self) -> list[RolloutWorkerState]:
+        """Workers that are not to leave, those included that are being started."""
+        return [state for state in self.states if not state.is_leaving]
+
+    @property
+    def leaving(self) -> list[RolloutWorkerState]:
+        return [state for state in self.states if state.is_leaving]
+
+    def add(self, member: Member) -> RolloutWorkerState:
+        """A further worker, which is being started."""
+        state = self._state_of(member)
+        self.states.append(state)
+        self.states.sort(key=lambda state: state.number)
+        self.renew()
+        return state
+
+    def _state_of(self, member: Member) -> RolloutWorkerState:
+        state = RolloutWorkerState(member, member.index, WorkerStore(self._needs))
+        if self._config.random_init:
+            state.built_with = state.version = NO_VERSION
+        if not member.has_lived:
+            state.version, state.is_up, state.has_served = NO_VERSION, False, False
+        return state
+
+    @property
+    def holds_batch(self) -> bool:
+        """Whether the stores of the workers that came, and stay, have room for a batch."""
+        return self._max_groups >= self._config.train_batch_groups
+
+    def check_retiring(self, states: Sequence[RolloutWorkerState]) -> None:
+        """Raises: ConfigError: as `check_room`, of the workers that would be left."""
+        check_room(self._room([s for s in self.staying if s not in states]), self._config)
+
+    def check_room(self) -> None:
+        """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
+        more, where a worker found a fuller memory when it was started again)."""
+        if not self.holds_batch and all(state.has_served for state in self.staying):
+            check_room(self._room(self.staying), self._config)
+
+    @property
+    def full_workers(self) -> set[str]:
+        """The workers that take groups, if none has room or was chosen for a group; else none."""
+        return {self._by_number[number].name for number in self.loads.full}
+
+    def retire(self, state: RolloutWorkerState) -> None:
+        """The worker is to leave."""
+        state.is_leaving = True
+        self.renew()
+
+    def keep(self, state: RolloutWorkerState) -> None:
+        """A worker that was to leave stays after all."""
+        state.is_leaving = state.is_closed = False
+        self.renew()
+
+    def remove(self, state: RolloutWorkerState) -> None:
+        """The worker is not there any more."""
+        self.states.remove(state)
+        self.renew()
+
+    def is_idle(self, state: RolloutWorkerState) -> bool:
+        """Whether nothing counts on a worker that leaves: it runs nothing, and no rows of it are
+        needed. One that can still get groups is not idle."""
+        if not state.is_closed and self.loads.num_stored + self.num_queued() <= self._max_groups:
+            state.is_closed = True
+            self.recount(state)
+        is_busy = state.store.num_running or state.num_calls or state.store.needs_any
+        return state.is_closed and not is_busy and state.number not in self.loads.promised
+
+    def has_room(self, num_queued: int) -> bool:
+        """Whether the stores hold one more group at its worst-case size beside the queued ones."""
+        return num_queued + self.loads.num_stored < self._max_groups
+
+    async def take(self, version: int) -> RolloutWorkerState:
+        """Takes a worker like `WorkerQueue.take`; call its `run_group` before the next await."""
+        number = await self._queue.take(version)
+        return self._by_number[number]  # of now: meanwhile there may be others
+
+    def renew(self) -> None:
+        """Workers have come, or go, or tell of other memory than before."""
+        served = [state for state in self.states if state.has_served]
+        self._max_groups = self._room([s for s in served if not s.is_leaving]).num_groups
+        self._by_number = {state.number: state for state in self.states}
+        nodes = [""] * (1 + max(self._by_number, default=-1))
+        for state in self.states:
+            nodes[state.number] = state.member.worker.node
+        room = self._room(self.states)
+        self.loads = self._queue.loads = WorkerLoads(nodes, *room, self.loads.promised)
+        self._recount_all()
+
+    def recount_soon(self) -> None:
+        """Some workers give signs of life again, or none any more; of many that is told at once."""
+        if not self._is_recount_due:
+            self._is_recount_due = True
+            asyncio.get_running_loop().call_soon(self._recount_all)
+
+    def _recount_all(self) -> None:
+        self._is_recount_due = False
+        for state in self.states:
+            self.recount(state)
+        self._background.notify()
+
+    def recount(self, state: RolloutWorkerState) -> None:
+        """The worker's version, or a number of its groups, has changed."""
+        if self._by_number.get(state.number) is not state:
+            return  # it has left
+        takes_groups = self.is_ready(state.member) and not state.is_closed
+        self.loads.note(
+            state.number,
+            version=state.version if takes_groups else NO_VERSION,
+            num_running=state.store.num_running,
+            num_held=state.store.num_held,
+            gets_newest=takes_groups and state.version != NO_VERSION and not state.holds,
+        )
+
+    def _room(self, states: Sequence[RolloutWorkerState]) -> StoreRoom:
+        return store_room([state.member.worker for state in states], self._config)

@@ -1,0 +1,147 @@
+"""Snapshots of the ranks in their nodes' memory, every few steps, beside training.
+
+Each node has what its own ranks need to go on. So a snapshot counts when all ranks have written it,
+and is of use as long as all of them come back to the nodes that they were on.
+
+consumes     new versions
+waits for    the ranks: to copy their state, which updates wait for, and to write it, which nobody
+             waits for
+unblocked by their replies, or their death
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from areal_sc.controller.train.train_history import TrainHistory
+from areal_sc.errors import ArealError, StoreFull, WorkerLost
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.workers import calls
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Operation
+
+logger = logging.getLogger(__name__)
+
+
+class MemorySnapshots:
+    """Writes one snapshot at a time.
+
+    Args:
+        every_steps: versions from one to the next; 0: none are written.
+        on_change: is called when one is begun, and when it has ended.
+        on_failure: gets what the ranks could not do, some of which may hang.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        history: TrainHistory,
+        every_steps: int,
+        on_change: Callable[[], None],
+        on_failure: Callable[[ArealError], Awaitable[object]],
+    ) -> None:
+        self._fleet = fleet
+        self._history = history
+        self._every_steps = every_steps
+        self._on_change = on_change
+        self._on_failure = on_failure
+        self._has_failed = False
+        self._has_yielded = False
+        self._one_yields = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
+        self._is_taken = asyncio.Event()
+        self._is_taken.set()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    @property
+    def is_due_soon(self) -> bool:
+        """Whether the ranks are making a version that one is due of."""
+        every, history = self._every_steps, self._history
+        return every > 0 and (history.version + 1) % every == 0 and history.is_updating
+
+    def begin_when_due(self) -> None:
+        """Begins one of a version that has just been made.
+
+        None is begun while the ranks write something else: that comes first, and they would stand
+        still until its end.
+        """
+        every, version = self._every_steps, self._history.version
+        if every and version % every == 0 and not (self.is_writing or self._history.is_writing):
+            self._is_taken.clear()
+            self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
+
+    async def yield_memory(self, error: StoreFull) -> bool:
+        """What cannot be spared has no room: snapshots in memory go, and none is written any more.
+
+        Returns: whether they have gone, now or before; False: none was ever written.
+        """
+        async with self._one_yields:
+            if self._every_steps:
+                await self._give_up(error)
+        return self._has_yielded
+
+    async def _give_up(self, error: StoreFull) -> None:
+        self._has_yielded = True
+        setting, self._every_steps = f"checkpoint.memory_every_steps={self._every_steps}", 0
+        await self.close()
+        await self._fleet.call_all(calls.DROP_MEMORY_SNAPSHOTS, None)
+        self._history.drop_memory_snapshots()
+        logger.warning(
+            "snapshots in memory (%s) are given up, because weights and rows need their room: %s. "
+            "The run goes on; train workers that die begin from the newest snapshot on the disk. "
+            "More shared memory, or checkpoint.memory_every_steps=0, avoids this",
+            setting,
+            error,
+        )
+        self._on_change()
+
+    async def wait_until_taken(self) -> None:
+        """Returns when the ranks may change their state."""
+        await self._is_taken.wait()
+
+    async def close(self) -> None:
+        """Ends the one that is being written."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self, version: int) -> None:
+        operation = Operation(self._history.lineage, version, calls.MEMORY_SNAPSHOT)
+        kept = self._history.make_room_in_memory()
+        snapshot = calls.Snapshot(operation, SnapshotPlace.memory, kept)
+        try:
+            await self._fleet.call_all(calls.BEGIN_SNAPSHOT, snapshot)
+            self._is_taken.set()
+            await self._fleet.call_all(calls.FINISH_WRITE, calls.Change(operation))
+        except WorkerLost as error:
+            logger.info("version=%d has no snapshot in memory: %s", version, error)
+        except ArealError as error:
+            if self._has_failed:
+                logger.info("version=%d has no snapshot in memory: %s", version, error)
+            else:
+                logger.warning(
+                    "version %d has no snapshot in memory: %s. The run goes on; train workers that "
+                    "die begin from an older one until one can be written again",
+                    *(version, error),
+                )
+            self._has_failed = True
+            await self._on_failure(error)
+        else:
+            self._has_failed = False
+            if operation.lineage == self._history.lineage:
+                self._history.note_in_memory(version)
+                asyncio.get_running_loop().call_soon(self._begin_late, version)
+        finally:
+            self._is_taken.set()
+        asyncio.get_running_loop().call_soon(self._on_change)
+
+    def _begin_late(self, written: int) -> None:
+        """Begins the snapshot of a version that was made while the last one was written, if one is
+        due and the ranks have not begun to change the weights."""
+        if written < self._history.version and not self._history.is_updating:
+            self.begin_when_due()

@@ -1,0 +1,86 @@
+"""Snapshots and exports that the ranks write beside training.
+
+    begin    every rank copies its state                  (the caller waits for this)
+    finish   it is written, and an export gets its place  (training goes on)
+
+A write that a death interrupts is begun again when the ranks that are started in place of the dead
+come to its version on their way back; where they begin from a later one, it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from areal_sc.controller.train.ranks import Ranks
+from areal_sc.controller.train.train_history import BegunWrite
+from areal_sc.durable import commit_folder
+from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
+from areal_sc.fleet.bounded import bounded
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.workers import calls
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import digest
+
+Finish = Callable[[], Coroutine[Any, Any, None]]
+
+
+class RankWrites:
+    """Writes of the ranks of one model."""
+
+    def __init__(self, ranks: Ranks, fleet: Fleet) -> None:
+        self._ranks = ranks
+        self._fleet = fleet
+
+    async def snapshot(self) -> Finish:
+        """Returns when every rank has copied its state; the rest is written by what it returns."""
+        operation = self._ranks.operation("snapshot")
+        _, finish = await self._begin(calls.Snapshot(operation, SnapshotPlace.disk))
+        return finish
+
+    async def export(self, target: Path) -> Finish:
+        """Begins an export like `snapshot`; replaces `target`, maybe on another file system."""
+        operation = self._ranks.operation(f"save_hf/{digest(str(target))}")
+        exported, finish_write = await self._begin(calls.Change(operation))
+
+        async def finish() -> None:
+            await finish_write()
+            try:
+                moved = asyncio.to_thread(commit_folder, Path(exported), target)
+                limit_s = self._fleet.config.transport.write_timeout_s
+                await bounded(moved, limit_s, f"the disk of {target}", "transport.write_timeout_s")
+            except (OSError, WaitTimeout) as error:
+                raise CheckpointError(f"cannot write {target}: {error}") from error
+
+        return finish
+
+    async def _begin(self, change: calls.Change) -> tuple[str, Finish]:
+        ranks, history, write = self._ranks, self._ranks.history, BegunWrite(change)
+        operation = change.operation
+        history.note(write)
+        try:
+            written = await ranks.repeated(lambda: ranks.calls.begin_write(change))
+        except BaseException:
+            history.drop(operation.version, write)
+            raise
+
+        async def finish() -> None:
+            wanted = calls.Change(operation)
+            try:
+                # a write that hangs is not begun again: the disk does not answer
+                await ranks.repeated(
+                    lambda: self._fleet.call_all(calls.FINISH_WRITE, wanted), repeats_hangs=False
+                )
+            except WorkerLost as error:
+                raise CheckpointError(f"{operation}: {error}") from error
+            except StaleCall as error:
+                raise CheckpointError(
+                    f"{operation}: train workers died while it was written, and have begun again "
+                    "from a later version"
+                ) from error
+            finally:
+                history.drop(operation.version, write)
+
+        return written, finish

@@ -1,0 +1,402 @@
+"""The ranks of one model through all their lives: met, snapshotted, started again, brought back.
+
+    death ──► Recovery ──► new lives ──► meet ──► load ──► repeat ──► seal ──► calls go on
+                                      the newest    the calls since,   the announced
+                                      snapshot      from the history   weights
+
+consumes     calls of the controller, each as a body that may be repeated; deaths of ranks
+waits for    the ranks; during a recovery all calls wait for its end
+unblocked by the ranks' replies, and `Recovery`, which ends each attempt somehow
+
+A death ends every body that runs: part of it may have been done by the life before. What a body
+asks of the ranks are operations, so a repeat does nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import Any, Final, TypeVar
+
+from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
+from areal_sc.controller.common import NeedsRun
+from areal_sc.controller.train.computed_fields import ComputedFields
+from areal_sc.controller.train.memory_snapshots import MemorySnapshots
+from areal_sc.controller.train.publication import Publisher
+from areal_sc.controller.train.rank_calls import RankCalls
+from areal_sc.controller.train.rank_layout import RankLayout, meet
+from areal_sc.controller.train.rank_takeover import FoundRanks
+from areal_sc.controller.train.train_history import (
+    Computed,
+    RowsNeeded,
+    StartingPoint,
+    TrainHistory,
+    Updated,
+)
+from areal_sc.errors import (
+    ROWS_GONE,
+    CheckpointError,
+    RpcTimeout,
+    StaleCall,
+    StepsLost,
+    StoreFull,
+    TransportError,
+    WorkerError,
+    WorkerLost,
+    WorkerStartError,
+)
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.recovery import Recovery
+from areal_sc.run_status import RoleStatus
+from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.workers import calls
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Operation, digest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOSS_NOTICE_S: Final = 2.0
+"""Time that is given to notice the death of another rank, which would explain an error."""
+
+
+_OF_A_DEATH: Final = (WorkerError, TransportError, CheckpointError)
+"""What a rank raises whose partner dies, among other reasons."""
+
+
+class Ranks:
+    """Calls the ranks of one model, and brings them back when some of them die.
+
+    Args:
+        needs: what the rollout controllers say of rows.
+        on_rows_needed: is told from which step on rows may be asked for again.
+        on_given_up: is told why the run cannot go on.
+        on_steps_lost: is told why the ranks do nothing before `load`.
+
+    Attributes:
+        history: where the ranks stand.
+        calls: what they are asked for.
+        memory: their snapshots in memory.
+    """
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        fleet: Fleet,
+        publisher: Publisher,
+        needs: Set[NeedsRun],
+        on_rows_needed: Callable[[RowsNeeded], None],
+        on_given_up: Callable[[WorkerError], None],
+        on_steps_lost: Callable[[str], None],
+    ) -> None:
+        every_steps = config.memory_every_steps
+        self.history = TrainHistory(
+            has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
+        )
+        self.calls = RankCalls(fleet, publisher, self.history)
+        self._fields = ComputedFields(fleet, needs)
+        self.memory = MemorySnapshots(
+            fleet, self.history, every_steps, self._tell_rows, self.lose_hung
+        )
+        self._config = config
+        self._fleet = fleet
+        self._publisher = publisher
+        self._on_rows_needed = on_rows_needed
+        self._on_given_up = on_given_up
+        self._on_steps_lost = on_steps_lost
+        self._recovery: Recovery | None = None
+        self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
+        self._announced = -1
+        self._steps_lost = ""  # why; the ranks live, and wait for `load`
+        self._are_as_built = False
+        self._renew: Callable[[WeightsReference], None] = lambda _: None
+
+    async def start(self, lineage: int) -> Recovery:
+        """The ranks meet, and build their engines; returns what restarts them from then on."""
+        members = self._fleet.members
+        if any(member.is_adopted for member in members):
+            await self._fleet.kill(members)
+            await self._fleet.restart(members)
+        self.calls.layout = await meet(self._fleet, lineage)
+        self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
+        return self._begin_recovery()
+
+    def take_over(self, found: FoundRanks) -> Recovery:
+        """The ranks go on where an earlier start of the script has left them; as `start`."""
+        self.calls.layout = RankLayout.of(found.positions)
+        is_initial = found.version == 0 and not found.has_begun_step
+        where = found.lineage, found.version, found.in_memory
+        self.history.take_over(*where, is_initial=is_initial)
+        return self._begin_recovery()
+
+    def _begin_recovery(self) -> Recovery:
+        members = self._fleet.members
+        self._recovery = Recovery(
+            self._fleet,
+            {members[0].order.role: members},
+            self._fleet.config.max_deaths,
+            self._bring_back,
+            self._on_given_up,
+            self._tell_rows,
+        )
+        return self._recovery
+
+    def note_loss(self) -> None:
+        """A rank has died, and will be started again: what goes on ends."""
+        while self._bodies:  # each is ended once
+            body, _ = self._bodies.popitem()
+            body.reschedule(asyncio.get_running_loop().time())
+
+    async def repeated(
+        self,
+        body: Callable[[], Awaitable[T]],
+        *,
+        is_load: bool = False,
+        repeats_hangs: bool = True,
+    ) -> T:
+        """The result of a body that calls the ranks; it is repeated when some of them die.
+
+        Ranks that give no reply in time are started again, too.
+
+        Args:
+            is_load: it brings them to another state.
+            repeats_hangs: also after that.
+        Raises: WorkerError: the ranks were given up, or hang. StepsLost: they are not where they
+            were, and nothing has been loaded since. What the body raises.
+        """
+        was_full = False
+        while True:
+            if self._recovery is not None:
+                await self._recovery.wait_until_ready(self._fleet.members[0])
+            if self._steps_lost and not is_load:
+                raise StepsLost(self._steps_lost)
+            num_restarts = self._num_restarts
+            scope = asyncio.timeout(None)
+            try:
+                async with scope:
+                    self._bodies[scope] = None
+                    try:
+                        # what follows must come after it on every rank, writes among them
+                        await self.memory.wait_until_taken()
+                        return await body()
+                    finally:
+                        self._bodies.pop(scope, None)
+            except StoreFull as error:
+                if was_full or not await self.memory.yield_memory(error):
+                    raise
+                was_full = True
+                continue
+            except _OF_A_DEATH as error:  # first: a call that took too long is a TimeoutError, too
+                if hung := await self.lose_hung(error):
+                    if not repeats_hangs:
+                        raise hung from error
+                elif isinstance(error, StaleCall) or not await self._has_died_since(num_restarts):
+                    raise
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+            logger.info("ranks have died: a call waits for them, and is repeated then")
+
+    async def lose_hung(self, error: Exception) -> WorkerLost | None:
+        """Ranks are started again if the error is that one has not replied in time; or None."""
+        members = self._fleet.members
+        if not isinstance(error, RpcTimeout) or self._recovery is None:
+            return None
+        if all(member.name != error.silent for member in members):
+            return None
+        setting = "transport.call_timeout_s, of writes transport.write_timeout_s"
+        return await self._fleet.lose_hung(error, members, setting)
+
+    async def load(self, lineage: int, source: StartingPoint) -> None:
+        """The ranks go to another state, from which a new lineage begins.
+
+        Raises: CheckpointError: it cannot be read.
+        """
+        if source.place is SnapshotPlace.initial and not self._are_as_built:
+            self._steps_lost = self._steps_lost or "the initial model is to be loaded"
+            first = self._fleet.members[0]
+            self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
+        operation = Operation(lineage, source.version, "load_snapshot")
+
+        async def load() -> None:
+            self._are_as_built = False
+            await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place))
+
+        await self.repeated(load, is_load=True)
+        self._steps_lost, self._announced = "", -1
+        self.history.begin(lineage, source)
+        self._tell_rows()
+
+    def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
+        """Workers are told of the weights of a version.
+
+        Args:
+            renew: tells them that the same weights are to be had elsewhere.
+        """
+        self._announced, self._renew = version, renew
+
+    def advance(self, version: int) -> None:
+        """The ranks have made a new version: something useful."""
+        self.history.advance(version)
+        if self._recovery is not None:
+            self._recovery.note_progress(self._fleet.members[0])
+        self.memory.begin_when_due()
+        self._tell_rows()
+
+    def note_durable(self, version: int) -> None:
+        """The snapshot of a version is whole, on the disk."""
+        self.history.note_durable(version)
+        self._tell_rows()
+
+    def tell(self, status: RoleStatus) -> None:
+        """Adds which history of weights this is."""
+        status.lineage = self.history.lineage
+
+    def operation(self, name: str, content: Any = None) -> Operation:
+        """An operation on the present policy."""
+        return Operation(self.history.lineage, self.history.version, name, digest(content))
+
+    async def compute(
+        self, shares: Sequence[calls.Compute], *, sweeps: bool
+    ) -> list[ShardReference]:
+        """The shards of a field, one a share; it is noted, and so computed again after a death.
+
+        Args:
+            sweeps: fields of rows that nobody needs are forgotten first.
+        """
+        rows = [row for share in shares for row in share.batch.rows]
+
+        async def compute() -> list[calls.SealedShard]:
+            if sweeps:
+                await self._fields.sweep()
+            with self._fields.computing(rows) as sealed:
+                sealed += await self.calls.compute(shares)
+            return sealed
+
+        shards = [sealed.shard for sealed in await self.repeated(compute)]
+        self.history.note(Computed(shares, shards))
+        return shards
+
+    async def update(self, update: Updated) -> dict[str, float]:
+        """Metrics of an update; it is noted, and so made again where it has to be."""
+        self.history.note_update(update)
+        self._tell_rows()
+        return await self.calls.update(update)
+
+    def undo_step(self) -> None:
+        """The rows of the step that goes on are gone: the ranks are where it began, or go there.
+
+        They go there by new lives: some ranks may have begun to change their weights.
+        """
+        has_updates = self.history.has_updates
+        self.history.drop_step()
+        if has_updates:
+            self.begin_step_anew()
+
+    def begin_step_anew(self) -> None:
+        """New lives go to where the step began, whose rows are gone."""
+        first = self._fleet.members[0]
+        cause = "has begun a step whose rows are gone, and goes back to its beginning"
+        self._fleet.lose(first, first.worker.incarnation, cause)
+
+    def _tell_rows(self) -> None:
+        """Tells which rows are needed: those of steps that are being repeated are not given up."""
+        is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
+        is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
+        self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
+
+    @property
+    def _num_restarts(self) -> int:
+        return 0 if self._recovery is None else self._recovery.num_restarts
+
+    async def _has_died_since(self, num_restarts: int) -> bool:
+        """Whether an error may be due to a death, which the others notice first."""
+        if self._recovery is None:
+            return False
+        give_up_s = asyncio.get_running_loop().time() + LOSS_NOTICE_S
+        while len(self._fleet.members) > 1 and self._num_restarts == num_restarts:
+            if asyncio.get_running_loop().time() > give_up_s:
+                break
+            await asyncio.sleep(0.05)
+        first = self._fleet.members[0]
+        return self._num_restarts != num_restarts or not self._recovery.is_ready(first)
+
+    async def _bring_back(self, _: Sequence[Member]) -> None:
+        """New lives of all ranks come to where the lives before were.
+
+        Where that is not possible, further new lives stay as they are built.
+        """
+        self._publisher.note_new_ranks()
+        self.calls.layout = await meet(self._fleet, lineage=0)
+        self._are_as_built = bool(self._steps_lost)
+        if self._are_as_built:
+            return
+        source = await self._load_newest()
+        history, weights = self.history, None
+        try:
+            for version in range(source.version, history.version):
+                await self.calls.repeat_step(version)
+                weights = await self.calls.advance_again(version)
+            await self._announce_again(weights)
+            if source.version < history.version:
+                self.memory.begin_when_due()
+                await self.memory.wait_until_taken()
+        except ROWS_GONE as error:
+            raise self._lose_steps(
+                f"train workers were started again from the {source.place} state of version "
+                f"{source.version}, and the steps since cannot be repeated: {error}"
+            ) from error
+        await self._repeat_step()
+        logger.warning(
+            "ranks are back at version=%d, from version=%d (%s)",
+            *(history.version, source.version, source.place),
+        )
+
+    async def _repeat_step(self) -> None:
+        """The step that goes on; if its rows are gone, new lives begin it anew."""
+        try:
+            await self.calls.repeat_step(self.history.version)
+        except ROWS_GONE as error:
+            self.history.drop_step()
+            raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
+
+    async def _load_newest(self) -> StartingPoint:
+        tried = 0
+        for source in self.history.sources:
+            if tried and source.place is SnapshotPlace.initial:
+                # a load that has failed may have changed some of it
+                raise WorkerStartError("no snapshot could be read; the ranks begin anew")
+            # named by its place: another rank may still be at the one that failed
+            name = f"load_snapshot/{source.place}"
+            operation = Operation(self.history.lineage, source.version, name)
+            try:
+                await self._fleet.call_all(
+                    calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place)
+                )
+                return source
+            except CheckpointError as error:
+                if len(self._fleet.members) > 1:  # another one's death may explain it, and end this
+                    await asyncio.sleep(LOSS_NOTICE_S)
+                tried += 1
+                logger.error("a snapshot (%s) cannot be read: %s", source.place, error)
+                self.history.note_unreadable(source)
+        raise self._lose_steps(
+            f"train workers died at version {self.history.version}, and no state is left that "
+            "they could begin from"
+        )
+
+    def _lose_steps(self, why: str) -> WorkerLost:
+        """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
+        self._steps_lost = f"{why}: a snapshot has to be loaded"
+        self._on_steps_lost(self._steps_lost)
+        return WorkerLost(why)
+
+    async def _announce_again(self, weights: WeightsReference | None) -> None:
+        """Offers the weights of the new lives to whoever waits for the newest ones."""
+        version = self.history.version
+        is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
+        if version == self._announced and is_sealed:
+            self._renew(weights or await self.calls.seal_again(version, version))

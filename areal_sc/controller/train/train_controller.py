@@ -1,0 +1,442 @@
+"""TrainController: steers the ranks that train one model; sees rows only as metadata.
+
+    consumes       batches (metadata) from a RolloutController, or any other source of rows
+    per step       advantages (scalars of the rows' metadata, computed here)
+                   -> proximal log-probabilities (recomputed by the ranks, sealed as new shards)
+                   -> PPO minibatches, each split over the model groups by tokens
+    publishes      policy version i+1, by pull, broadcast or disk; see `publication`
+
+Minibatches are cut from the whole batch before the split over ranks, so what one optimizer update
+trains on does not depend on the number of ranks.
+
+Ranks that die are started again, and brought back to where they were: see `ranks`. A call that
+needs them takes longer then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.model_folder import check_replaceable
+from areal_sc.config.schema import ActorConfig
+from areal_sc.controller import dry_run
+from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.common import common_of
+from areal_sc.controller.ledger.journal import ledger_on_disk
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.model_place import PlaceFile
+from areal_sc.controller.train.publication import Publisher
+from areal_sc.controller.train.rank_layout import with_sealed_field
+from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
+from areal_sc.controller.train.rank_writes import RankWrites
+from areal_sc.controller.train.ranks import Ranks
+from areal_sc.controller.train.train_history import (
+    PPOUpdated,
+    RowsNeeded,
+    SFTUpdated,
+    StartingPoint,
+)
+from areal_sc.controller.train.train_step import TrainStep, trained_content, with_advantages
+from areal_sc.engines.base import OUTPUTS
+from areal_sc.engines.handle_base import TrainHandle
+from areal_sc.errors import (
+    ROWS_GONE,
+    ArealError,
+    ConfigError,
+    MetadataError,
+    WorkerLost,
+)
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.runtime import Runtime
+from areal_sc.metadata import BatchMetadata
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.base import Scheduler
+from areal_sc.weights import WeightsReference
+from areal_sc.workers import calls
+from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
+from areal_sc.workflows.row_file import PromptSource
+
+MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
+PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
+
+
+class TrainController(Controller):
+    """Trains one model on any number of ranks.
+
+    Methods block; each has an awaitable twin, named `..._async`, for scripts that are asyncio
+    themselves, and await `start_async` and `close_async` in place of a `start` block.
+
+    Args:
+        role: names its workers, logs and snapshots; another one for each controller of a script.
+
+    Attributes:
+        version: policy version = number of published training steps.
+        place: where the model is, and where an earlier start has left it.
+        found: the ranks of an earlier start, if they go on; None: they were started.
+    Raises: ConfigError: the role is `rollout`, or no lower-case word.
+    """
+
+    def __init__(
+        self,
+        engine: TrainHandle,
+        scheduler: Scheduler,
+        *,
+        role: str = TRAIN_ROLE,
+        runtime: Runtime | None = None,
+    ) -> None:
+        is_word = role.isascii() and role.isidentifier() and role.islower()
+        if role == ROLLOUT_ROLE or not is_word:
+            raise ConfigError(
+                f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
+                f"ref, got {role!r}"
+            )
+        super().__init__(engine, scheduler, role, runtime)
+        self.config: ActorConfig = engine.config
+        self._folder = RunFolder(scheduler.config.run_dir)
+        self._common = common_of(scheduler)
+        path = self._folder.histories / f"{role}.json"
+        self.place = PlaceFile(path, self._runtime.disk)
+        self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
+        self._ranks = Ranks(
+            self.config,
+            self.fleet,
+            self._publisher,
+            self._common.needs,
+            self._tell_rows_needed,
+            self._give_up,
+            self._tell_steps_lost,
+        )
+        self._tell_more = self._ranks.tell
+        self._writes = RankWrites(self._ranks, self.fleet)
+        self.found: FoundRanks | None = None
+        self._readers: set[RolloutController] = set()  # of what was published
+        self._exports = self._folder.exports / role  # where ranks gather a model
+        self._loss = loss_of(self.config.ppo)
+        self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
+
+    @property
+    def version(self) -> int:
+        """Number of published training steps."""
+        return self._ranks.history.version
+
+    def look(self) -> None:
+        dry_run.look_at_loss(self._loss)
+
+    async def start_async(self) -> None:
+        """Starts the ranks and builds the engine in each.
+
+        Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
+            module of the loss.
+        """
+        ranks, search_path = range(self.config.parallel.num_ranks), self._loss.search_path()
+        await self._launch([self._order(rank, self.config, search_path) for rank in ranks])
+        left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
+        version = left.newest_version(ledger) if left else None
+        self.found = None
+        if left is not None and version is not None:
+            self.found = await find_ranks(self.fleet, left.lineage, version)
+        if self.found is not None:
+            recovery = self._ranks.take_over(self.found)
+        else:
+            shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
+            lineage = self._common.enter_lineage(self.role, self._folder)
+            await self.place.begin(lineage, 0)
+            recovery = await self._ranks.start(lineage)
+        self._recover_by(recovery)
+
+    async def close_async(self) -> None:
+        """Ends the workers."""
+        await self._ranks.memory.close()
+        await super().close_async()
+        with suppress(OSError):  # it is not there, or an export is still being copied from it
+            self._exports.rmdir()
+            self._exports.parent.rmdir()
+
+    async def compute_async(
+        self, batch: BatchMetadata, output: str, *, field: str
+    ) -> BatchMetadata:
+        """The batch with a field that the current weights compute: [T] float32.
+
+        Tokens that are not trained hold 0. A loss of your own reads the field by its name, and
+        samples leave it out. It lives as long as the rows, and is to be computed again where
+        `prepare_batch` has formed a batch anew.
+
+        Args:
+            output: `logprobs` or `entropy`, in nats; see `TrainEngine.forward`.
+            field: its name.
+        Raises: ValueError: there is no such output. MetadataError: the batch has the field.
+            BatchLost: as `ppo_update`.
+        """
+        if output not in OUTPUTS:
+            raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
+        selected = batch.select(MODEL_FIELDS).without_advantages()
+        return await self._with_field(batch, selected, output, field)
+
+    async def compute_logprobs_async(
+        self, batch: BatchMetadata, *, field: str = "logprobs"
+    ) -> BatchMetadata:
+        """The batch with the log-probabilities of its trained tokens, as `compute`.
+
+        `ref.compute_logprobs(batch, field="reference_logprobs")`, where `ref` is another
+        `TrainController`, gives those of another model.
+        """
+        return await self.compute_async(batch, "logprobs", field=field)
+
+    async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
+
+        Tokens that are not trained hold 0. So do those of advantage 0, where advantages came first
+        and nothing else adds to the loss: they are left out of the update, too.
+
+        The batch is returned as it is when nobody needs the field: with `ppo.clip_center:
+        behavior`, and with one minibatch, whose own forward is that of the proximal policy. A
+        further `ppo_update` of the same policy version needs the field in any case.
+
+        Raises: BatchLost: as `ppo_update`.
+        """
+        if not self._step.needs_proximal_logprobs:
+            return batch
+        computed = self._step.computed(batch)
+        of_tokens = [name for name in ("advantages",) if name in computed.fields]
+        selected = computed.select([*MODEL_FIELDS, *of_tokens])
+        return await self._with_field(batch, selected, "logprobs", "proximal_logprobs")
+
+    def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch with one advantage per row, from the rows' rewards, groups and episodes.
+
+        Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
+        """
+        return with_advantages(batch, self.config.ppo)
+
+    async def ppo_update_async(self, batch: BatchMetadata) -> dict[str, float]:
+        """One optimizer update per PPO minibatch.
+
+        A call that was given up goes on in the workers; the next one, with the same batch, joins
+        it. Once a call has returned, another one trains further, also before the weights are
+        published.
+
+        Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
+        Raises: StaleCall: a call was given up, and this one has another batch. BatchLost: rows
+            are gone; the weights are those before the step, whose batch can be formed anew.
+        """
+        needed = ["proximal_logprobs"] if self._step.needs_proximal_logprobs else []
+        batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
+        shares = []
+        for share_rows in self._step.split(batch):
+            minibatches = []
+            for rows in share_rows:
+                await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
+                minibatches.append(batch.take(rows))
+            shares.append(tuple(minibatches))
+        number = self._step.num_updates
+        self._step.note_update(batch)
+        operation = self._ranks.operation(f"ppo_update/{number}", trained_content(batch))
+        updated = PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
+        try:
+            metrics = await self._update(updated)
+        except ROWS_GONE as error:
+            raise self._step.lose_rows(batch, error) from error
+        if self.version == operation.version:
+            self._step.num_updates = number + 1
+        return metrics
+
+    async def sft_update_async(
+        self, prompts: PromptSource, indices: Sequence[int]
+    ) -> dict[str, float]:
+        """One optimizer update on rows of a dataset with items `{"input_ids", "loss_mask"}`.
+
+        The workers read the rows; only their numbers travel. There is nothing to publish, so the
+        version advances at once.
+        """
+        dataset = await self._sources.register_prompts_async(prompts)
+        version, num_shares = self.version, self._ranks.calls.layout.num_shares
+        indices = [int(index) for index in indices]  # of NumPy, say
+        await self._sources.make_readable(dataset, *indices)
+        operation = self._ranks.operation("sft_update", [dataset, indices])
+        shares = [tuple(indices[share::num_shares]) for share in range(num_shares)]
+        metrics = await self._update(
+            SFTUpdated([calls.SFTUpdate(operation, dataset, share) for share in shares])
+        )
+        await self.place.advance(version + 1)
+        self._advance(version + 1)
+        return metrics
+
+    async def publish_weights_async(self, rollout: RolloutController) -> None:
+        """Publishes the weights as version + 1, in the way that `weight_update.method` names.
+
+        Returns once the weights are sealed, broadcast or written; generation goes on. An update
+        to the version before that is still going on is waited for.
+
+        Raises: BatchLost: train workers died, and rows that they need to make the step again are
+            gone; the weights are those before the step, whose batch can be formed anew.
+        """
+
+        version = self.version + 1
+        await self.place.begin_to_publish()
+
+        async def announce(weights: WeightsReference) -> None:
+            await rollout.record_version_async(version, self._step.rows)
+            self._note_published(rollout, version)
+            self._advance(version)
+            rollout.receive_weights(weights)
+
+        async def publish() -> None:
+            if self.version < version:
+                self._step.check(rollout)
+                operation = self._ranks.operation(f"publish_weights/{version}")
+                await self._publisher.publish(operation, version, rollout, announce)
+
+        await self._ranks.repeated(publish)
+
+    async def share_weights_async(self, rollout: RolloutController) -> None:
+        """Gives the current version to rollout workers that hold another one (after a resume)."""
+        version = self.version
+        await self.place.begin_to_publish()
+
+        async def announce(weights: WeightsReference) -> None:
+            self._note_published(rollout, version)
+            rollout.receive_weights(weights)
+
+        async def share() -> None:
+            operation = self._ranks.operation(f"publish_weights/{version}")
+            await self._publisher.publish(operation, version, rollout, announce)
+
+        await self._ranks.repeated(share)
+
+    async def save_hf_async(self, folder: str | Path) -> None:
+        """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
+
+        Raises: CheckpointError: the disk is full, say, or other files are in `folder`; it is left
+            as it was.
+        """
+        await (await self._writes.export(check_replaceable(folder)))()
+
+    def begin_save_hf(self, folder: str | Path) -> Future[None]:
+        """`save_hf` beside training: returns once the ranks have copied their weights."""
+        return self._submit(self._run(self._writes.export(check_replaceable(folder)))())
+
+    def begin_snapshot(self) -> Future[None]:
+        """Writes weights, optimizer, schedule and RNG to `engine` of an unfinished snapshot.
+
+        Returns once the ranks have copied their state; they write it beside training.
+        `areal_sc.trainer.checkpoints` adds the controllers' state and gives it its final name.
+
+        Raises: CheckpointError: earlier snapshots are left as they were.
+        """
+        return self._submit(self._run(self._writes.snapshot())())
+
+    async def begin_anew(self) -> None:
+        """Ranks that an earlier start has left go back to the initial model."""
+        if self.found is not None:
+            await self.load_snapshot_async(0)
+            self.found = None
+
+    async def load_snapshot_async(self, step: int) -> None:
+        """Goes back to the snapshot of that step; `version` becomes `step`, in a new lineage.
+
+        At any time, also after `StepsLost`. Step 0 without a snapshot is the initial model.
+
+        Raises: CheckpointError: it cannot be read.
+        """
+        has_snapshot = step > 0 or self._folder.snapshot_path(step).exists()
+        place = SnapshotPlace.disk if has_snapshot else SnapshotPlace.initial
+        lineage = self._common.enter_lineage(self.role, self._folder)
+        await self.place.begin(lineage, step)
+        await self._ranks.load(lineage, StartingPoint(step, place))
+        self._begin_version()
+
+    def note_snapshot(self, step: int) -> None:
+        """The snapshot that was begun after so many steps has got its final name.
+
+        Ranks that die may begin from it, and the rows of the steps before are not needed any more.
+        """
+
+        async def note() -> None:
+            self._ranks.note_durable(step)
+
+        self._run(note())
+
+    @property
+    def publication_stats(self) -> dict[str, float]:
+        """Where the time of publications went; see `PublicationTimes`."""
+        return asdict(self._publisher.times)
+
+    async def _with_field(
+        self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
+    ) -> BatchMetadata:
+        """The batch with a field that the ranks compute from `selected`, the same rows."""
+        if field in batch.fields:
+            raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
+        share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]
+        shares = []
+        for rows in share_rows:  # there may be none, and then the share has no fields
+            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
+            shares.append(calls.Compute(selected.take(rows), output, field))
+        try:  # a model that publishes forgets all fields with each publication
+            shards = await self._ranks.compute(shares, sweeps=not self._readers)
+        except ROWS_GONE as error:
+            raise self._step.lose_rows(batch, error) from error
+        await asyncio.sleep(0)
+        return with_sealed_field(batch, field, share_rows, shards)
+
+    def _advance(self, version: int) -> None:
+        self._begin_version()
+        self._ranks.advance(version)
+
+    def _begin_version(self) -> None:
+        self._step.begin()
+
+    async def _update(self, update: PPOUpdated | SFTUpdated) -> dict[str, float]:
+        """Metrics of the update, which every rank makes once."""
+        version = self.version
+        try:
+            return await self._ranks.repeated(lambda: self._ranks.update(update))
+        except ROWS_GONE:
+            raise
+        except ArealError:  # unlike one that is given up, it does not go on in the workers
+            self._ranks.history.drop(version, update)
+            raise
+
+    def note_reader(self, rollout: RolloutController) -> None:
+        """Its workers have got weights from an earlier start of this controller."""
+        self._readers.add(rollout)
+        rollout.share_memory(self._ranks.memory.yield_memory)
+
+    def begin_step_anew(self) -> None:
+        """Rows of the step that goes on are gone: the ranks go back to its beginning."""
+        self._ranks.begin_step_anew()
+
+    def _note_published(self, rollout: RolloutController, version: int) -> None:
+        self.note_reader(rollout)
+        self._ranks.note_published(version, rollout.renew_weights)
+
+    def _tell_rows_needed(self, needed: RowsNeeded) -> None:
+        for rollout in self._readers:
+            rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
+
+    def _tell_steps_lost(self, why: str) -> None:
+        for rollout in self._readers:
+            rollout.lose_steps(why)
+
+    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
+        super()._note_loss(member, loss)
+        self._ranks.note_loss()
+
+    compute = blocking(compute_async)
+    compute_logprobs = blocking(compute_logprobs_async)
+    compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
+    ppo_update = blocking(ppo_update_async)
+    sft_update = blocking(sft_update_async, before=Controller._copy_prompts)
+    publish_weights = blocking(publish_weights_async)
+    share_weights = blocking(share_weights_async)
+    save_hf = blocking(save_hf_async)
+    load_snapshot = blocking(load_snapshot_async)

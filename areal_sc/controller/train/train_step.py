@@ -1,0 +1,124 @@
+"""The training step that goes on: which rows its updates train, and what if these are gone.
+
+Pure state: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from areal_sc.algorithms.advantages import normalized_advantages
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ClipCenter, PPOConfig
+from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.train.ranks import Ranks
+from areal_sc.errors import ArealError, BatchLost
+from areal_sc.metadata import BatchMetadata, RowMetadata
+
+
+class TrainStep:
+    """The step from one version to the next.
+
+    Attributes:
+        num_updates: that returned.
+    """
+
+    def __init__(self, ranks: Ranks, ppo: PPOConfig, loss: NamedLoss) -> None:
+        self._ranks = ranks
+        self._ppo = ppo
+        self._loss = loss
+        self._lost_batch = ""
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing of it is done yet."""
+        self.num_updates = 0
+        self._rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
+
+    @property
+    def rows(self) -> list[RowMetadata]:
+        """The rows that its updates train."""
+        return list(chain.from_iterable(self._rows.values()))
+
+    @property
+    def needs_proximal_logprobs(self) -> bool:
+        """Whether the weights change between the proximal policy and the last minibatch."""
+        is_one_forward = self._ppo.num_minibatches == 1 and self.num_updates == 0
+        return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
+
+    def computed(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch without advantages, where tokens without one go through the model as well."""
+        if self._loss.is_zero_without_advantage:
+            return batch
+        fields = [name for name in batch.fields if name != "advantages"]
+        return batch.select(fields).without_advantages()
+
+    def split(self, batch: BatchMetadata) -> list[list[list[int]]]:
+        """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
+        num_minibatches = min(self._ppo.num_minibatches, len(batch.episodes))
+        return self._ranks.calls.layout.split(self.computed(batch), num_minibatches)
+
+    def note_update(self, batch: BatchMetadata) -> None:
+        """The ranks will train on these rows, even if the call is given up."""
+        self._rows.setdefault(self.num_updates, batch.rows)
+
+    def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
+        """Rows that the ranks need are gone; returns what the caller gets to know.
+
+        The same batch can be lost once: who asks for it again gets another one, or all its rows are
+        there, and something else is wrong.
+        """
+        lost = self._begin_anew(str(error))
+        if batch.batch_id == self._lost_batch:
+            return error
+        self._lost_batch = batch.batch_id
+        return lost
+
+    def check(self, rollout: RolloutController) -> None:
+        """Before the next version is published.
+
+        Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
+            was formed anew after they were made.
+        """
+        if self._rows and not self._ranks.history.has_updates:
+            cause = "train workers died, and could not read them again"
+        elif rollout.has_taken_back(self.rows):
+            cause = "prepare_batch has formed another batch since"
+        else:
+            return
+        rollout.end_hold()
+        raise self._begin_anew(cause)
+
+    def _begin_anew(self, cause: str) -> BatchLost:
+        self.begin()
+        self._ranks.undo_step()
+        return BatchLost(
+            f"rows of the batch of policy version {self._ranks.history.version} are gone: {cause}. "
+            "The weights are those of that version: call prepare_batch again, which forms its "
+            "batch anew, and train on that one"
+        )
+
+
+def trained_content(batch: BatchMetadata) -> list[Any]:
+    """All that decides what an update on a batch does, but for what models compute from it.
+
+    Shards never change, so their ids stand for their values. Computed fields lie in other shards
+    each time that they are computed.
+    """
+    given = [columns for columns in batch.columns if not columns.is_computed]
+    shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
+    return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
+
+
+def with_advantages(batch: BatchMetadata, ppo: PPOConfig) -> BatchMetadata:
+    """The batch with one advantage per row, from the rows' rewards, groups and episodes."""
+    advantages = normalized_advantages(
+        [row.reward for row in batch.rows],
+        [row.group_id for row in batch.rows],
+        [row.episode for row in batch.rows],
+        mean=ppo.advantage_mean,
+        std=ppo.advantage_std,
+        eps=ppo.advantage_eps,
+    )
+    return batch.with_advantages([float(advantage) for advantage in advantages])

@@ -1,0 +1,1 @@
+"""How rollout workers get the newest weights: who pulls from whom, and when."""

@@ -1,0 +1,399 @@
+"""Which policy version each rollout worker holds, and its way to the newest one.
+
+consumes     new versions; workers that are there again after a restart; see `weight_sources` for
+             whom each of them reads from
+waits for    the reply of each worker that updates; as many do so at one time as may stand still
+unblocked by that reply, its deadline, or the loss of the worker
+
+One update a worker at a time, always to the newest version; none begins while the trainer seals the
+next one, or while an evaluation holds the worker. What a worker cannot read, because the trainer is
+being started again, it reads when the trainer is there: the update is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+
+from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
+from areal_sc.controller.background import Background
+from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S, Refused, WeightSources
+from areal_sc.controller.worker_store import WorkerStore
+from areal_sc.engines.handle_base import GeneratorHandle
+from areal_sc.errors import RpcTimeout, TransportError, WorkerError
+from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.member import Member
+from areal_sc.weights import WeightsReference
+from areal_sc.workers.calls import UPDATE_WEIGHTS, GroupAttempt
+
+logger = logging.getLogger(__name__)
+
+UPDATE_STEPS: Final = 4
+"""A weight update has so many steps; each may take `weight_update.step_timeout_s`."""
+
+RETRY_S: Final = 0.5
+"""Between two attempts to read the same weights."""
+
+NO_VERSION: Final = -1
+"""Version of a worker that can get no groups: it is below the version of every group."""
+
+BEGUN_PER_TURN: Final = 32
+"""Most calls of workers that begin in one turn of the event loop; they take some milliseconds."""
+
+
+_ALL: Final = 1 << 40
+"""More servers than there will ever be."""
+
+
+@dataclass(eq=False)
+class RolloutWorkerState:
+    """One rollout worker, through all its lives.
+
+    Attributes:
+        number: its index within its role; no other worker has it as long as this one is there.
+        store: the groups that take room in its store.
+        built_with: the policy version of its engine as it was built, or NO_VERSION.
+        version: the policy version that its engine holds; NO_VERSION: it must get one first.
+        is_up: its engine is built, so that all its methods can be called.
+        are_rows_known: it is known which shards its present life holds.
+        has_served: so far; then its store counts as room.
+        is_leaving: it is to end as soon as nothing of it is needed, and its store is no room.
+        is_closed: it gets no new groups any more.
+        num_calls: of groups and evaluations, that it has not answered.
+        holds: evaluations that it skips publications for.
+        update: the weight update that goes on, or the last one.
+        sweep: the sweep of its store that goes on, or the last one.
+    """
+
+    member: Member
+    number: int
+    store: WorkerStore[GroupAttempt]
+    built_with: int = 0
+    version: int = 0
+    is_up: bool = True
+    are_rows_known: bool = True
+    has_served: bool = True
+    is_leaving: bool = False
+    is_closed: bool = False
+    num_calls: int = 0
+    holds: set[HeldWorker] = field(default_factory=set)
+    update: asyncio.Task[None] | None = None
+    sweep: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def is_updating(self) -> bool:
+        return goes_on(self.update)
+
+
+class WeightUpdates:
+    """Brings the workers of one RolloutController to the newest version.
+
+    Args:
+        on_version: is told of each worker whose version has changed.
+
+    Attributes:
+        states: of all workers; those that are lost are left out of everything until they are up.
+    """
+
+    def __init__(
+        self,
+        engine: GeneratorHandle,
+        fleet: Fleet,
+        background: Background,
+        on_version: Callable[[RolloutWorkerState], None],
+    ) -> None:
+        self.states: Sequence[RolloutWorkerState] = ()
+        self._engine = engine
+        self._config = config = engine.config
+        self._fleet = fleet
+        self._background = background
+        self._on_version = on_version
+        self._weights: WeightsReference | None = None
+        # drawn weights are no version's: those of the ranks come before any work
+        self._is_forgotten = self._are_held = config.random_init
+        self._round: asyncio.Task[None] | None = None
+        # of workers, so that `max_unavailable` servers stand still at one time
+        num_servers = config.max_unavailable or _ALL
+        self._slots = asyncio.Semaphore(max(1, num_servers // engine.num_servers))
+        self._sources = WeightSources(
+            config,
+            fleet,
+            lambda: (state.member for state in self.states if not self._is_newest(state)),
+        )
+
+    def receive(self, weights: WeightsReference) -> None:
+        """Workers begin to update to the new version."""
+        self._weights = weights
+        self._sources.begin(weights)
+        self._are_held = self._is_forgotten = False
+        self.begin_all()
+
+    def forget(self) -> None:
+        """A new lineage has begun: what workers hold, or still get, is of no use any more.
+
+        None does any work before `receive`. Where nothing was received yet, they hold their first
+        weights, and go on.
+        """
+        if self._weights is not None or self._is_forgotten:
+            self._weights = None
+            self._are_held = self._is_forgotten = True
+            for state in self.states:
+                self._set_version(state, NO_VERSION)
+
+    def take_over(self, version: int) -> None:
+        """Workers hold what an earlier start of the script has given them, up to that version.
+
+        Others do no work before `receive`.
+        """
+        self._is_forgotten = version > 0 or self._config.random_init
+
+    def renew(self, weights: WeightsReference) -> None:
+        """The weights that workers update to are to be had elsewhere."""
+        if self._weights is not None and self._weights.policy == weights.policy:
+            self._weights = weights
+            self._sources.begin(weights)
+
+    def note_loss(self, state: RolloutWorkerState) -> None:
+        """The worker updates to nothing, and nobody reads from it, until it is there again."""
+        state.version = NO_VERSION
+        state.holds.clear()
+        if state.update is not None:
+            state.update.cancel()
+        self._sources.forget(state.member)
+
+    async def hold(self) -> int:
+        """Waits until no worker updates its weights; none begins before `receive`.
+
+        Returns: the oldest version that a worker holds.
+        """
+        self._are_held = True
+        await self._background.wait_until(
+            lambda: not (goes_on(self._round) or any(s.is_updating for s in self.states)),
+            "rollout workers to update their weights",
+        )
+        newest = self._weights.version if self._weights else 0
+        return min((s.version for s in self.states if s.version != NO_VERSION), default=newest)
+
+    def end_hold(self) -> None:
+        """No new version comes for now: workers may update to the newest one."""
+        self._are_held = False
+        self.begin_all()
+
+    def note_hold(self, state: RolloutWorkerState) -> None:
+        """An evaluation holds the worker, or lets go of it."""
+        self._on_version(state)
+
+    def may_leave(self, state: RolloutWorkerState) -> bool:
+        """Whether no weight update counts on the worker, and no evaluation on its weights."""
+        is_settled = self._is_newest(state) or not state.is_up
+        return is_settled and not (self._are_held or state.is_updating or state.holds)
+
+    @property
+    def current_members(self) -> list[Member]:
+        """The workers that hold weights. Only they take part in a broadcast: the others pull."""
+        return [state.member for state in self.states if state.version != NO_VERSION]
+
+    async def wait_until_newest(self) -> None:
+        """Waits until every worker that is up holds the newest version."""
+        await self._background.wait_until(
+            lambda: all(self._is_newest(state) for state in self.states if state.is_up),
+            "rollout workers to hold the newest weights",
+        )
+
+    async def bring_to_newest(self, state: RolloutWorkerState) -> None:
+        """The weights of a worker that was started again."""
+        if self._weights is None and not self._is_forgotten:  # its engine has the first ones
+            self._set_version(state, 0)
+        self._begin(state)
+        await self._background.wait_until(
+            lambda: state.version != NO_VERSION, f"{state.name} to get the newest weights"
+        )
+
+    @asynccontextmanager
+    async def held_for_evaluation(self) -> AsyncIterator[HeldWorker]:
+        """A worker that keeps its weights for the while.
+
+        It does not if it is the only one, or if weights are broadcast, which needs all of them.
+        """
+        is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
+        held = HeldWorker(
+            self, self._background, keeps_weights=self._num_staying > 1 and not is_broadcast
+        )
+        try:
+            yield held
+        finally:
+            held.release()
+            self.begin_all()
+
+    @property
+    def _num_staying(self) -> int:
+        return sum(not state.is_leaving for state in self.states)
+
+    def begin_all(self) -> None:
+        """Every worker that may begins to update, if it has to."""
+        if not self._are_held:
+            self._round = self._background.start(
+                begin_in_turns(list(self.states), self._begin), "weight updates"
+            )
+
+    def _begin(self, state: RolloutWorkerState) -> bool:
+        is_idle = state.is_up and not state.is_updating and not state.holds
+        if not is_idle or self._are_held or self._is_newest(state):
+            return False
+        state.update = self._background.start(self._update(state), f"update {state.name}")
+        return True
+
+    def _is_newest(self, state: RolloutWorkerState) -> bool:
+        return state.version == (self._weights.version if self._weights else 0)
+
+    def _set_version(self, state: RolloutWorkerState, version: int) -> None:
+        state.version = version
+        self._on_version(state)
+        self._background.notify()
+
+    async def _update(self, state: RolloutWorkerState) -> None:
+        """Until the worker holds the newest version, or must not update any more.
+
+        Raises: TransportError: for too long, whoever it reads the weights from was not there.
+        """
+        loop, incarnation = asyncio.get_running_loop(), state.member.worker.incarnation
+        timeout_s = update_timeout_s(self._engine)
+        retry_limit_s = timeout_s if self._fleet.config.max_deaths else 0.0
+        refused: Refused = set()
+        failing_since_s: float | None = None
+        while (weights := self._wanted(state)) is not None:
+            num_refused, began_s = len(refused), loop.time()
+            try:
+                await self._sources.bring_near(state.member, weights, refused)
+                async with self._slots:
+                    if (weights := self._wanted(state)) is None:
+                        return
+                    if self._sources.wants_copy(state.member, weights):
+                        continue  # there are newer weights by now
+                    began_s = loop.time()
+                    async with self._sources.reading(state.member, weights, refused) as source:
+                        if self._wanted(state) != weights:
+                            continue  # a source was waited for, and the run has gone on, or back
+                        await self._fleet.call(
+                            state.member, UPDATE_WEIGHTS, source, timeout_s=timeout_s
+                        )
+            except WorkerError as error:
+                self._fleet.lose(state.member, incarnation, f"has kept old weights: {error}")
+                return  # once it is started again, new ones come first
+            except TransportError as error:
+                if isinstance(error, RpcTimeout) and error.silent == state.name:
+                    setting = "weight_update.step_timeout_s"
+                    await self._fleet.lose_hung(error, [state.member], setting)
+                    return  # as above
+                logger.warning("worker=%s reads its weights again: %s", state.name, error)
+                if len(refused) > num_refused:
+                    continue  # from elsewhere
+                failing_since_s = failing_since_s or began_s
+                if self._fleet.awaits_machines:  # perhaps one that has the weights
+                    failing_since_s = loop.time()
+                if loop.time() - failing_since_s >= retry_limit_s:
+                    raise
+                await asyncio.sleep(RETRY_S)
+                if self._are_held:
+                    return  # the next version will be another update
+            else:
+                refused.clear()
+                failing_since_s = None
+                if self._weights and self._weights.lineage == weights.lineage:
+                    self._set_version(state, weights.version)
+
+    def _wanted(self, state: RolloutWorkerState) -> WeightsReference | None:
+        """What the worker is to have next; None: it stays as it is."""
+        if self._weights is None or self._is_newest(state) or state.holds:
+            return None
+        if state.version == NO_VERSION:
+            return replace(self._weights, broadcast=None)
+        return self._weights
+
+
+class HeldWorker:
+    """The worker that an evaluation runs on; when it is lost, another one."""
+
+    def __init__(
+        self, updates: WeightUpdates, background: Background, *, keeps_weights: bool
+    ) -> None:
+        self._updates = updates
+        self._background = background
+        self._keeps_weights = keeps_weights
+        self._state: RolloutWorkerState | None = None
+        self._incarnation = ""
+        self._choice = asyncio.Lock()
+
+    async def worker(self) -> RolloutWorkerState:
+        """The worker, once it does not update its weights any more."""
+        async with self._choice:
+            while self._state is None or not self._lives(self._state):
+                await self._choose()
+            return self._state
+
+    def release(self) -> None:
+        """It may update its weights again."""
+        if self._state is not None:
+            self._state.holds.discard(self)
+            self._updates.note_hold(self._state)
+            self._state = None
+
+    def _lives(self, state: RolloutWorkerState) -> bool:
+        is_same = state.member.worker.incarnation == self._incarnation
+        is_going = state.is_leaving and self not in state.holds
+        return is_same and state.version != NO_VERSION and not is_going
+
+    async def _choose(self) -> None:
+        self.release()
+        able: list[RolloutWorkerState] = []
+
+        def is_any_able() -> bool:
+            states = self._updates.states
+            able[:] = [s for s in states if s.version != NO_VERSION and not s.is_leaving]
+            return bool(able)
+
+        await self._background.wait_until(is_any_able, "a rollout worker to evaluate on")
+        state = max(able, key=lambda state: (state.version, -state.store.num_running))
+        self._state, self._incarnation = state, state.member.worker.incarnation
+        if self._keeps_weights:
+            state.holds.add(self)
+            self._updates.note_hold(state)
+            await self._background.wait_until(
+                lambda: not state.is_updating, f"{state.name} to update its weights"
+            )
+
+
+def update_timeout_s(engine: GeneratorHandle) -> float:
+    """What one worker's weight update may take, servers that have to be restarted included."""
+    config = engine.config
+    step_s = UPDATE_STEPS * config.weight_update.step_timeout_s
+    if config.on_weight_update == OnWeightUpdate.finish_running:
+        step_s += config.group_timeout_s
+    num_waves = -(-engine.num_servers // (config.max_unavailable or engine.num_servers))
+    return num_waves * step_s + engine.restart_timeout_s + RPC_MARGIN_S
+
+
+async def begin_in_turns(
+    states: Sequence[RolloutWorkerState], begin: Callable[[RolloutWorkerState], bool]
+) -> None:
+    """Begins something at every worker, a few of them in each turn of the event loop."""
+    num_begun = 0
+    for state in states:
+        num_begun += begin(state)
+        if num_begun == BEGUN_PER_TURN:
+            num_begun = 0
+            await asyncio.sleep(0)
+
+
+def goes_on(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()

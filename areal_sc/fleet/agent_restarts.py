@@ -1,0 +1,270 @@
+"""The agent of one node, through all its lives, as the controller of one role sees it.
+
+    launch ──► connection to the newest life; of a node that is on its way, once `come` is done
+    lost  ──► Supervisor ── Restart ──► pause, Scheduler.renew, new connection ──► serves
+                              └──────── GiveUp ───► NodeLost, for every launch from then on
+
+consumes     launches; `replace`, by whoever watches the node
+waits for    the agent's replies; while it is started again, launches wait for that
+unblocked by the new agent, or by the end of the attempts, each of which the scheduler bounds. One
+             that has to queue for a machine in place of a lost one may wait for hours; the others
+             go on meanwhile
+
+An agent is lost when its process has ended, as the scheduler says; when it is silent for as long as
+a worker may be; and when another controller has had it replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from areal_sc.errors import (
+    ArealError,
+    NodeLost,
+    PeerLost,
+    StaleTerm,
+    TransportError,
+    WorkerError,
+    WorkerLost,
+    WorkerStartError,
+)
+from areal_sc.fleet.bounded import bounded
+from areal_sc.fleet.member import NoConnection
+from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.supervisor import (
+    Action,
+    GiveUp,
+    Lost,
+    Progressed,
+    RestartUnit,
+    Started,
+    StartFailed,
+    Supervisor,
+    UnitServes,
+)
+from areal_sc.log import log_tail
+from areal_sc.schedulers.base import Node, Scheduler
+from areal_sc.transport.rpc.transport import Connection
+from areal_sc.workers.spec import (
+    LAUNCH,
+    STACKS,
+    STOP,
+    Launch,
+    Launched,
+    Stop,
+    WorkerOrder,
+    WorkerReport,
+    WorkerStacks,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_MISSED: Final = 5
+"""Heartbeats; who gives no more of them is lost."""
+RPC_MARGIN_S: Final = 30.0
+"""What a call of an agent may take beyond the time that it says."""
+STOP_MARGIN_S: Final = 15.0
+"""An agent waits for 10 s until a process has died of SIGKILL."""
+STACKS_LIMIT_S: Final = 5.0
+
+
+class NodeAgent:
+    """Starts workers through the agent of a node, and has the agent started again.
+
+    Attributes:
+        connection: to the newest life that is known here.
+    """
+
+    def __init__(self, node: Node, scheduler: Scheduler, runtime: Runtime) -> None:
+        self._node = node
+        self._scheduler = scheduler
+        self._runtime = runtime
+        self._unit = node.name  # the machine may be another one later
+        self._num_devices = node.facts.num_devices
+        self._supervisor = Supervisor([self._unit], scheduler.config.max_deaths)
+        self._serves = asyncio.Event()
+        self._failure: NodeLost | None = None
+        self._past_bytes = 0
+        self._incarnation = node.facts.incarnation
+        self.connection: Connection = NoConnection(f"the agent of node {node.name}")
+        if node.is_there:
+            self._connect()
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent and received on all connections so far."""
+        return self._past_bytes + self.connection.bytes_sent + self.connection.bytes_received
+
+    async def launch(self, orders: Sequence[WorkerOrder]) -> list[WorkerReport]:
+        """Starts workers, once the agent serves; they are in the order of the orders.
+
+        Raises: WorkerStartError: one did not come up; the agent has ended the others. NodeLost: the
+            agent cannot be started again.
+        """
+        passes = self._scheduler.passes
+        keys = [passes.issue(order.name, order.caller) for order in orders]
+        limit_s = self._scheduler.config.startup_timeout_s
+        launch = Launch(list(orders), keys, limit_s, passes.replaced)
+        try:
+            try:
+                launched = await self._launch(launch)
+            except PeerLost:
+                self.lose()  # whoever watches finds out what became of it
+                launched = await self._launch(launch)
+        except TransportError as error:
+            path = self._node.log_path
+            what = f"the agent of node {self._node.name} started no workers: {error}"
+            raise WorkerStartError.with_log(what, path, log_tail(path)) from error
+        if launched.failure:
+            raise WorkerStartError(
+                launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
+            )
+        self._supervisor.on(Progressed(self._unit))
+        for worker in launched.workers:
+            logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
+        return launched.workers
+
+    async def _launch(self, launch: Launch) -> Launched:
+        await self.wait_until_served()
+        limit_s = launch.timeout_s + RPC_MARGIN_S
+        if not self._node.facts.shares_folder:
+            limit_s += self._scheduler.config.shipping_timeout_s
+        return await self.connection.call(LAUNCH, launch, timeout_s=limit_s)
+
+    async def wait_until_served(self) -> None:
+        """Returns when workers can be launched. Raises: NodeLost: they never can."""
+        await self._serves.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self, incarnations: Sequence[str], grace_s: float = 0.0) -> None:
+        """Ends workers; those that have not ended by then are killed.
+
+        If the agent cannot be reached, they die with it, of their orphan timeout, or when their
+        successors are started.
+        """
+        if self.is_lost:
+            return
+        stop, limit_s = Stop(list(incarnations), grace_s), grace_s + STOP_MARGIN_S
+        try:
+            await self.connection.call(STOP, stop, timeout_s=limit_s)
+        except (TransportError, StaleTerm) as error:
+            logger.warning("node=%s its agent stopped no workers: %s", self._node.name, error)
+
+    async def stacks(self, workers: Sequence[str]) -> list[WorkerStacks]:
+        """Where workers are, as far as the agent can tell."""
+        try:
+            return await self.connection.call(STACKS, list(workers), timeout_s=STACKS_LIMIT_S)
+        except TransportError as error:
+            logger.warning("workers=%s nobody tells where they are: %s", workers, error)
+            return []
+
+    async def how_it_ended(self) -> str | None:
+        """In words that follow "its agent"; None: nobody says that it has ended.
+
+        Raises: ArealError: that is not known now.
+        """
+        if self._node.facts.incarnation != self._incarnation:
+            return "was started again"
+        limit_s = MAX_MISSED * self._scheduler.config.heartbeat_interval_s
+        what = "the scheduler to tell which agents have ended"
+        setting = f"scheduler.heartbeat_interval_s, {MAX_MISSED} times,"
+        ended = await bounded(self._scheduler.ended_nodes(), limit_s, what, setting)
+        how = ended.get(self._node)
+        return None if how is None else f"ended with {how}"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether launches wait for the next one."""
+        return not self._serves.is_set()
+
+    def note_heard(self) -> None:
+        """It answers: whoever took it for lost was wrong."""
+        self._serves.set()
+
+    def lose(self) -> None:
+        """Ends the calls that wait; later launches wait for `replace`, or for `note_heard`."""
+        self._serves.clear()
+        self.connection.fail_pending(PeerLost(f"the agent of node {self._node.name} is lost"))
+
+    def give_up(self, cause: str) -> None:
+        """Nobody looks after it any more: launches fail, those that wait for it, too."""
+        self._failure = self._failure or NodeLost(f"node {self._node.name} {cause}")
+        self._serves.set()
+
+    async def replace(self, cause: str) -> None:
+        """Returns when a new agent serves.
+
+        Args:
+            cause: why, in words that follow "the agent of node X".
+        Raises: NodeLost: it was started too often in vain.
+        """
+        path, name = self._node.log_path, self._node.name
+        lost = WorkerLost.with_log(f"the agent of node {name} {cause}", path, log_tail(path))
+        action = self._supervisor.on(Lost(self._incarnation, lost))
+        logger.warning("node=%s its agent is started again, since it %s", name, cause)
+        await self._renew(action)
+
+    async def come(self) -> None:
+        """Returns when the first agent of a node serves that is on its way.
+
+        Raises: NodeLost: it was started too often in vain.
+        """
+        await self._renew(RestartUnit(self._unit, 0.0))
+
+    async def _renew(self, action: Action | None) -> None:
+        """Raises: NodeLost: as `replace`."""
+        node = self._node
+        while isinstance(action, RestartUnit):
+            await asyncio.sleep(action.after_s)
+            try:
+                await self._scheduler.renew(node, self._incarnation)
+            except StaleTerm:
+                raise
+            except ArealError as error:
+                logger.warning("node=%s has no agent: %s", node.name, error)
+                lost = WorkerLost(f"node {node.name} cannot be used: {error}")
+                cause = error if isinstance(error, WorkerError) else lost
+                action = self._supervisor.on(StartFailed(self._unit, cause))
+            else:
+                action = self._judge_devices()
+        if isinstance(action, GiveUp):
+            last = action.cause
+            self._failure = NodeLost(
+                f"node {node.name} was lost {action.num_deaths} times in a row: {last}",
+                log_path=last.log_path,
+                log_tail=last.log_tail,
+            )
+            self._serves.set()
+            raise self._failure
+        await self.connection.close()
+        self._past_bytes = self.num_bytes
+        self._connect()
+
+    def _judge_devices(self) -> Action | None:
+        """Workers keep the numbers of their devices; another machine may lack some."""
+        num_devices = self._node.facts.num_devices
+        if num_devices >= self._num_devices:
+            return None
+        lacks = WorkerLost(
+            f"{self._node.name}, in place of {self._unit}: expected at least {self._num_devices} "
+            f"CUDA devices, got {num_devices}; lend machines that are alike"
+        )
+        return self._supervisor.on(StartFailed(self._unit, lacks, is_final=True))
+
+    async def close(self) -> None:
+        """Ends the connection; the agent is the scheduler's."""
+        await self.connection.close()
+
+    def _connect(self) -> None:
+        facts = self._node.facts
+        self._incarnation = facts.incarnation
+        self.connection = self._runtime.transport.connect(
+            facts.address, "agent", facts.incarnation, server_key=facts.key
+        )
+        self._supervisor.on(Started(self._unit, frozenset([facts.incarnation])))
+        self._supervisor.on(UnitServes(self._unit))
+        self._serves.set()

@@ -1,0 +1,403 @@
+"""The workers of one role, as their controller sees them: launch, liveness, calls.
+
+consumes     replies of the workers, and news of the agents of their nodes
+waits for    the reply of each call
+unblocked by that reply, the call's deadline, or the loss of the worker: every call in flight to it
+             fails at once with `WorkerLost`, and so does every later one
+
+lost         a worker of which `NodeWorkers` says so. A connection that ends is made again, and its
+             calls are repeated under their ids
+hung         a worker that gives signs of life, and no reply before the deadline of its call. Who
+             needs the reply loses it by `lose_hung`, which tells where its threads are
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.errors import ArealError, IncarnationMismatch, PeerLost, RpcTimeout, WorkerLost
+from areal_sc.fleet.found_workers import FoundWorkers, take_found
+from areal_sc.fleet.member import Member, OnLost, OnSilence, OnWish
+from areal_sc.fleet.node_room import NodeRoom
+from areal_sc.fleet.node_workers import NodeWorkers
+from areal_sc.fleet.runtime import Runtime
+from areal_sc.schedulers.base import Node, Scheduler, placed
+from areal_sc.transport.rpc.method import A, Method, R
+from areal_sc.workers.calls import SHUTDOWN
+from areal_sc.workers.spec import ROLLOUT_ROLE, LivingWorker, WorkerOrder
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Launches, watches and calls the workers of one role.
+
+    Attributes:
+        members: all workers, in order of their index.
+        on_silence: see `OnSilence`; `Recovery` sets it.
+        on_wish: see `OnWish`.
+    """
+
+    def __init__(self, scheduler: Scheduler, runtime: Runtime, on_lost: OnLost) -> None:
+        self._scheduler = scheduler
+        self._runtime = runtime
+        self._on_lost = on_lost
+        self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
+        self._past_bytes = 0  # of nodes without workers
+        self._room = NodeRoom(scheduler)
+        self.members: list[Member] = []
+        self.on_silence: OnSilence = lambda member: None
+        self.on_wish: OnWish = lambda wish: None
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return self._scheduler.config
+
+    @property
+    def nodes(self) -> list[NodeWorkers]:
+        """Where its workers are, while it has any."""
+        return list(self._nodes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent and received on all control sockets of the fleet, those of agents included."""
+        return self._past_bytes + sum(node.num_bytes for node in self._nodes)
+
+    @property
+    def coming(self) -> set[str]:
+        """Names of the workers whose node is on its way."""
+        nodes = (workers for workers in self._nodes if not workers.node.is_there)
+        return {member.name for workers in nodes for member in workers.members}
+
+    async def found(self, role: str) -> list[int]:
+        """Numbers of the workers of a role that an earlier start of the script has left."""
+        orders = (worker.order for node in await self._scheduler.nodes() for worker in node.found)
+        return sorted(order.index for order in orders if order.role == role)
+
+    async def launch(
+        self,
+        orders: Sequence[WorkerOrder],
+        *,
+        adopts: bool = False,
+        spares: Sequence[WorkerOrder] = (),
+    ) -> None:
+        """Starts all workers, those of a node by one call, and watches each from then on.
+
+        Those on nodes that are on their way are lost ones, until `restart` has started them.
+
+        Args:
+            orders: all of one role; where they say nothing of incarnation, devices and port.
+            adopts: takes over what an earlier start of the script has left of workers with the same
+                orders, in place of new ones: `Member.is_adopted`. All others of the role end first.
+            spares: further orders, for workers that are taken over, and not started.
+        Raises: WorkerStartError: one did not come up; the others are stopped. ConfigError: there
+            are not enough devices.
+        """
+        nodes = await self._scheduler.nodes()
+        taken = [*orders, *spares]
+        found = {node: take_found(node, taken, adopts=adopts) for node in nodes}
+        adopted = {node: workers.adopted for node, workers in found.items()}
+        names = {worker.order.name for workers in adopted.values() for worker in workers}
+        new = [
+            replace(order, incarnation=self._runtime.new_id())
+            for order in orders
+            if order.name not in names
+        ]
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            used = [
+                self._on(node, orders[0].role, part, found[node])
+                for node, part in placed(new, nodes, adopted).items()
+                if part or found[node]
+            ]
+            for number, node in enumerate(used, start=1):
+                self._follow(node, self.config.heartbeat_interval_s * number / len(used))
+            launches = [asyncio.create_task(node.launch()) for node in used]
+            undo.push_async_callback(_cancel_all, launches)
+            await asyncio.gather(*launches)
+            undo.pop_all()
+        self._list_members()
+        if orders[0].role == ROLLOUT_ROLE:
+            await self._room.give_back(set(nodes) - {workers.node for workers in self._nodes})
+
+    async def expect(self, orders: Sequence[WorkerOrder]) -> list[Member]:
+        """Places for further workers of the role: lost ones, until `restart` has started them.
+
+        Where the nodes have too little room, further ones are asked for.
+
+        Raises: ConfigError: there are not enough devices, and no node with more. SchedulerSilent:
+            the scheduler cannot be asked now.
+        """
+        nodes = await self._room.nodes_for([member.order for member in self.members], orders)
+        there = {workers.node: workers for workers in self._nodes}
+        living = {
+            node: [LivingWorker(member.order, member.worker) for member in workers.members]
+            for node, workers in there.items()
+        }
+        members = []
+        for node, part in placed(orders, nodes, living).items():
+            if part and node not in there:
+                there[node] = self._on(node, part[0].role, [], FoundWorkers())
+                self._follow(there[node], 0.0)
+            members += [there[node].expect(order) for order in part]
+        self._list_members()
+        return members
+
+    async def dismiss(self, member: Member) -> None:
+        """Asks a worker to end, and ends it if it does not; the fleet has one less then.
+
+        A node that has none left is given back, if it can be.
+        """
+        [(node, _)] = self._by_node([member])
+        await node.dismiss(member)
+        self._list_members()
+        if not node.members:
+            watch = self._nodes.pop(node)
+            self._room.close(node.node)
+            await _cancel_all([watch])
+            await node.close(ends_workers=False)
+            self._past_bytes += node.num_bytes
+            await self._room.give_back([node.node])
+
+    def _on(
+        self, node: Node, role: str, orders: Sequence[WorkerOrder], found: FoundWorkers
+    ) -> NodeWorkers:
+        return NodeWorkers(
+            *(node, role, orders, found),
+            *(self._scheduler, self._runtime, self._on_lost),
+            on_silence=lambda member: self.on_silence(member),
+            on_wish=lambda wish: self.on_wish(wish),
+        )
+
+    def _follow(self, node: NodeWorkers, first_hold_s: float) -> None:
+        self._nodes[node] = asyncio.create_task(node.run(first_hold_s))
+
+    def _list_members(self) -> None:
+        members = [member for node in self._nodes for member in node.members]
+        self.members = sorted(members, key=lambda member: member.index)
+
+    async def kill(self, members: Sequence[Member]) -> None:
+        """Ends what is left of the present lives; nothing that they still do counts."""
+        await asyncio.gather(*(node.kill(part) for node, part in self._by_node(members)))
+
+    @property
+    def awaits_machines(self) -> bool:
+        """Whether lost workers, of any role, wait for machines."""
+        return bool(self._runtime.awaited)
+
+    async def wait_for_nodes(self, members: Sequence[Member], *, are_lost: bool) -> None:
+        """Returns when all nodes of these workers are there.
+
+        Args:
+            are_lost: they have lived before.
+        Raises: NodeLost: the agent of one cannot be started again.
+        """
+        names = {member.name for member in members if are_lost}
+        self._runtime.awaited.update(names)
+        try:
+            for node, _ in self._by_node(members):
+                await node.agent.wait_until_served()
+        finally:
+            self._runtime.awaited.difference_update(names)
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Starts a new life of each of the workers, lost or not, in place of the one before.
+
+        Their members stay the same objects. Calls to the life before fail at once.
+
+        Raises: WorkerStartError: one did not come up. None of a node's is left then; all may be
+            started again. NodeLost: the agent of a node cannot be started again.
+        """
+        restarts = [node.restart(part) for node, part in self._by_node(members)]
+        for outcome in await asyncio.gather(*restarts, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
+    def _by_node(self, members: Sequence[Member]) -> list[tuple[NodeWorkers, list[Member]]]:
+        parts = [(node, [m for m in node.members if m in members]) for node in self._nodes]
+        return [(node, part) for node, part in parts if part]
+
+    async def call(
+        self, member: Member, method: Method[A, R], args: A, *, timeout_s: float | None = None
+    ) -> R:
+        """Reply of one worker.
+
+        Args:
+            timeout_s: None: as the method's declaration says.
+        Raises: WorkerLost: the worker is, or gets, lost. Typed errors of the method.
+        """
+        if member.failure:
+            raise member.failure
+        timeout_s = timeout_s or self._deadline_s(method)
+        return await member.connection.call(method, args, timeout_s=timeout_s)
+
+    async def call_all(
+        self, method: Method[A, R], args: A, *, timeout_s: float | None = None
+    ) -> list[R]:
+        """Replies of all workers to the same call; see `call_each`."""
+        return await self.call_each(method, [args] * len(self.members), timeout_s=timeout_s)
+
+    async def call_each(
+        self,
+        method: Method[A, R],
+        args: Sequence[A],
+        *,
+        members: Sequence[Member] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[R]:
+        """Replies of all workers, in order of their index; the first error cancels the others.
+
+        Args:
+            args: of each worker's call, in the same order.
+            members: None: all workers.
+        Raises: as `call`.
+        """
+        members = self.members if members is None else members
+        for member in members:
+            if member.failure:
+                raise member.failure
+        replies = []
+        for outcome in await self._outcomes(members, method, args, timeout_s, stops_at_error=True):
+            if isinstance(outcome, ArealError):
+                raise outcome
+            replies.append(outcome)
+        return replies
+
+    async def call_living(
+        self,
+        method: Method[A, R],
+        args: A,
+        members: Sequence[Member],
+        *,
+        timeout_s: float | None = None,
+    ) -> dict[Member, R]:
+        """Replies of those of `members` that live; who is, or gets, lost is left out.
+
+        Raises: as `call`, but for losses.
+        """
+        living = [member for member in members if member.failure is None]
+        incarnations = [member.worker.incarnation for member in living]
+        outcomes = await self._outcomes(living, method, [args] * len(living), timeout_s)
+        replies = {}
+        for member, incarnation, outcome in zip(living, incarnations, outcomes, strict=True):
+            if isinstance(outcome, RpcTimeout) and outcome.silent == member.name:
+                await self.lose_hung(outcome, [member], "transport.call_timeout_s")
+                continue
+            if isinstance(outcome, PeerLost):  # faster than the news of its death
+                self.lose(member, incarnation, f"is of no use any more: {outcome}")
+            if isinstance(outcome, WorkerLost | PeerLost):
+                continue
+            if isinstance(outcome, ArealError):
+                raise outcome
+            replies[member] = outcome
+        return replies
+
+    async def _outcomes(
+        self,
+        members: Sequence[Member],
+        method: Method[A, R],
+        args: Sequence[A],
+        timeout_s: float | None,
+        *,
+        stops_at_error: bool = False,
+    ) -> list[R | ArealError]:
+        """Calls workers like `Transport.call_all`; a life that another one has replaced is lost.
+
+        Calls to many workers begin in several turns of the event loop. So a worker may be lost, and
+        its next life serve at its address, before the call to it is sent.
+        """
+        incarnations = [member.worker.incarnation for member in members]
+        outcomes = await self._runtime.transport.call_all(
+            [(member.connection, its) for member, its in zip(members, args, strict=True)],
+            method,
+            timeout_s=timeout_s or self._deadline_s(method),
+            stops_at_error=stops_at_error,
+        )
+        return [
+            self.lose(member, incarnation, f"is of no use any more: {outcome}")
+            if isinstance(outcome, IncarnationMismatch)
+            else outcome
+            for member, incarnation, outcome in zip(members, incarnations, outcomes, strict=True)
+        ]
+
+    def lose(self, member: Member, incarnation: str, cause: str) -> WorkerLost:
+        """A life of a worker is of no use any more, whether it goes on or not: it is lost.
+
+        Args:
+            cause: why, in words that follow the worker's name.
+        Returns: that loss, which may have been noticed before.
+        """
+        if member.worker.incarnation == incarnation:
+            for node in self._nodes:
+                if member in node.members:
+                    node.lose(member, cause)
+        return member.failure or WorkerLost(f"worker {member.name} {cause}")
+
+    async def lose_hung(
+        self, error: RpcTimeout, members: Sequence[Member], setting: str
+    ) -> WorkerLost:
+        """The worker that gave no reply is lost; the log gets the stacks of all of `members`.
+
+        Args:
+            members: that worker, and those that it may wait for.
+            setting: the limit, for the message.
+        Returns: that loss, which may have been noticed before.
+        """
+        late = next(member for member in members if member.name == error.silent)
+        incarnation, now_s = late.worker.incarnation, asyncio.get_running_loop().time()
+        names = [member.name for member in members]
+        parts = await asyncio.gather(*(node.stacks(names) for node, _ in self._by_node(members)))
+        told = {stacks.name: stacks for part in parts for stacks in part}
+        states, lines = [], list[str]()
+        for member in sorted(members, key=lambda member: member is late):  # that one at the end
+            stacks = told.get(member.name)
+            does = "cannot be looked at" if stacks is None else stacks.state
+            states.append(
+                f"{member.name}'s process {does}, its last heartbeat is "
+                f"{now_s - member.beat_s:.1f} s old"
+            )
+            lines += [f"{member.name}:", *(stacks.lines if stacks else ())]
+        cause = f"hangs: {error} (see {setting}); {'; '.join(states)}"
+        logger.error("worker=%s hangs; where its threads are:\n%s", late.name, "\n".join(lines))
+        if late.worker.incarnation == incarnation and late.failure is None:
+            for node, _ in self._by_node([late]):
+                node.lose(late, cause, lines)
+        return late.failure or WorkerLost(f"worker {late.name} {cause}")
+
+    def _deadline_s(self, method: Method[Any, Any]) -> float:
+        if method.deadline_s is not None:
+            return method.deadline_s
+        transport = self.config.transport
+        limit_s = transport.write_timeout_s if method.writes else transport.call_timeout_s
+        if method.ships and not all(it.node.facts.shares_folder for it in self._nodes):
+            limit_s += self.config.shipping_timeout_s
+        return limit_s
+
+    async def close(self) -> None:
+        """Asks the workers to end, ends those that do not, and closes the connections.
+
+        When a later start of the script has taken the run over, its workers go on.
+        """
+        await _cancel_all(list(self._nodes.values()))
+        term = self._scheduler.term
+        is_ours = term is None or not term.is_over
+        alive = [m for node in self._nodes for m in node.members if is_ours and not m.failure]
+        await asyncio.gather(
+            *(self.call(member, SHUTDOWN, None) for member in alive),
+            return_exceptions=True,  # a worker that does not answer is ended below
+        )
+        await asyncio.gather(*(node.close(ends_workers=is_ours) for node in self._nodes))
+        self._nodes.clear()
+        self.members.clear()
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

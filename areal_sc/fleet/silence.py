@@ -1,0 +1,81 @@
+"""When a worker is silent, and when it is lost for it; see `node_workers`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.fleet.agent_restarts import MAX_MISSED
+from areal_sc.fleet.member import Member, OnSilence
+from areal_sc.workers.beats import BLOCKED_WARNING_S
+from areal_sc.workers.spec import Beat
+
+logger = logging.getLogger(__name__)
+
+MANY_MISSED: Final = 2
+
+
+class Silence:
+    """Judges the workers of a role on a node.
+
+    Args:
+        place: name of the node, which may change.
+        log_path: of the worker of that name.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        role: str,
+        place: Callable[[], str],
+        log_path: Callable[[str], Path],
+        on_silence: OnSilence,
+    ) -> None:
+        self._config = config
+        self._role = role
+        self._place = place
+        self._log_path = log_path
+        self._on_silence = on_silence
+
+    def of_turn(self, member: Member, beat: Beat) -> str | None:
+        """Why a worker is lost whose event loop does not turn; None: it is not."""
+        blocked_s, limit_s = beat.turn_age_s - beat.beat_age_s, self._config.hung_after_s
+        what = (
+            f"event loop has not turned for {blocked_s:.0f} s, most likely because of a blocking "
+            "call in a workflow"
+        )
+        if blocked_s > limit_s:
+            return f"hangs: its {what} (its log says where)"
+        is_blocked = blocked_s > BLOCKED_WARNING_S
+        if is_blocked and not member.is_blocked:
+            logger.warning(
+                "worker=%s %s (its log %s says where); it is lost after %g s",
+                *(member.name, what, self._log_path(member.name), limit_s),
+            )
+        member.is_blocked = is_blocked
+        return None
+
+    def of_beats(self, living: Sequence[Member]) -> Iterator[tuple[Member, str]]:
+        """Finds workers that are lost because their heartbeats are missing, and says why; also
+        notes which ones fall silent, or are heard again."""
+        interval_s = self._config.heartbeat_interval_s
+        now_s = asyncio.get_running_loop().time()
+        for member in living:
+            is_late = member.beat_s < now_s - MANY_MISSED * interval_s
+            if member.is_silent != (is_late or member.is_blocked):
+                member.is_silent = not member.is_silent
+                self._on_silence(member)
+        lost = [member for member in living if member.beat_s < now_s - MAX_MISSED * interval_s]
+        is_any_heard = len(lost) < len(living)
+        # other roles have a watch of their own
+        others = f"other {self._role} workers" if is_any_heard else f"no {self._role} worker"
+        for member in lost:
+            yield (
+                member,
+                f"missed {MAX_MISSED} heartbeats of {interval_s:g} s "
+                f"({others} on {self._place()} can be heard)",
+            )
