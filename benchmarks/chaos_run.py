@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if BOOKS in os.environ and not sys.argv[1].startswith("--"):
-        from areal_sc.workers import agent
+        from areal_sc.nodes import agent
 
         sys.exit(agent.main(target="chaos_run:run_worker"))
     from areal_sc import run_script

@@ -22,17 +22,7 @@ from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
-from areal_sc.run_owner import RunTerm
-from areal_sc.schedulers.base import Node
-from areal_sc.status_board import StatusBoard
-from areal_sc.transport.rpc.method import Method, Served
-from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.rpc.transport import Connection, ZmqTransport
-from areal_sc.transport.security.curve import CurveClient, CurveServer
-from areal_sc.transport.security.keys import RunKeys
-from areal_sc.transport.security.passes import Caller, Passes, WorkerKeys
-from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
-from areal_sc.workers.spec import (
+from areal_sc.nodes.spec import (
     LAUNCH,
     STOP,
     WATCH,
@@ -46,6 +36,16 @@ from areal_sc.workers.spec import (
     WorkerOrder,
     WorkerReport,
 )
+from areal_sc.run_owner import RunTerm
+from areal_sc.schedulers.base import Node
+from areal_sc.status_board import StatusBoard
+from areal_sc.transport.rpc.method import Method, Served
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import Connection, ZmqTransport
+from areal_sc.transport.security.curve import CurveClient, CurveServer
+from areal_sc.transport.security.keys import RunKeys
+from areal_sc.transport.security.passes import Caller, Passes, WorkerKeys
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers, memory_root
 
 if TYPE_CHECKING:
     import torch

@@ -36,13 +36,13 @@ from scale_costs import Costs
 
 from areal_sc.commands.plan import config_of
 from areal_sc.config.schema import AdmissionMode, GRPOConfig, RolloutConfig
+from areal_sc.planning.advice import Plan, make_plan
+from areal_sc.planning.cores import SharedCores, shared_cores
+from areal_sc.planning.figures import Figures, OperatingPoint, newest_figures
+from areal_sc.planning.forecast import Forecaster
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.metrics_log import History
-from areal_sc.trainer.planning.advice import Plan, make_plan
-from areal_sc.trainer.planning.cores import SharedCores, shared_cores
-from areal_sc.trainer.planning.figures import Figures, OperatingPoint, newest_figures
-from areal_sc.trainer.planning.forecast import Forecaster
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,11 +27,11 @@ from areal_sc.metadata import (
     RowRun,
     ShardMetadata,
 )
+from areal_sc.nodes.spec import WorkerReport
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.spec import WorkerReport
 
 WORKERS_PER_NODE = 8
 LAUNCH_PACE_S = 0.005

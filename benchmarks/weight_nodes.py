@@ -20,12 +20,12 @@ from simulated_workers import SimulatedWorker
 
 from areal_sc.config.schema import TransportConfig
 from areal_sc.ids import random_id
+from areal_sc.nodes.spec import WorkerReport
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.shards.memory_folder import ArenaFolder, memory_root
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.held_weights import HeldWeights
-from areal_sc.workers.spec import WorkerReport
 
 NUM_PARAMETERS = 16
 STORE_BYTES = 64 << 20

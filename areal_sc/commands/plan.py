@@ -19,12 +19,12 @@ from areal_sc.config.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError, RunFolderError
 from areal_sc.json_lines import to_json
+from areal_sc.planning.advice import Plan, make_plan
+from areal_sc.planning.cores import shared_cores
+from areal_sc.planning.figures import MIN_STEPS
+from areal_sc.planning.simulated_run import Forecast
 from areal_sc.run_folder import RunFolder
 from areal_sc.trainer.metrics_log import History
-from areal_sc.trainer.planning.advice import Plan, make_plan
-from areal_sc.trainer.planning.cores import shared_cores
-from areal_sc.trainer.planning.figures import MIN_STEPS
-from areal_sc.trainer.planning.simulated_run import Forecast
 from areal_sc.trainer.quantities import short_duration
 
 if TYPE_CHECKING:

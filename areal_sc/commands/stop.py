@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 from areal_sc.agent_files import AgentFile, living_agents
 from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import TransportError, WaitTimeout
+from areal_sc.nodes.joining import read_address
+from areal_sc.nodes.spec import STOP_RUN
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import Owner
 from areal_sc.schedulers.found_agents import UnseenAgents
@@ -24,8 +26,6 @@ from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.workers.joining import read_address
-from areal_sc.workers.spec import STOP_RUN
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -136,7 +136,7 @@ def _start_line(
     container, python = config.slurm.container, config.slurm.python or sys.executable
     if container and container[0].startswith("--"):
         step, container = [*step, *container], []
-    agent = f"exec {shlex.join([*container, python])} -P -m areal_sc.workers.agent"
+    agent = f"exec {shlex.join([*container, python])} -P -m areal_sc.nodes.agent"
     run_id, *others = (f"${AGENT_WORDS}_{number}" for number in range(NUM_AGENT_WORDS))
     # two jobs of a run may have a node in common: what one ends must not be the other's memory
     words = " ".join(f'"{word}"' for word in (f"{run_id}-$SLURM_JOB_ID", *others))

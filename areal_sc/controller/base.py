@@ -28,10 +28,10 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import OnOutage, Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
-from areal_sc.workers.spec import WorkerOrder
 from areal_sc.workflows.row_file import PromptSource
 from areal_sc.workflows.sources import SourceRegistry
 

@@ -22,7 +22,7 @@ from areal_sc.controller.base import Controller
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepsLost
-from areal_sc.workers.spec import TRAIN_ROLE
+from areal_sc.nodes.spec import TRAIN_ROLE
 
 logger = logging.getLogger(__name__)
 

@@ -46,9 +46,7 @@ from areal_sc.fleet.supervisor import (
     UnitServes,
 )
 from areal_sc.log import log_tail
-from areal_sc.schedulers.base import Node, Scheduler
-from areal_sc.transport.rpc.transport import Connection
-from areal_sc.workers.spec import (
+from areal_sc.nodes.spec import (
     LAUNCH,
     STACKS,
     STOP,
@@ -59,6 +57,8 @@ from areal_sc.workers.spec import (
     WorkerReport,
     WorkerStacks,
 )
+from areal_sc.schedulers.base import Node, Scheduler
+from areal_sc.transport.rpc.transport import Connection
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from areal_sc.fleet.member import Member, OnLost, OnSilence, OnWish
 from areal_sc.fleet.node_room import NodeRoom
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import ROLLOUT_ROLE, LivingWorker, WorkerOrder
 from areal_sc.schedulers.base import Node, Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers.calls import SHUTDOWN
-from areal_sc.workers.spec import ROLLOUT_ROLE, LivingWorker, WorkerOrder
 
 logger = logging.getLogger(__name__)
 

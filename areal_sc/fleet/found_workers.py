@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from areal_sc.nodes.spec import LivingWorker, WorkerOrder
 from areal_sc.schedulers.base import Node
-from areal_sc.workers.spec import LivingWorker, WorkerOrder
 
 
 @dataclass(frozen=True)

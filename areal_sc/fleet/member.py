@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_sc.errors import ArealError, PeerLost, WorkerLost
+from areal_sc.nodes.spec import Wish, WorkerOrder, WorkerReport
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Connection
-from areal_sc.workers.spec import Wish, WorkerOrder, WorkerReport
 
 
 class NoConnection:

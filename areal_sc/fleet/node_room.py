@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from areal_sc.config.placement import Purpose
 from areal_sc.errors import ArealError, ConfigError
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.schedulers.base import AsksForNodes, Node, Scheduler, lack_of_places
-from areal_sc.workers.spec import WorkerOrder
 
 logger = logging.getLogger(__name__)
 

@@ -37,12 +37,7 @@ from areal_sc.fleet.member import Member, NoConnection, OnLost, OnSilence, OnWis
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.silence import Silence
 from areal_sc.log import log_tail, tell_warning
-from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.base import Node, Scheduler
-from areal_sc.transport.rpc.transport import Connection
-from areal_sc.transport.sockets.interface import host_of, port_of
-from areal_sc.workers.calls import SHUTDOWN
-from areal_sc.workers.spec import (
+from areal_sc.nodes.spec import (
     WATCH,
     EndedWorker,
     News,
@@ -53,6 +48,11 @@ from areal_sc.workers.spec import (
     WorkerReport,
     WorkerStacks,
 )
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.base import Node, Scheduler
+from areal_sc.transport.rpc.transport import Connection
+from areal_sc.transport.sockets.interface import host_of, port_of
+from areal_sc.workers.calls import SHUTDOWN
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Final
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.fleet.agent_restarts import MAX_MISSED
 from areal_sc.fleet.member import Member, OnSilence
-from areal_sc.workers.beats import BLOCKED_WARNING_S
-from areal_sc.workers.spec import Beat
+from areal_sc.nodes.beats import BLOCKED_WARNING_S
+from areal_sc.nodes.spec import Beat
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
+from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE, NodeFacts, WorkerOrder
 from areal_sc.schedulers.base import Node, placed
-from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE, NodeFacts, WorkerOrder
 
 _LESS: Final = {
     "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",

@@ -16,15 +16,15 @@ from typing import Final, Protocol
 from areal_sc.agent_files import AgentFile
 from areal_sc.durable import own_file
 from areal_sc.errors import TransportError
+from areal_sc.nodes.spec import DESCRIBE, NodeDescription
 from areal_sc.process import END_SIGNAL, OtherProcess, environment_of_workers, exit_text
 from areal_sc.run_owner import RunTerm
-from areal_sc.schedulers.other_agents import run_apart
+from areal_sc.schedulers.agent_calls import run_apart
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.workers.spec import DESCRIBE, NodeDescription
 
-AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.workers.agent")
+AGENT: Final = (sys.executable, "-P", "-m", "areal_sc.nodes.agent")
 """-P: the working directory must not shadow installed modules."""
 REACH_LIMIT_S: Final = 5.0
 """An agent that lives answers in milliseconds; one that does not in so long is of no use."""

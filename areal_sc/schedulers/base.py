@@ -17,12 +17,12 @@ from areal_sc.config.machine import resolved_device
 from areal_sc.config.placement import DevicePlacement, Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.log import tell_warning
+from areal_sc.nodes.spec import LivingWorker, NodeFacts, WorkerOrder
 from areal_sc.run_owner import RunTerm
 from areal_sc.run_status import Wait
 from areal_sc.status_board import StatusBoard
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
-from areal_sc.workers.spec import LivingWorker, NodeFacts, WorkerOrder
 
 
 @dataclass(eq=False)

@@ -13,12 +13,12 @@ from msgspec import MsgspecError, json
 from areal_sc.agent_files import AgentFile, living_agents
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import RunFolderError, WaitTimeout
+from areal_sc.nodes.spec import Joining, LivingWorker, NodeFacts
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import RunTerm
-from areal_sc.schedulers import other_agents
-from areal_sc.schedulers.other_agents import AgentAddress
+from areal_sc.schedulers import agent_calls as other_agents
+from areal_sc.schedulers.agent_calls import AgentAddress
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.workers.spec import Joining, LivingWorker, NodeFacts
 
 _LOOK_S: Final = 0.1
 

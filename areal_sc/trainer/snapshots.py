@@ -15,8 +15,8 @@ from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutStat
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.durable import remove
 from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.nodes.spec import snapshot_name
 from areal_sc.run_folder import RunFolder
-from areal_sc.workers.spec import snapshot_name
 
 logger = logging.getLogger(__name__)
 

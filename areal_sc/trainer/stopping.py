@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from areal_sc import interrupts, telling
 from areal_sc.interrupts import SNAPSHOT_SIGNAL
-from areal_sc.workers.spec import Wish
+from areal_sc.nodes.spec import Wish
 
 _WISHES: Final = (signal.SIGINT, signal.SIGTERM)
 

@@ -21,6 +21,9 @@ from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.engines.weight_group import tell_nccl
 from areal_sc.log import take_warnings
+from areal_sc.nodes.beats import Beats
+from areal_sc.nodes.node_files import files_of
+from areal_sc.nodes.spec import WorkerReport, WorkerSpec
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
@@ -30,9 +33,6 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import calls
-from areal_sc.workers.beats import Beats
-from areal_sc.workers.node_files import files_of
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
 from areal_sc.workflows.sources import SourceReader
 
 logger = logging.getLogger(__name__)

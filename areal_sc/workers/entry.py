@@ -9,24 +9,10 @@ from typing import Any, Final
 import msgspec
 
 from areal_sc.log import setup_logging
+from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerSpec
 from areal_sc.process import take_arguments_of_script
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.user_code import run_worker_loop
-from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerSpec
-
-PRELOAD: Final = (
-    "torch",
-    "transformers",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.auto.modeling_auto",
-    "areal_sc.workers.entry",
-    "areal_sc.workers.train_worker",
-    "areal_sc.workers.rollout_worker",
-    "areal_sc.engines.fsdp.engine",
-    "areal_sc.engines.local.engine",
-    "areal_sc.workers.entry:prepare_model_loading",
-)
-"""What the fork server does to make workers start fast, where there are no CUDA devices."""
 
 _ALLOCATOR_VARIABLES: Final = frozenset(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
 

@@ -40,6 +40,7 @@ from areal_sc.metadata import (
     RowRun,
     ShardMetadata,
 )
+from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of
@@ -51,7 +52,6 @@ from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.row_texts import RowTexts
-from areal_sc.workers.spec import WorkerSpec
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow

@@ -20,6 +20,7 @@ from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall, WorkflowError
+from areal_sc.nodes.spec import WorkerSpec, snapshot_name
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_owner import FolderPlace
 from areal_sc.transport.packed_rows import PackedRows
@@ -31,7 +32,6 @@ from areal_sc.workers.base import Worker
 from areal_sc.workers.calls import MEMORY_SNAPSHOT, SnapshotPlace
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Operation, Operations, digest
-from areal_sc.workers.spec import WorkerSpec, snapshot_name
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
 _FOLDER_PREFIX = "policy-"

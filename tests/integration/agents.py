@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from areal_sc.nodes.spec import Launch, NodeFacts, WorkerOrder
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.passes import Passes
-from areal_sc.workers.spec import Launch, NodeFacts, WorkerOrder
 
 
 def connect_agent(transport: ZmqTransport, facts: NodeFacts) -> RpcClient:

@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from areal_sc.errors import ModelError
 from areal_sc.log import setup_logging
+from areal_sc.nodes import agent
+from areal_sc.nodes.beats import Beats
+from areal_sc.nodes.spec import WorkerReport, WorkerSpec
 from areal_sc.shipping import node_cache
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.sockets.interface import Interface
-from areal_sc.workers import agent
-from areal_sc.workers.beats import Beats
 from areal_sc.workers.calls import PING, SHUTDOWN
-from areal_sc.workers.spec import WorkerReport, WorkerSpec
 
 BLOCK = Method("block", float, str)
 """Its argument, as that of the others, are seconds."""

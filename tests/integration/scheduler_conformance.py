@@ -27,11 +27,11 @@ from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import AsksForNodes, Node, Scheduler
 from areal_sc.transport.sockets.interface import host_of
 from areal_sc.workers.calls import PING
-from areal_sc.workers.spec import WorkerOrder
 
 LIMIT_S = 90.0
 """Far above what anything here takes, for a machine that is busy with other work."""

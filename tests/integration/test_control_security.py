@@ -22,18 +22,7 @@ from integration.rpc_methods import named
 from areal_sc.config.plain import to_plain
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import NotPermitted, ProtocolError, TransportError
-from areal_sc.schedulers.factory import make_scheduler
-from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.transport.bulk.session import OPEN_SESSION
-from areal_sc.transport.rpc.codec import ANY_INCARNATION, Request, encode
-from areal_sc.transport.rpc.method import A, Method, R, pack
-from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveClient, CurveServer
-from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import WORKERS, Caller, Passes, WorkerKeys
-from areal_sc.workers.calls import SHUTDOWN, STATS, SWEEP, Sweep
-from areal_sc.workers.spec import (
+from areal_sc.nodes.spec import (
     DESCRIBE,
     LAUNCH,
     STACKS,
@@ -46,6 +35,17 @@ from areal_sc.workers.spec import (
     WorkerOrder,
     WorkerReport,
 )
+from areal_sc.schedulers.factory import make_scheduler
+from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.transport.bulk.session import OPEN_SESSION
+from areal_sc.transport.rpc.codec import ANY_INCARNATION, Request, encode
+from areal_sc.transport.rpc.method import A, Method, R, pack
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveClient, CurveServer
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import WORKERS, Caller, Passes, WorkerKeys
+from areal_sc.workers.calls import SHUTDOWN, STATS, SWEEP, Sweep
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0

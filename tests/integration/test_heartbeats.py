@@ -23,12 +23,12 @@ from areal_sc.errors import ModelError, WorkerLost
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import LAUNCH, WorkerOrder
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.workers.calls import PING
-from areal_sc.workers.spec import LAUNCH, WorkerOrder
 
 PROGRAM = Path(__file__).with_name("beating_agent.py")
 INTERVAL_S = 0.5

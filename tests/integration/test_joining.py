@@ -28,19 +28,8 @@ from areal_sc.errors import (
     TransportError,
 )
 from areal_sc.ids import random_id
-from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
-from areal_sc.schedulers.joining import JoinServer
-from areal_sc.transport.rpc.codec import ANY_INCARNATION
-from areal_sc.transport.rpc.method import Method
-from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveClient, CurveServer
-from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
-from areal_sc.transport.sockets.interface import LOOPBACK
-from areal_sc.workers.joining import Invitation
-from areal_sc.workers.spec import (
+from areal_sc.nodes.joining import Invitation
+from areal_sc.nodes.spec import (
     DESCRIBE,
     END,
     JOIN,
@@ -50,6 +39,17 @@ from areal_sc.workers.spec import (
     NodeFacts,
     Welcome,
 )
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.found_agents import UnseenAgents, note_unseen
+from areal_sc.schedulers.join_server import JoinServer
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.security.curve import CurveClient, CurveServer
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
+from areal_sc.transport.sockets.interface import LOOPBACK
 
 LIMIT_S = 30.0
 NO_SERVICE_S = 1.0
@@ -317,7 +317,7 @@ async def test_nobody_else_gets_anything_from_where_agents_join(
 @pytest.mark.parametrize("given", [b"", b"no end", b"x" * 10_000, b"\n", b"\xff \xff\n"])
 def test_whatever_is_said_to_an_agent_first_it_gets_on_or_says_so(given: bytes) -> None:
     program = (
-        "from areal_sc.workers.joining import read_introduction\n"
+        "from areal_sc.nodes.joining import read_introduction\n"
         "key, secret, nonce = read_introduction()\n"
         "print(len(key) + len(secret) + len(nonce))"
     )

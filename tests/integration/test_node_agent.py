@@ -21,20 +21,8 @@ from msgspec import json
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.errors import ConfigError, NotPermitted, StaleTerm, TransportError, WorkerStartError
-from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.joining import JoinServer
-from areal_sc.schedulers.local import LocalScheduler
-from areal_sc.shipping.calls import HOLDERS, READ_TREE_PIECE, TAKE_TURN, TreeHolder, TreePiece
-from areal_sc.shipping.named_paths import Contents, name_path
-from areal_sc.transport.rpc.codec import ANY_INCARNATION
-from areal_sc.transport.rpc.transport import Connection, ZmqTransport
-from areal_sc.transport.security.curve import CurveClient
-from areal_sc.transport.security.keys import KeyPair, RunKeys
-from areal_sc.transport.security.passes import Caller, Passes
-from areal_sc.transport.sockets.interface import Interface, host_of
-from areal_sc.workers.joining import read_address
-from areal_sc.workers.spec import (
+from areal_sc.nodes.joining import read_address
+from areal_sc.nodes.spec import (
     DESCRIBE,
     LAUNCH,
     STOP,
@@ -47,6 +35,18 @@ from areal_sc.workers.spec import (
     Watch,
     WorkerOrder,
 )
+from areal_sc.run_folder import RunFolder
+from areal_sc.schedulers.base import Node
+from areal_sc.schedulers.join_server import JoinServer
+from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.shipping.calls import HOLDERS, READ_TREE_PIECE, TAKE_TURN, TreeHolder, TreePiece
+from areal_sc.shipping.named_paths import Contents, name_path
+from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.transport import Connection, ZmqTransport
+from areal_sc.transport.security.curve import CurveClient
+from areal_sc.transport.security.keys import KeyPair, RunKeys
+from areal_sc.transport.security.passes import Caller, Passes
+from areal_sc.transport.sockets.interface import Interface, host_of
 
 PROGRAM = Path(__file__).with_name("beating_agent.py")
 LIMIT_S = 60.0

@@ -23,12 +23,12 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.shards.memory_folder import user_folder
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.calls import PING
-from areal_sc.workers.spec import WorkerOrder
 
 PROGRAM = Path(__file__).with_name("beating_agent.py")
 LIMIT_S = 60.0

@@ -431,7 +431,7 @@ async def test_a_reward_in_a_script_spawns_processes(
     monkeypatch.setitem(sys.modules, "made_up", script)
     spec.loader.exec_module(script)
     agent = ModuleType("__main__")
-    agent.__spec__ = importlib.util.find_spec("areal_sc.workers.agent")
+    agent.__spec__ = importlib.util.find_spec("areal_sc.nodes.agent")
     monkeypatch.setitem(sys.modules, "__main__", agent)  # as in a reward process of a run
     server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
     pool = make_pool(server, tmp_path, timeout_s=60.0)

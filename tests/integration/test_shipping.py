@@ -26,6 +26,9 @@ from areal_sc.errors import (
     TransportError,
     WaitTimeout,
 )
+from areal_sc.nodes.node_files import ShippedFiles
+from areal_sc.nodes.node_folder import NodeFolder
+from areal_sc.nodes.spec import Welcome, WorkerOrder
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.shipping import node_cache
@@ -51,9 +54,6 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
-from areal_sc.workers.node_files import ShippedFiles
-from areal_sc.workers.node_folder import NodeFolder
-from areal_sc.workers.spec import Welcome, WorkerOrder
 from areal_sc.workflows.prompts import JsonlPrompts
 from areal_sc.workflows.reference import ObjectReference, resolve
 from areal_sc.workflows.sources import SourceReader, SourceRegistry

@@ -11,9 +11,7 @@ from simulation.process import Process
 
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
-from areal_sc.run_folder import RunFolder
-from areal_sc.transport.rpc.newest_term import NewestTerm
-from areal_sc.workers.spec import (
+from areal_sc.nodes.spec import (
     DESCRIBE,
     LAUNCH,
     STACKS,
@@ -32,6 +30,8 @@ from areal_sc.workers.spec import (
     WorkerReport,
     WorkerStacks,
 )
+from areal_sc.run_folder import RunFolder
+from areal_sc.transport.rpc.newest_term import NewestTerm
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster

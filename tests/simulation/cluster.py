@@ -26,6 +26,7 @@ from simulation.workers import SimulatedRolloutWorker, SimulatedWorker
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.errors import ArealError, CheckpointError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.nodes.spec import NodeFacts, WorkerOrder
 from areal_sc.run_owner import RunTerm
 from areal_sc.schedulers.base import Node
 from areal_sc.status_board import StatusBoard
@@ -34,7 +35,6 @@ from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 from areal_sc.workers.calls import RunGroup
-from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
 
 @dataclass(frozen=True)

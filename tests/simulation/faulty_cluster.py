@@ -16,7 +16,7 @@ from simulation.virtual_loop import VirtualTimeLoop
 from simulation.workers import SimulatedWorker
 
 from areal_sc.errors import CheckpointError, PeerSilent, ShardGone
-from areal_sc.workers.spec import NodeFacts, WorkerOrder
+from areal_sc.nodes.spec import NodeFacts, WorkerOrder
 
 if TYPE_CHECKING:
     from simulation.network import Peer

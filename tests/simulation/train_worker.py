@@ -11,13 +11,13 @@ from simulation.workers import SimulatedWorker
 from areal_sc.controller.train.train_controller import MODEL_FIELDS
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.transport.rpc.method import Served
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.operations import Operation, Operations
-from areal_sc.workers.spec import WorkerOrder
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster

@@ -52,14 +52,16 @@ FLOORS = {
     "algorithms": 1,
     "engines": 2,
     "workflows": 2,
-    "workers": 3,
-    "schedulers": 4,
-    "fleet": 5,
-    "controller": 6,
-    "trainer": 7,
-    "preflight": 7,
-    "commands": 8,
-    "__main__": 8,
+    "nodes": 3,
+    "workers": 4,
+    "schedulers": 5,
+    "fleet": 6,
+    "controller": 7,
+    "planning": 8,
+    "trainer": 8,
+    "preflight": 8,
+    "commands": 9,
+    "__main__": 9,
 }
 
 LAZY_IMPORTS = {
@@ -79,6 +81,8 @@ TORCH_FREE = (
     "areal_sc.schedulers.",
     "areal_sc.controller.",
     "areal_sc.fleet.",
+    "areal_sc.nodes.",
+    "areal_sc.planning.",
     "areal_sc.trainer.",
     "areal_sc.commands.",
     "areal_sc.__main__",
@@ -118,10 +122,7 @@ TORCH_FREE = (
     ),
     "areal_sc.workers.calls",
     "areal_sc.workers.operations",
-    "areal_sc.workers.agent",
-    "areal_sc.workers.beats",
     "areal_sc.workers.entry",
-    "areal_sc.workers.spec",
 )
 """Modules, and folders of modules (with a dot at the end), that scripts import."""
 

@@ -45,13 +45,13 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
+from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run_folder import RunFolder
 from areal_sc.run_lineage import newest_lineage
 from areal_sc.run_status import LEAVING, RoleStatus
 from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers import calls
-from areal_sc.workers.spec import ROLLOUT_ROLE
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.row_file import PromptSource
 

@@ -40,8 +40,8 @@ from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
+from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
 from areal_sc.telling import tell
-from areal_sc.workers.spec import ROLLOUT_ROLE, WorkerOrder
 
 logger = logging.getLogger(__name__)
 

@@ -57,12 +57,12 @@ from areal_sc.errors import (
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
+from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.workflows.row_file import PromptSource
 
 MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")

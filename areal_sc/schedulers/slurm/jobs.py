@@ -29,9 +29,10 @@ from areal_sc.config.slurm_script import JOIN_SECRET, RESTART_COUNT, job_script
 from areal_sc.errors import ConfigError, SchedulerSilent, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
+from areal_sc.nodes.spec import Joining
 from areal_sc.process import exit_text
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers.joining import JoinServer
+from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.commands import JobState
 from areal_sc.schedulers.slurm.ending import end_jobs
@@ -44,7 +45,6 @@ from areal_sc.schedulers.slurm.jobs_file import (
     RunJobs,
 )
 from areal_sc.schedulers.slurm.steps import STEPS_LOG, Steps, log_of
-from areal_sc.workers.spec import Joining
 
 LOOK_EVERY_S: Final = 10.0
 MAX_RESTARTS: Final = 1000

@@ -41,14 +41,15 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import job_plans, single_plan, workers_of_single
 from areal_sc.config.slurm_script import AGENT_WORDS
 from areal_sc.errors import ArealError, ConfigError, WorkerStartError
+from areal_sc.nodes.spec import NodeFacts
 from areal_sc.process import allow_open_files
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers import other_agents
+from areal_sc.schedulers import agent_calls as other_agents
+from areal_sc.schedulers.agent_calls import AgentAddress
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.found_agents import FoundAgent
-from areal_sc.schedulers.joining import JoinServer
+from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.open_run import OpenRun, keys_of
-from areal_sc.schedulers.other_agents import AgentAddress
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.guard import JobsGuard
 from areal_sc.schedulers.slurm.job import Job
@@ -65,7 +66,6 @@ from areal_sc.schedulers.slurm.lent_node import (
 from areal_sc.schedulers.slurm.steps import Steps, log_of
 from areal_sc.schedulers.slurm.taken_jobs import EarlierStart, find_earlier
 from areal_sc.transport.sockets.interface import Interface, host_of
-from areal_sc.workers.spec import NodeFacts
 
 JOIN_LOOK_S: Final = 0.1
 """Between looks at who has joined; these ask nobody."""

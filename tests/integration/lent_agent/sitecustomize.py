@@ -6,7 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
-if "areal_sc.workers.agent" in sys.orig_argv:
+if "areal_sc.nodes.agent" in sys.orig_argv:
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
     from areal_sc import fork_server

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.schedulers.joining import JoinServer
+from areal_sc.schedulers.join_server import JoinServer
 
 SCRIPT = Path(__file__).parents[2] / "slurm_cluster" / "hosts.sh"
 NODES = ("node1", "node2", "node3")

@@ -17,9 +17,9 @@ from integration.slurm.test_slurm_scheduler import (
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device
 from areal_sc.config.slurm_settings import RolloutNodes, TrainNodes
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.schedulers.base import placed
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
-from areal_sc.workers.spec import WorkerOrder
 
 
 def order(role: str, index: int, num_devices: int) -> WorkerOrder:

@@ -18,11 +18,11 @@ from integration.slurm.conftest import NODES, Cluster
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
 from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.nodes.spec import WATCH, NodeFacts, Watch
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.sockets.interface import host_of
-from areal_sc.workers.spec import WATCH, NodeFacts, Watch
 
 LIMIT_S = 180.0
 """Far above what anything here takes, for a machine that is busy with other work."""
@@ -75,7 +75,7 @@ def shown_of(cluster: Cluster, run_dir: Path, node: str, job: str = "") -> str:
     [job] = [job] if job else cluster.jobs()
     look = "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; true"
     processes = cluster.on(node, "sh", "-c", look)
-    assert "areal_sc.workers.agent" in processes
+    assert "areal_sc.nodes.agent" in processes
     return processes + "".join(
         [
             cluster.run("squeue", "-o", "%all"),
@@ -109,7 +109,7 @@ async def test_each_node_joins_keeps_the_secrets_and_is_given_back(
             assert await is_served(scheduler, node.facts)
             assert node.log_path.exists()
         assert await scheduler.ended_nodes() == {}
-        agent = cluster.on("node2", "pgrep", "-f", "areal_sc.workers.agent").split()[0]
+        agent = cluster.on("node2", "pgrep", "-f", "areal_sc.nodes.agent").split()[0]
         limits = cluster.on("node2", "cat", f"/proc/{agent}/limits")
         soft, hard = next(it for it in limits.splitlines() if "open files" in it).split()[3:5]
         assert soft == hard

@@ -150,6 +150,6 @@ def test_a_container_is_around_the_agent_and_not_around_slurms_commands(
     assert "#SBATCH --requeue\n" in script
     [line] = [line.strip() for line in script.splitlines() if line.startswith("  srun ")]
     words = shlex.split(line)
-    assert f"; {command} -P -m areal_sc.workers.agent" in words[words.index("-c") + 1]
+    assert f"; {command} -P -m areal_sc.nodes.agent" in words[words.index("-c") + 1]
     flags = words[: words.index("bash")]
     assert [it for it in flags if it in container] == [it for it in container if it[:4] == "--co"]

@@ -29,9 +29,9 @@ from areal_sc.errors import (
     WorkerStartError,
     WorkflowError,
 )
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS
-from areal_sc.workers.spec import WorkerOrder
 
 HEARTBEATS_S = 5 * (2.0 + 0.25) + 2.0
 """Five missed pings of two seconds, a poll after each, and the interval before the first."""

@@ -24,8 +24,8 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import WATCH, News, Watch, WorkerOrder
 from areal_sc.workers.calls import PING, STATS
-from areal_sc.workers.spec import WATCH, News, Watch, WorkerOrder
 
 INTERVAL_S = 2.0
 LIMIT_S = 5 * INTERVAL_S + 2 * INTERVAL_S

@@ -16,10 +16,10 @@ from areal_sc.config.schema import Device
 from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run_owner import RunTerm
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.calls import PING
-from areal_sc.workers.spec import WorkerOrder
 
 
 class BrokenCluster(SimulatedCluster):

@@ -16,7 +16,7 @@ from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.config.store_room import max_group_bytes
 from areal_sc.controller.rollout.room import StoreRoom, check_room, store_room
 from areal_sc.errors import ConfigError, WorkflowError
-from areal_sc.workers.spec import WorkerReport
+from areal_sc.nodes.spec import WorkerReport
 
 PAGE_BYTES = 4096
 

@@ -20,9 +20,9 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.nodes.spec import NodeFacts, WorkerOrder
 from areal_sc.schedulers.base import Node
 from areal_sc.workers.calls import PING
-from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
 INTERVAL_S = 2.0
 LOST_AFTER_S = 7 * INTERVAL_S

@@ -11,9 +11,9 @@ import pytest
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device
 from areal_sc.errors import ConfigError
+from areal_sc.nodes.spec import NodeFacts, WorkerOrder
 from areal_sc.run_status import Wait
 from areal_sc.schedulers.base import Node, lack_of_places, placed
-from areal_sc.workers.spec import NodeFacts, WorkerOrder
 
 
 def node(num_devices: int, name: str = "a", **attributes: Any) -> Node:

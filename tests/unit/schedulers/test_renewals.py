@@ -10,11 +10,11 @@ import pytest
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import job_plans
+from areal_sc.nodes.spec import Joining, NodeFacts
 from areal_sc.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.slurm.job import Job
 from areal_sc.schedulers.slurm.lent_node import LentNode, Renewal
-from areal_sc.workers.spec import Joining, NodeFacts
 
 
 def agent_of(job: str, node: str, *, restart: int = 0) -> Joining:

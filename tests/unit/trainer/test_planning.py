@@ -17,11 +17,9 @@ from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.schema import ActorConfig, AdmissionMode, GRPOConfig, RolloutConfig
 from areal_sc.engines.busy_time import TurnSums
 from areal_sc.errors import ConfigError
-from areal_sc.trainer.advice import NUM_STEPS, Adviser
-from areal_sc.trainer.metrics import StepMetrics
-from areal_sc.trainer.planning.advice import Plan, make_plan
-from areal_sc.trainer.planning.cores import SharedCores, shared_cores
-from areal_sc.trainer.planning.figures import (
+from areal_sc.planning.advice import Plan, make_plan
+from areal_sc.planning.cores import SharedCores, shared_cores
+from areal_sc.planning.figures import (
     MIN_STEPS,
     Figures,
     OperatingPoint,
@@ -30,9 +28,11 @@ from areal_sc.trainer.planning.figures import (
     all_figures,
     newest_figures,
 )
-from areal_sc.trainer.planning.forecast import Forecaster
-from areal_sc.trainer.planning.lengths import Lengths, fit_lengths
-from areal_sc.trainer.planning.simulated_run import Forecast, SimulatedRun
+from areal_sc.planning.forecast import Forecaster
+from areal_sc.planning.lengths import Lengths, fit_lengths
+from areal_sc.planning.simulated_run import Forecast, SimulatedRun
+from areal_sc.trainer.advice import NUM_STEPS, Adviser
+from areal_sc.trainer.metrics import StepMetrics
 
 MakeStep = Callable[..., StepMetrics]
 

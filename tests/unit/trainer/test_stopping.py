@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 
 from areal_sc import interrupts
+from areal_sc.nodes.spec import Wish
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.stopping import StopWish, stop_wishes
-from areal_sc.workers.spec import Wish
 
 LIMIT_S = 60.0
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from msgspec import msgpack
 
-from areal_sc.workers import beats
-from areal_sc.workers.beats import Beats
+from areal_sc.nodes import beats
+from areal_sc.nodes.beats import Beats
 
 LIMIT_S = 30.0
 INTERVAL_S = 0.05

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_sc.workers.left_files import delete_left_files
+from areal_sc.nodes.left_files import delete_left_files
 
 USER = """
 import mmap, sys

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_sc.config.schema import Device, SchedulerConfig
+from areal_sc.nodes.node_files import ShippedFiles
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.workers.node_files import ShippedFiles
-from areal_sc.workers.spec import WorkerOrder
 
 
 async def test_the_nearest_path_that_was_brought_counts(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from transformers import conversion_mapping
 
 from areal_sc.config.schema import Dtype
 from areal_sc.engines.local.model import load_folder
-from areal_sc.workers.entry import PRELOAD, prepare_model_loading
+from areal_sc.nodes.agent import PRELOAD
+from areal_sc.workers.entry import prepare_model_loading
 
 
 def test_a_model_is_loaded_without_compiling_patterns(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from areal_sc.nodes import worker_processes
+from areal_sc.nodes.worker_processes import WorkerProcesses
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.newest_term import NewestTerm
-from areal_sc.workers import worker_processes
-from areal_sc.workers.worker_processes import WorkerProcesses
 
 
 async def test_of_very_many_ends_the_newest_are_kept(

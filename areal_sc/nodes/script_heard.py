@@ -12,8 +12,8 @@ from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, NotPermitted, StaleTerm, TransportError
-from areal_sc.workers.joining import JOIN_LIMIT_S
-from areal_sc.workers.wishes import Wishes
+from areal_sc.nodes.joining import JOIN_LIMIT_S
+from areal_sc.nodes.wishes import Wishes
 
 MAX_SILENT_INTERVALS: Final = 5
 """A script that lives asks for news at every interval."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
 from areal_sc.errors import ArealError, StaleTerm
+from areal_sc.nodes.spec import DESCRIBE, END, WELCOME, NodeDescription, NodeFacts, Welcome
 from areal_sc.run_owner import RunTerm
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
-from areal_sc.workers.spec import DESCRIBE, END, WELCOME, NodeDescription, NodeFacts, Welcome
 
 REACH_LIMIT_S: Final = 5.0
 """An agent that lives answers in milliseconds; a machine that is gone does not even refuse."""

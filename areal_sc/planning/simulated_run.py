@@ -24,9 +24,9 @@ from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.staleness import StalenessPolicy
 from areal_sc.engines.handles import make_generator
 from areal_sc.metadata import PromptReference
-from areal_sc.trainer.planning.cores import SharedCores
-from areal_sc.trainer.planning.figures import Figures, OperatingPoint
-from areal_sc.trainer.planning.lengths import Lengths
+from areal_sc.planning.cores import SharedCores
+from areal_sc.planning.figures import Figures, OperatingPoint
+from areal_sc.planning.lengths import Lengths
 
 NUM_STEPS: Final = 48
 NUM_SETTLING: Final = 16

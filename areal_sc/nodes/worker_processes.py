@@ -24,11 +24,11 @@ from msgspec import MsgspecError, msgpack
 from areal_sc.errors import WorkerStartError
 from areal_sc.fork_server import Child, ForkServer
 from areal_sc.log import log_tail
+from areal_sc.nodes.left_files import delete_left_files
+from areal_sc.nodes.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec, WorkerStacks
 from areal_sc.process import IS_STOPPED, process_state
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.rpc.newest_term import NewestTerm
-from areal_sc.workers.left_files import delete_left_files
-from areal_sc.workers.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec, WorkerStacks
 
 logger = logging.getLogger(__name__)
 

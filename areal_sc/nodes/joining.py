@@ -21,12 +21,12 @@ from msgspec import json
 
 from areal_sc.agent_files import Place
 from areal_sc.errors import NotPermitted, TransportError, WorkerStartError
+from areal_sc.nodes.spec import JOIN, Joining, NodeFacts, Welcome
 from areal_sc.process import tell_starter
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import KeyPair
-from areal_sc.workers.spec import JOIN, Joining, NodeFacts, Welcome
 
 JOIN_LIMIT_S: Final = 30.0
 """A new agent waits so long for a script, or for `orphan_timeout_s` if that is less."""

@@ -25,6 +25,8 @@ from typing import Final
 from areal_sc.config.schema import SchedulerConfig, WeightUpdateMethod
 from areal_sc.durable import write_atomic
 from areal_sc.errors import ArealError, ConfigError, NotPermitted, TransportError, WaitTimeout
+from areal_sc.nodes.joining import JOIN_LIMIT_S, read_address
+from areal_sc.nodes.spec import Welcome, WorkerOrder
 from areal_sc.process import machine_id
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped, TreeHolder
@@ -35,8 +37,6 @@ from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.passes import WorkerKeys
 from areal_sc.transport.shards.memory_folder import memory_root
-from areal_sc.workers.joining import JOIN_LIMIT_S, read_address
-from areal_sc.workers.spec import Welcome, WorkerOrder
 
 _STANDARD_ERROR: Final = Path("/proc/self/fd/2")
 

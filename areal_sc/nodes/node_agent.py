@@ -7,7 +7,7 @@
 
     WorkerOrder ─► WorkerSpec ─► process ─► WorkerReport ─► Beat, Beat, … ─► EndedWorker
 
-One process a node: `workers.agent`. It has no secret of the run: it makes its own keys, obeys the
+One process a node: `nodes.agent`. It has no secret of the run: it makes its own keys, obeys the
 owner of the script's, and passes on what the script sends for each worker.
 
     consumes     calls of the controllers, reports and beats of workers, the ends of processes
@@ -45,19 +45,11 @@ from areal_sc.file_lock import HeldLock
 from areal_sc.fork_server import ForkServer
 from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, take_warnings
-from areal_sc.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped, TreeHolder
-from areal_sc.transport.rpc.server import RpcServer
-from areal_sc.transport.security.curve import CurveServer
-from areal_sc.transport.security.keys import KeyPair
-from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
-from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
-from areal_sc.transport.sockets.interface import Interface, host_of
-from areal_sc.workers.joining import Invitation, announce, place_of_this_process
-from areal_sc.workers.left_files import delete_left_files
-from areal_sc.workers.node_folder import NodeFolder
-from areal_sc.workers.script_heard import ScriptHeard
-from areal_sc.workers.spec import (
+from areal_sc.nodes.joining import Invitation, announce, place_of_this_process
+from areal_sc.nodes.left_files import delete_left_files
+from areal_sc.nodes.node_folder import NodeFolder
+from areal_sc.nodes.script_heard import ScriptHeard
+from areal_sc.nodes.spec import (
     DESCRIBE,
     END,
     LAUNCH,
@@ -81,8 +73,16 @@ from areal_sc.workers.spec import (
     WorkerSpec,
     WorkerStacks,
 )
-from areal_sc.workers.wishes import Wishes
-from areal_sc.workers.worker_processes import WorkerProcesses
+from areal_sc.nodes.wishes import Wishes
+from areal_sc.nodes.worker_processes import WorkerProcesses
+from areal_sc.run_folder import RunFolder
+from areal_sc.shipping.calls import Shipped, TreeHolder
+from areal_sc.transport.rpc.server import RpcServer
+from areal_sc.transport.security.curve import CurveServer
+from areal_sc.transport.security.keys import KeyPair
+from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
+from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.sockets.interface import Interface, host_of
 
 logger = logging.getLogger(__name__)
 

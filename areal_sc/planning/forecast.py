@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Final
 
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.trainer.planning.cores import SharedCores
-from areal_sc.trainer.planning.figures import Figures, OperatingPoint, Training, Turn
-from areal_sc.trainer.planning.lengths import fit_lengths
-from areal_sc.trainer.planning.simulated_run import Forecast, Pace, SimulatedRun
+from areal_sc.planning.cores import SharedCores
+from areal_sc.planning.figures import Figures, OperatingPoint, Training, Turn
+from areal_sc.planning.lengths import fit_lengths
+from areal_sc.planning.simulated_run import Forecast, Pace, SimulatedRun
 
 NUM_PACES: Final = 3
 """Rounds in which it is found how fast all computes at the present point, and what a group takes

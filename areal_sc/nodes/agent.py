@@ -2,7 +2,7 @@
 
 There is one on each node. On this machine it is started as
 
-    python -m areal_sc.workers.agent <run id> <SchedulerConfig as JSON>
+    python -m areal_sc.nodes.agent <run id> <SchedulerConfig as JSON>
 
 with the script's public key on its standard input. When it listens, it writes its `NodeFacts` to
 its standard output, one line of JSON, or a string that says why the node cannot be used. On any
@@ -20,6 +20,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec import json
 
@@ -28,15 +29,28 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError
 from areal_sc.fork_server import ForkServer
 from areal_sc.log import setup_logging
+from areal_sc.nodes.joining import Invitation, announce, read_introduction
+from areal_sc.nodes.node_agent import Agent
+from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.process import allow_open_files, leave_signals_to_script, name_process
 from areal_sc.run_folder import RunFolder
 from areal_sc.transport.security.keys import KeyPair
-from areal_sc.workers.entry import PRELOAD
-from areal_sc.workers.joining import Invitation, announce, read_introduction
-from areal_sc.workers.node_agent import Agent
-from areal_sc.workers.node_folder import NodeFolder
 
 logger = logging.getLogger(__name__)
+
+PRELOAD: Final = (
+    "torch",
+    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.modeling_auto",
+    "areal_sc.workers.entry",
+    "areal_sc.workers.train_worker",
+    "areal_sc.workers.rollout_worker",
+    "areal_sc.engines.fsdp.engine",
+    "areal_sc.engines.local.engine",
+    "areal_sc.workers.entry:prepare_model_loading",
+)
+"""What the fork server does to make workers start fast, where there are no CUDA devices."""
 
 
 def main(

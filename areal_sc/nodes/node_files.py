@@ -27,13 +27,13 @@ from areal_sc.errors import (
     WaitTimeout,
     WorkflowError,
 )
+from areal_sc.nodes.joining import read_address
+from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
 from areal_sc.transport.rpc.transport import Transport
-from areal_sc.workers.joining import read_address
-from areal_sc.workers.spec import WorkerOrder
 from areal_sc.workflows.reference_paths import code_folders, data_paths, script_files
 from areal_sc.workflows.row_file import GROWING
 

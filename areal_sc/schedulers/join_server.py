@@ -29,19 +29,19 @@ from typing import Final
 from areal_sc import interrupts
 from areal_sc.errors import NotPermitted, StaleTerm, TransportError
 from areal_sc.ids import random_id
+from areal_sc.nodes.joining import read_address
+from areal_sc.nodes.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
 from areal_sc.run_folder import RunFolder
-from areal_sc.schedulers import other_agents
+from areal_sc.schedulers import agent_calls as other_agents
+from areal_sc.schedulers.agent_calls import AgentAddress
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_folder
-from areal_sc.schedulers.other_agents import AgentAddress
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import KnownCallers, Passes
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.sockets.refusals import Refusals
-from areal_sc.workers.joining import read_address
-from areal_sc.workers.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
 
 _CLOSE_LIMIT_S: Final = 10.0
 _NONCE: Final = b"areal_sc nonce 1\0"

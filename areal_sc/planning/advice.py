@@ -12,16 +12,16 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
-from areal_sc.trainer.metrics import StepMetrics
-from areal_sc.trainer.planning.cores import SharedCores
-from areal_sc.trainer.planning.figures import (
+from areal_sc.planning.cores import SharedCores
+from areal_sc.planning.figures import (
     Figures,
     OperatingPoint,
     all_figures,
     newest_figures,
 )
-from areal_sc.trainer.planning.forecast import Forecaster
-from areal_sc.trainer.planning.simulated_run import Forecast
+from areal_sc.planning.forecast import Forecaster
+from areal_sc.planning.simulated_run import Forecast
+from areal_sc.trainer.metrics import StepMetrics
 
 SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""

@@ -1,0 +1,1 @@
+"""Machines: the agent of each node, which starts, watches and ends workers."""

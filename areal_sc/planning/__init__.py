@@ -1,0 +1,1 @@
+"""How many workers should train and generate: forecasts from what a run has measured."""
