@@ -26,7 +26,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
-from areal_sc.durable import own_file
+from areal_sc.system.durable import own_file
 from areal_sc.user_code import describe, text_of
 
 LOG_TAIL_LINES: Final = 15

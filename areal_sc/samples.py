@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from areal_sc.json_lines import read_json_lines
+from areal_sc.system.json_lines import read_json_lines
 
 
 class Place(StrEnum):

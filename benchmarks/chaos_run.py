@@ -136,7 +136,7 @@ def main(argv: list[str]) -> None:
 
     from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
     from areal_sc.config.schema import SchedulerConfig
-    from areal_sc.run_folder import RunFolder
+    from areal_sc.run.run_folder import RunFolder
     from areal_sc.schedulers.local import LocalScheduler
     from areal_sc.trainer import run
 

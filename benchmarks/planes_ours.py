@@ -36,9 +36,9 @@ from areal_sc.nodes.spec import (
     WorkerOrder,
     WorkerReport,
 )
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.status_board import StatusBoard
 from areal_sc.schedulers.base import Node
-from areal_sc.status_board import StatusBoard
 from areal_sc.transport.rpc.method import Method, Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport

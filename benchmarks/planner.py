@@ -40,7 +40,7 @@ from areal_sc.planning.advice import Plan, make_plan
 from areal_sc.planning.cores import SharedCores, shared_cores
 from areal_sc.planning.figures import Figures, OperatingPoint, newest_figures
 from areal_sc.planning.forecast import Forecaster
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.metrics_log import History
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import report
 
-from areal_sc.config.plain import to_plain
+from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import Device, RolloutConfig, SchedulerConfig, SchedulerType
 from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.fleet.fleet import Fleet

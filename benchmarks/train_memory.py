@@ -42,8 +42,6 @@ from train_workload import Workload, make_rows
 from transformers.utils import logging as hf_logging
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import ActorConfig, Dtype, ParallelConfig
 from areal_sc.engines.fsdp.model import load_sharded_model
@@ -52,6 +50,8 @@ from areal_sc.engines.handles import make_actor
 from areal_sc.engines.megatron.machine import ON_CPU
 from areal_sc.engines.training.causal_lm import read_causal_lm
 from areal_sc.engines.training.process_group import ProcessGroups
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import read_model_shape
 
 FSDP_MESHES = {
     "one": ParallelConfig(),

@@ -21,13 +21,7 @@ from letter_sort_task import (
 )
 from letter_sort_warm_start import WarmStart
 
-from areal_sc import (
-    GRPOConfig,
-    PPOTrainer,
-    SingleTurnWorkflow,
-    load_config,
-    run_script,
-)
+from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, load_config, run_script
 from areal_sc.config.fields import setting
 
 HELD_OUT_SEED = 1_000_003

@@ -19,9 +19,9 @@ from contextlib import suppress
 from subprocess import PIPE
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.process import exit_text
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agents_elsewhere import AgentsElsewhere, AgentStart
+from areal_sc.system.process import exit_text
 
 ANSWER_LIMIT_S = 10.0
 """A host that does not answer by then is taken for lost."""

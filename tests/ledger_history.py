@@ -7,8 +7,8 @@ from pathlib import Path
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState
-from areal_sc.disk import Disk
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+from areal_sc.system.disk import Disk
 
 
 class History:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import CommandError
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.display import summary_table
 from areal_sc.trainer.learning_curve import plot_learning_curve
 from areal_sc.trainer.metrics import summarize

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from areal_sc.commands.run_dir import check_is_folder
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
-from areal_sc.json_lines import to_json
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.system.json_lines import to_json
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

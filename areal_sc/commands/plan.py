@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_sc.commands.run_dir import check_is_run
-from areal_sc.config.loader import compose_config
+from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError, RunFolderError
-from areal_sc.json_lines import to_json
 from areal_sc.planning.advice import Plan, make_plan
 from areal_sc.planning.cores import shared_cores
 from areal_sc.planning.figures import MIN_STEPS
 from areal_sc.planning.simulated_run import Forecast
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.system.json_lines import to_json
 from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.quantities import short_duration
 

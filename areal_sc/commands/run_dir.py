@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from areal_sc.errors import CommandError
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 
 
 def check_is_folder(path: Path) -> None:

@@ -12,16 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from areal_sc.agent_files import AgentFile, living_agents
 from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import TransportError, WaitTimeout
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import STOP_RUN
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import Owner
+from areal_sc.run.agent_files import AgentFile, living_agents
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import Owner
 from areal_sc.schedulers.found_agents import UnseenAgents
 from areal_sc.schedulers.slurm.left_jobs import end_left_jobs
-from areal_sc.telling import Outlet
+from areal_sc.system.telling import Outlet
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient

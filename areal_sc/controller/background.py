@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from areal_sc.errors import ArealError, WaitTimeout
-from areal_sc.run_status import SCRIPT, Wait
+from areal_sc.run.run_status import SCRIPT, Wait
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from areal_sc.config.plain import to_plain
+from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.control_loop import ControlLoop
@@ -29,7 +29,7 @@ from areal_sc.fleet.recovery import OnOutage, Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run_status import SCRIPT, RoleStatus, Wait
+from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers.calls import STATS
 from areal_sc.workflows.row_file import PromptSource

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from areal_sc.run_lineage import begin_lineage
+from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.workers.calls import GroupAttempt
 
 if TYPE_CHECKING:
-    from areal_sc.run_folder import RunFolder
+    from areal_sc.run.run_folder import RunFolder
     from areal_sc.schedulers.base import Scheduler
 
 NeedsRun = Callable[[GroupAttempt], bool]

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from areal_sc import interrupts
 from areal_sc.controller.pausable_loop import PausableLoop
 from areal_sc.errors import RunFolderError, WorkerError
+from areal_sc.system import interrupts
 
 T = TypeVar("T")
 

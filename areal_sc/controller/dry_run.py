@@ -24,8 +24,8 @@ from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSour
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
-from areal_sc.fork_server import ForkServer
 from areal_sc.hub import cached_model
+from areal_sc.system.fork_server import ForkServer
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode

@@ -10,7 +10,7 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.supervisor import UnitState
-from areal_sc.run_status import AgentStatus, RoleStatus, Wait, WorkerStatus
+from areal_sc.run.run_status import AgentStatus, RoleStatus, Wait, WorkerStatus
 
 
 def role_status(

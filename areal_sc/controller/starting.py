@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from areal_sc import interrupts
 from areal_sc.controller.base import Controller
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.takeover import TakenOver, can_take_over, take_over
 from areal_sc.errors import ConfigError, RunFolderError, TransportError, WaitTimeout, WorkerError
-from areal_sc.process import refuse_in_worker
+from areal_sc.system import interrupts
+from areal_sc.system.process import refuse_in_worker
 
 CLOSE_TIMEOUT_S = 60.0
 """Controllers may take this long to end their workers; the scheduler then kills what is left."""

@@ -13,9 +13,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self, TypeVar
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_context import model_context
-from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import (
     ActorConfig,
@@ -24,11 +21,14 @@ from areal_sc.config.schema import (
     RolloutConfig,
     WeightUpdateMethod,
 )
-from areal_sc.config.store_room import live_row_bytes
-from areal_sc.config.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 from areal_sc.engines.training.snapshot_index import SnapshotIndex
 from areal_sc.errors import CheckpointError, ConfigError
 from areal_sc.hub import local_model
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_context import model_context
+from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.store_room import live_row_bytes
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
 C = TypeVar("C", ActorConfig, RolloutConfig)
 

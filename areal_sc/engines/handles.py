@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from areal_sc.config.loading.plain import from_plain
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.plain import from_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig, RolloutEngine
 from areal_sc.engines.fsdp.handle import FSDPPPOActor, FSDPSFTActor
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle

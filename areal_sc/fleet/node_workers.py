@@ -29,7 +29,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from areal_sc import interrupts
 from areal_sc.errors import ArealError, TransportError, WorkerLost
 from areal_sc.fleet.agent_restarts import MAX_MISSED, NodeAgent
 from areal_sc.fleet.found_workers import FoundWorkers
@@ -48,8 +47,9 @@ from areal_sc.nodes.spec import (
     WorkerReport,
     WorkerStacks,
 )
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node, Scheduler
+from areal_sc.system import interrupts
 from areal_sc.transport.rpc.transport import Connection
 from areal_sc.transport.sockets.interface import host_of, port_of
 from areal_sc.workers.calls import SHUTDOWN

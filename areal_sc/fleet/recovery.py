@@ -45,8 +45,8 @@ from areal_sc.fleet.supervisor import (
     UnitServes,
     UnitState,
 )
-from areal_sc.run_status import Restart as RestartStatus
-from areal_sc.telling import tell
+from areal_sc.run.run_status import Restart as RestartStatus
+from areal_sc.system.telling import tell
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from areal_sc.disk import Disk
 from areal_sc.ids import random_id
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.system.disk import Disk
 from areal_sc.transport.rpc.transport import Transport, ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys

@@ -24,16 +24,16 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc.config.machine import count_cuda_devices
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError
-from areal_sc.fork_server import ForkServer
 from areal_sc.log import setup_logging
 from areal_sc.nodes.joining import Invitation, announce, read_introduction
 from areal_sc.nodes.node_agent import Agent
 from areal_sc.nodes.node_folder import NodeFolder
-from areal_sc.process import allow_open_files, leave_signals_to_script, name_process
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.sizing.machine import count_cuda_devices
+from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.process import allow_open_files, leave_signals_to_script, name_process
 from areal_sc.transport.security.keys import KeyPair
 
 logger = logging.getLogger(__name__)

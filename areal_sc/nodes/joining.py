@@ -19,10 +19,10 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc.agent_files import Place
 from areal_sc.errors import NotPermitted, TransportError, WorkerStartError
 from areal_sc.nodes.spec import JOIN, Joining, NodeFacts, Welcome
-from areal_sc.process import tell_starter
+from areal_sc.run.agent_files import Place
+from areal_sc.system.process import tell_starter
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient

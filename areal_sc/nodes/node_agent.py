@@ -39,10 +39,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from areal_sc.agent_files import AgentFile
 from areal_sc.errors import ArealError, WorkerError, WorkerStartError
-from areal_sc.file_lock import HeldLock
-from areal_sc.fork_server import ForkServer
 from areal_sc.ids import random_id
 from areal_sc.log import keep_logs_bounded, take_warnings
 from areal_sc.nodes.joining import Invitation, announce, place_of_this_process
@@ -75,8 +72,11 @@ from areal_sc.nodes.spec import (
 )
 from areal_sc.nodes.wishes import Wishes
 from areal_sc.nodes.worker_processes import WorkerProcesses
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.agent_files import AgentFile
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped, TreeHolder
+from areal_sc.system.file_lock import HeldLock
+from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.durable import remove, write_atomic
 from areal_sc.engines.training.snapshot_index import INDEX_NAME
 from areal_sc.errors import (
     CheckpointError,
@@ -29,10 +28,11 @@ from areal_sc.errors import (
 )
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.system.durable import remove, write_atomic
 from areal_sc.transport.rpc.transport import Transport
 from areal_sc.workflows.reference_paths import code_folders, data_paths, script_files
 from areal_sc.workflows.row_file import GROWING

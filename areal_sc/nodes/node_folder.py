@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig, WeightUpdateMethod
-from areal_sc.durable import write_atomic
 from areal_sc.errors import ArealError, ConfigError, NotPermitted, TransportError, WaitTimeout
 from areal_sc.nodes.joining import JOIN_LIMIT_S, read_address
 from areal_sc.nodes.spec import Welcome, WorkerOrder
-from areal_sc.process import machine_id
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.shipping.client import ScriptFiles, until_there
 from areal_sc.shipping.node_cache import NodeCache, RunHere, own_folder
+from areal_sc.system.durable import write_atomic
+from areal_sc.system.process import machine_id
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient

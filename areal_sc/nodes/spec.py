@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, msgpack
 
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys

@@ -11,7 +11,7 @@ from typing import Final
 
 from areal_sc.config.slurm_script import COMES_BACK
 from areal_sc.nodes.spec import Wish
-from areal_sc.process import END_SIGNAL
+from areal_sc.system.process import END_SIGNAL
 
 SAVE_EVERY_S: Final = 1.0
 """Between wishes for a snapshot of a node that is about to go; steps without one are lost."""

@@ -22,12 +22,12 @@ from typing import Any, Final
 from msgspec import MsgspecError, msgpack
 
 from areal_sc.errors import WorkerStartError
-from areal_sc.fork_server import Child, ForkServer
 from areal_sc.log import log_tail
 from areal_sc.nodes.left_files import delete_left_files
 from areal_sc.nodes.spec import EndedWorker, WorkerOrder, WorkerReport, WorkerSpec, WorkerStacks
-from areal_sc.process import IS_STOPPED, process_state
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.system.fork_server import Child, ForkServer
+from areal_sc.system.process import IS_STOPPED, process_state
 from areal_sc.transport.rpc.newest_term import NewestTerm
 
 logger = logging.getLogger(__name__)

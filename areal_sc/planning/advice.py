@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from areal_sc.config.machine import this_machine
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor, make_generator
@@ -21,6 +20,7 @@ from areal_sc.planning.figures import (
 )
 from areal_sc.planning.forecast import Forecaster
 from areal_sc.planning.simulated_run import Forecast
+from areal_sc.sizing.machine import this_machine
 from areal_sc.trainer.metrics import StepMetrics
 
 SUFFICES: Final = 1.02

@@ -12,9 +12,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from areal_sc.config.machine import resolved_device, this_machine
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.sizing.machine import resolved_device, this_machine
 
 TRIAL_S: Final = 0.03
 NUM_TRIALS: Final = 9

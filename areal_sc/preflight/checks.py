@@ -15,9 +15,6 @@ from omegaconf import MISSING
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
-from areal_sc.config.machine import count_cuda_devices, resolved_device
-from areal_sc.config.model_context import known_context
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import (
@@ -32,13 +29,16 @@ from areal_sc.config.schema import (
 from areal_sc.config.sharing import differing_sections
 from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.settings_warnings import settings_warnings
-from areal_sc.process import max_more_tasks, open_files_advice
+from areal_sc.sizing.machine import count_cuda_devices, resolved_device
+from areal_sc.sizing.model_context import known_context
+from areal_sc.sizing.model_folder import check_model_folder
+from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
+from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
 
 MIN_HEARTBEATS_TO_ORPHAN = 2

@@ -14,21 +14,21 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from areal_sc.config.loader import config_text
-from areal_sc.config.machine import Machine
+from areal_sc.config.loading.loader import config_text
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import GRPOConfig, Resume
 from areal_sc.config.slurm_jobs import JobPlan, job_plans, memory_bytes
 from areal_sc.config.slurm_script import job_script
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.config.worker_plan import RunPlan, format_bytes
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError, ModelError, SchedulerSilent
 from areal_sc.preflight.checks import check_models
 from areal_sc.preflight.plan import PlannedNode, plan, plans
-from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.slurm import commands
 from areal_sc.shipping.node_cache import own_folder
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.worker_plan import RunPlan, format_bytes
 from areal_sc.trainer.resume_checks import describe_resume
 from areal_sc.transport.shards.memory_folder import memory_root
 

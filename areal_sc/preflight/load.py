@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias, TypeVar, overload
 
-from areal_sc.config.arguments import parse_arguments
-from areal_sc.config.loader import compose_config, config_text
-from areal_sc.config.machine import count_cuda_devices
-from areal_sc.config.model_context import take_context
+from areal_sc.config.loading.arguments import parse_arguments
+from areal_sc.config.loading.loader import compose_config, config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.log import shown_before
 from areal_sc.preflight.checks import check_config, fetch_models
-from areal_sc.process import refuse_in_worker
-from areal_sc.telling import tolerate_other_encodings
+from areal_sc.sizing.machine import count_cuda_devices
+from areal_sc.sizing.model_context import take_context
+from areal_sc.system.process import refuse_in_worker
+from areal_sc.system.telling import tolerate_other_encodings
 
 T = TypeVar("T")
 C = TypeVar("C", bound=GRPOConfig)

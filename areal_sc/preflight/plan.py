@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from areal_sc.config.machine import Machine, this_machine
-from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE, NodeFacts, WorkerOrder
 from areal_sc.schedulers.base import Node, placed
+from areal_sc.sizing.machine import Machine, this_machine
+from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 
 _LESS: Final = {
     "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",

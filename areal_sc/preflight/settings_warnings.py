@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from areal_sc.config.fields import value_at
-from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.schema import (
     ClipCenter,
     GRPOConfig,
@@ -14,9 +13,10 @@ from areal_sc.config.schema import (
     NormScope,
     RolloutEngine,
 )
-from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.errors import ModelError
 from areal_sc.hub import local_model
+from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
 """The embedded engine is made for models below this size."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Self, TypeVar
 
 from areal_sc.errors import ArealError, StaleTerm
 from areal_sc.nodes.spec import DESCRIBE, END, WELCOME, NodeDescription, NodeFacts, Welcome
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.transport.rpc.client import RpcClient
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import ZmqTransport

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from areal_sc.agent_files import AgentFile
-from areal_sc.durable import own_file
 from areal_sc.errors import TransportError
 from areal_sc.nodes.spec import DESCRIBE, NodeDescription
-from areal_sc.process import END_SIGNAL, OtherProcess, environment_of_workers, exit_text
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.agent_files import AgentFile
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.schedulers.agent_calls import run_apart
+from areal_sc.system.durable import own_file
+from areal_sc.system.process import END_SIGNAL, OtherProcess, environment_of_workers, exit_text
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys

@@ -38,21 +38,21 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from msgspec import json
 
-from areal_sc import interrupts
-from areal_sc.agent_files import delete_files_of_dead_agents, end_agents, living_agents
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
 from areal_sc.nodes.joining import START_VARIABLE
 from areal_sc.nodes.spec import Joining, LivingWorker, NodeFacts
-from areal_sc.process import allow_open_files
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents, living_agents
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import AGENT, agent_environment
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.found_agents import FoundAgent, end_found, find_agents
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
+from areal_sc.system import interrupts
+from areal_sc.system.process import allow_open_files
 from areal_sc.transport.sockets.interface import Interface
 
 _CLOSED: Final = "no agent is started: the scheduler is closed"

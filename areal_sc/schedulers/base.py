@@ -13,14 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-from areal_sc.config.machine import resolved_device
 from areal_sc.config.placement import DevicePlacement, Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import LivingWorker, NodeFacts, WorkerOrder
-from areal_sc.run_owner import RunTerm
-from areal_sc.run_status import Wait
-from areal_sc.status_board import StatusBoard
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.run_status import Wait
+from areal_sc.run.status_board import StatusBoard
+from areal_sc.sizing.machine import resolved_device
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 

@@ -11,13 +11,13 @@ from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ArealError, ConfigError, SchedulerSilent
-from areal_sc.process import refuse_in_worker, refuse_several_starts
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.schedulers.no_nodes import NoNodes
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
-from areal_sc.telling import tell
+from areal_sc.system.process import refuse_in_worker, refuse_several_starts
+from areal_sc.system.telling import tell
 from areal_sc.user_code import Raised, await_user_code, blame
 
 logger = logging.getLogger(__name__)

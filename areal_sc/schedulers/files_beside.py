@@ -21,12 +21,12 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc.durable import own_file
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
-from areal_sc.process import exit_text, heard_from
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import agent_environment
+from areal_sc.system.durable import own_file
+from areal_sc.system.process import exit_text, heard_from
 from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
 

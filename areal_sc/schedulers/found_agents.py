@@ -10,12 +10,12 @@ from typing import Final
 
 from msgspec import MsgspecError, json
 
-from areal_sc.agent_files import AgentFile, living_agents
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import RunFolderError, WaitTimeout
 from areal_sc.nodes.spec import Joining, LivingWorker, NodeFacts
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.agent_files import AgentFile, living_agents
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.schedulers import agent_calls as other_agents
 from areal_sc.schedulers.agent_calls import AgentAddress
 from areal_sc.transport.security.keys import RunKeys

@@ -26,16 +26,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from areal_sc import interrupts
 from areal_sc.errors import NotPermitted, StaleTerm, TransportError
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers import agent_calls as other_agents
 from areal_sc.schedulers.agent_calls import AgentAddress
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_folder
+from areal_sc.system import interrupts
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import RunKeys

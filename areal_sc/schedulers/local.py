@@ -27,14 +27,12 @@ from pathlib import Path
 
 from msgspec import json
 
-from areal_sc import interrupts
-from areal_sc.agent_files import delete_files_of_dead_agents, end_agents, living_agents
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.nodes.spec import NodeDescription, NodeFacts
-from areal_sc.process import allow_open_files, heard_from
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents, living_agents
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import (
     AGENT,
     AgentProcess,
@@ -44,6 +42,8 @@ from areal_sc.schedulers.agent_process import (
 )
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
+from areal_sc.system import interrupts
+from areal_sc.system.process import allow_open_files, heard_from
 from areal_sc.transport.shards.memory_folder import clean_leftovers, user_folder
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from typing import NoReturn
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.status_board import StatusBoard
 from areal_sc.schedulers.base import Node
-from areal_sc.status_board import StatusBoard
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from areal_sc import interrupts
-from areal_sc.agent_files import living_agents
-from areal_sc.config.differences import OF_SCRIPT
+from areal_sc.config.loading.differences import OF_SCRIPT
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError, TransportError
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import RunTerm
-from areal_sc.status_board import StatusBoard
+from areal_sc.run.agent_files import living_agents
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.status_board import StatusBoard
+from areal_sc.system import interrupts
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Passes
 

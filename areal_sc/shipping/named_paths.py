@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import MsgspecError, Struct, json
 
-from areal_sc.durable import write_atomic
+from areal_sc.system.durable import write_atomic
 
 
 class Contents(StrEnum):

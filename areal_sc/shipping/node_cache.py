@@ -26,11 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from areal_sc.durable import commit_folder, remove
 from areal_sc.errors import ConfigError, RunFolderError, WaitTimeout
-from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
-from areal_sc.private_folder import make_private
+from areal_sc.run.private_folder import make_private
 from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
     READ_TREE_PIECE,
@@ -44,6 +42,8 @@ from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import digest_of
+from areal_sc.system.durable import commit_folder, remove
+from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.transport.rpc.method import Served
 
 LARGE_BYTES: Final = 64 << 20

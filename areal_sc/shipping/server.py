@@ -25,13 +25,7 @@ from msgspec import json
 
 from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
 from areal_sc.log import setup_logging
-from areal_sc.process import (
-    allow_open_files,
-    leave_signals_to_script,
-    name_process,
-    tell_starter,
-)
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
     END_FILE,
@@ -56,6 +50,12 @@ from areal_sc.shipping.named_paths import find_named_path
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import Trees, digest_of
+from areal_sc.system.process import (
+    allow_open_files,
+    leave_signals_to_script,
+    name_process,
+    tell_starter,
+)
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer

@@ -27,8 +27,8 @@ from typing import Literal
 
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import CheckpointError, RunFolderError, StaleTerm, StepsLost
+from areal_sc.system.durable import commit_folder, partial_of
 from areal_sc.trainer.beside import KeepsSnapshots
 from areal_sc.trainer.run import Run
 from areal_sc.trainer.snapshots import CONTROLLERS, sealed

@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from areal_sc.samples import Sample, shortened
-from areal_sc.telling import Outlet
+from areal_sc.system.telling import Outlet
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.trainer.quantities import percent, short_duration, short_number
 from areal_sc.trainer.sample_view import group_view

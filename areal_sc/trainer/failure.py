@@ -19,8 +19,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from areal_sc import interrupts
-from areal_sc.durable import own_file
 from areal_sc.errors import (
     ArealError,
     ConfigError,
@@ -28,10 +26,12 @@ from areal_sc.errors import (
     RunFolderError,
     exit_code_of,
 )
-from areal_sc.interrupts import SNAPSHOT_SIGNAL
-from areal_sc.process import be_deaf, open_files_advice, refuse_in_worker
-from areal_sc.run_folder import Opening, RunFolder
-from areal_sc.telling import Outlet, end_outlets, tolerate_other_encodings
+from areal_sc.run.run_folder import Opening, RunFolder
+from areal_sc.system import interrupts
+from areal_sc.system.durable import own_file
+from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
+from areal_sc.system.process import be_deaf, open_files_advice, refuse_in_worker
+from areal_sc.system.telling import Outlet, end_outlets, tolerate_other_encodings
 from areal_sc.user_code import causes_of, describe, first_of, text_of
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from areal_sc.json_lines import to_json
+from areal_sc.system.json_lines import to_json
 from areal_sc.workflows.base import PART_PREFIX
 
 STEP_PARTS = ("wait", "train", "sync")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_sc.errors import RunFolderError
-from areal_sc.json_lines import JsonLines, read_json_lines
+from areal_sc.system.json_lines import JsonLines, read_json_lines
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.trackers.base import Tracker
 

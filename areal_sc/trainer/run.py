@@ -26,8 +26,7 @@ from uuid import UUID, uuid4
 
 import yaml
 
-from areal_sc.config.loader import config_text, typed
-from areal_sc.config.model_context import take_context
+from areal_sc.config.loading.loader import config_text, typed
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
@@ -36,12 +35,13 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models
-from areal_sc.process import process_age_s, refuse_in_worker, refuse_several_starts
-from areal_sc.run_folder import Opening, RunFolder
-from areal_sc.run_status import Phase as StatusPhase
+from areal_sc.run.run_folder import Opening, RunFolder
+from areal_sc.run.run_status import Phase as StatusPhase
 from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
+from areal_sc.sizing.model_context import take_context
+from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display

@@ -13,10 +13,10 @@ from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.durable import remove
 from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.nodes.spec import snapshot_name
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.system.durable import remove
 
 logger = logging.getLogger(__name__)
 

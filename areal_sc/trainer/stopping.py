@@ -18,9 +18,9 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
-from areal_sc import interrupts, telling
-from areal_sc.interrupts import SNAPSHOT_SIGNAL
 from areal_sc.nodes.spec import Wish
+from areal_sc.system import interrupts, telling
+from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
 
 _WISHES: Final = (signal.SIGINT, signal.SIGTERM)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_sc.log import setup_logging
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerSpec
-from areal_sc.process import take_arguments_of_script
+from areal_sc.system.process import take_arguments_of_script
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.user_code import run_worker_loop
 

@@ -29,7 +29,6 @@ from areal_sc.engines.base import GenerationEngine
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import EngineFailed, TransportError, WorkerLost
-from areal_sc.fork_server import ForkServer
 from areal_sc.hub import local_model
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -41,6 +40,7 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.nodes.spec import WorkerSpec
+from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of

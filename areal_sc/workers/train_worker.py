@@ -15,14 +15,14 @@ import torch
 
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
-from areal_sc.durable import partial_of
 from areal_sc.engines.base import RankPosition, TrainEngine
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, file_name
 from areal_sc.errors import StaleCall, WorkflowError
 from areal_sc.nodes.spec import WorkerSpec, snapshot_name
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import FolderPlace
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import FolderPlace
+from areal_sc.system.durable import partial_of
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of

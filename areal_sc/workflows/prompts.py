@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.durable import write_atomic
 from areal_sc.errors import WorkflowError
+from areal_sc.system.durable import write_atomic
 from areal_sc.user_code import user_code
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.text_files import read_rows

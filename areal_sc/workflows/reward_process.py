@@ -23,7 +23,7 @@ import msgpack
 
 from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.log import setup_logging, take_warnings
-from areal_sc.process import bury_left
+from areal_sc.system.process import bury_left
 from areal_sc.user_code import (
     MAX_TEXT_CHARS,
     describe,

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
-from areal_sc.fork_server import Child, ForkServer
 from areal_sc.log import tell_warning
-from areal_sc.process import num_killed_for_memory
+from areal_sc.system.fork_server import Child, ForkServer
+from areal_sc.system.process import num_killed_for_memory
 from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.workflows.reference import reference_of

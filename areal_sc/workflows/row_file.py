@@ -29,8 +29,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from areal_sc.durable import own_file
 from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
+from areal_sc.system.durable import own_file
 from areal_sc.user_code import blame
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.prompts import packed_row, row_of

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, WorkflowError
-from areal_sc.run_begin import RunBegin, content_of
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_begin import RunBegin, content_of
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.named_paths import Contents, name_path
+from areal_sc.system.durable import write_atomic
 from areal_sc.workflows.base import Prompts, Workflow
 from areal_sc.workflows.prompts import MAX_COPIED_ROWS, CopiedPrompts, write_prompts
 from areal_sc.workflows.reference import (

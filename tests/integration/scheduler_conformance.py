@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from areal_sc.agent_files import living_agents
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
@@ -28,7 +27,8 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.agent_files import living_agents
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import AsksForNodes, Node, Scheduler
 from areal_sc.transport.sockets.interface import host_of
 from areal_sc.workers.calls import PING

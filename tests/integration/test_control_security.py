@@ -19,7 +19,7 @@ from integration.agents import connect_agent, launch_of
 from integration.bulk_member import BulkMember
 from integration.rpc_methods import named
 
-from areal_sc.config.plain import to_plain
+from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import NotPermitted, ProtocolError, TransportError
 from areal_sc.nodes.spec import (

@@ -20,12 +20,12 @@ from integration.test_weight_publication import PROMPTS, WORKFLOW, controllers
 
 from areal_sc import GRPOConfig, RolloutController, TrainController, make_scheduler
 from areal_sc.controller.train import ranks
-from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import StepsLost
 from areal_sc.preflight.plan import plan
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
+from areal_sc.system.durable import commit_folder, partial_of
 from areal_sc.transport.shards.memory_folder import user_folder
 
 LOSS = "integration.scripts.fatal_loss:fatal_loss"

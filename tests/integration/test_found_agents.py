@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from integration.test_heartbeats import LIMIT_S, is_alive, orders, scheduler_in, until
 
-from areal_sc.agent_files import living_agents
-from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError, StaleTerm
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.agent_files import living_agents
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers import agent_process
+from areal_sc.system.disk import Disk
 from areal_sc.workers.calls import PING
 
 SCRIPT = """

@@ -14,7 +14,7 @@ from integration.scripts.tiny_run import letter_prompts, partial
 from areal_sc import GRPOConfig, PPOTrainer, RolloutController, SingleTurnWorkflow, TrainController
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.metadata import BatchMetadata
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 
 TOTAL_STEPS = 3
 LOST_STEP = 2

@@ -35,7 +35,7 @@ from areal_sc.nodes.spec import (
     Watch,
     WorkerOrder,
 )
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.local import LocalScheduler

@@ -24,7 +24,7 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.transport.shards.memory_folder import user_folder
 from areal_sc.transport.sockets.interface import port_of

@@ -18,7 +18,7 @@ from integration.test_weight_publication import controllers
 from areal_sc import GRPOConfig
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.preflight.plan import plan
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.agent_process import StartedAgent
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.local import LocalScheduler

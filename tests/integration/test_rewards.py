@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
-from areal_sc.fork_server import ForkServer
+from areal_sc.system.fork_server import ForkServer
 from areal_sc.workflows.base import DECLARATION
 from areal_sc.workflows.math_reward import numeric_match
 from areal_sc.workflows.reference import Referable

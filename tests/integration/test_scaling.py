@@ -10,7 +10,7 @@ from pathlib import Path
 
 from integration.run_process import SCRIPTS, RunProcess, tiny_run
 
-from areal_sc.run_status import read_status
+from areal_sc.run.run_status import read_status
 
 ROWS_A_STEP = 4 * 2
 TOTAL_STEPS = 24

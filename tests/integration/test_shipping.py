@@ -29,7 +29,7 @@ from areal_sc.errors import (
 from areal_sc.nodes.node_files import ShippedFiles
 from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.spec import Welcome, WorkerOrder
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.shipping import node_cache
 from areal_sc.shipping.calls import (

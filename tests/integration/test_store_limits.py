@@ -16,9 +16,9 @@ from integration.scripts.tiny_run import letter_prompts
 from safetensors.torch import load_file
 
 from areal_sc import GRPOConfig, LocalGenerator, RolloutController, SingleTurnWorkflow
-from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.errors import ConfigError
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sizing.store_room import trajectory_bytes
 
 BATCH_GROUPS = 4
 GROUP_BYTES = trajectory_bytes(2 * 64)

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from areal_sc import FSDPPPOActor, GRPOConfig, TrainController, start
-from areal_sc.durable import partial_of
 from areal_sc.errors import ConfigError
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.system.durable import partial_of
 from areal_sc.workflows.base import Prompts
 
 

@@ -30,7 +30,7 @@ from areal_sc.nodes.spec import (
     WorkerReport,
     WorkerStacks,
 )
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.transport.rpc.newest_term import NewestTerm
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.errors import ArealError, CheckpointError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import NodeFacts, WorkerOrder
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.status_board import StatusBoard
 from areal_sc.schedulers.base import Node
-from areal_sc.status_board import StatusBoard
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.security.keys import RunKeys

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from simulation.behavior import Number
 
-from areal_sc.disk import Disk
+from areal_sc.system.disk import Disk
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from simulation.cluster import SimulatedCluster
 from areal_sc.config.placement import Purpose
 from areal_sc.errors import ConfigError
 from areal_sc.nodes.spec import NodeFacts
-from areal_sc.run_status import Wait
+from areal_sc.run.run_status import Wait
 from areal_sc.schedulers.base import Node
 
 

@@ -27,8 +27,8 @@ from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutStat
 from areal_sc.controller.takeover import take_over
 from areal_sc.errors import BatchLost, CheckpointError, RunFolderError, StepsLost
 from areal_sc.metadata import BatchMetadata
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.transport.shards.ids import parse_shard_id
 
 MAX_REST_S = 400.0

@@ -24,7 +24,7 @@ from areal_sc.errors import WorkerLost
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.metadata import RowMetadata
 from areal_sc.nodes.spec import WorkerReport
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.workers.calls import GroupAttempt, GroupReply, Sweep

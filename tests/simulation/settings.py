@@ -20,7 +20,7 @@ from areal_sc.config.schema import (
     WeightUpdateConfig,
     WeightUpdateMethod,
 )
-from areal_sc.config.store_room import trajectory_bytes
+from areal_sc.sizing.store_room import trajectory_bytes
 
 
 @dataclass

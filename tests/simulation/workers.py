@@ -15,7 +15,6 @@ from simulation.behavior import Number
 from simulation.process import Process
 from simulation.store import SimulatedStore
 
-from areal_sc.config.store_room import trajectory_bytes
 from areal_sc.errors import EngineFailed, StoreFull
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -26,6 +25,7 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.nodes.spec import Beat, WorkerOrder
+from areal_sc.sizing.store_room import trajectory_bytes
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.newest_term import NewestTerm

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_disk import small_disk
 
-from areal_sc.durable import append_or_undo, commit_folder, partial_of, recover_folder
+from areal_sc.system.durable import append_or_undo, commit_folder, partial_of, recover_folder
 
 CONTENT = {"config.json": b"{}", "weights/0": b"0" * 100_000, "weights/1": b"1" * 200_000}
 

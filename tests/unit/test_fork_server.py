@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.fork_server import Child, ForkServer
-from areal_sc.process import FOR_SCRIPT
+from areal_sc.system.fork_server import Child, ForkServer
+from areal_sc.system.process import FOR_SCRIPT
 
 LIMIT_S = 20.0
 
 BEHAVE = """
 import os, signal, subprocess, sys, time
 from areal_sc.errors import ConfigError
-from areal_sc.process import FOR_SCRIPT
+from areal_sc.system.process import FOR_SCRIPT
 
 def prepare():
     import colorsys
@@ -192,7 +192,7 @@ async def test_many_are_started_at_a_time(tmp_path: Path) -> None:
 
 ASK_FOR_A_REPORT = """
 import asyncio
-from areal_sc.fork_server import ForkServer
+from areal_sc.system.fork_server import ForkServer
 
 server = ForkServer("fork_targets:behave", ("wave", "fork_targets:prepare"))
 
@@ -320,7 +320,7 @@ async def test_a_server_whose_owner_is_silent_ends_with_its_children(tmp_path: P
 
 OWNER = """
 import asyncio, os, signal, sys
-from areal_sc.fork_server import ForkServer
+from areal_sc.system.fork_server import ForkServer
 
 async def main():
     server = ForkServer("fork_targets:behave")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from areal_sc import interrupts
+from areal_sc.system import interrupts
 
 
 def clean_up(done: list[str], error: BaseException | None = None) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.mounts import network_file_system
+from areal_sc.system.mounts import network_file_system
 
 MOUNTS = r"""
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.disk import Disk
 from areal_sc.errors import ConfigError, RunFolderError
-from areal_sc.json_lines import JsonLines
 from areal_sc.log import _LogFile
-from areal_sc.private_folder import make_private
-from areal_sc.run_folder import Opening, RunFolder
+from areal_sc.run.private_folder import make_private
+from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.agent_process import StartedAgent
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.system.disk import Disk
+from areal_sc.system.json_lines import JsonLines
 
 CONFIG = "seed: 0\n"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

@@ -13,7 +13,7 @@ import pytest
 from areal_sc import GRPOConfig, Run, load_config, make_scheduler, run_script, start
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError
-from areal_sc.process import (
+from areal_sc.system.process import (
     bury_left,
     environment_of_workers,
     heard_from,
@@ -25,7 +25,7 @@ from areal_sc.process import (
 RAISE = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
-from areal_sc.process import allow_open_files
+from areal_sc.system.process import allow_open_files
 allow_open_files()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
@@ -43,7 +43,7 @@ def test_processes_and_threads_are_counted_where_the_user_has_a_limit(
 ) -> None:
     """Not for root, nor for who may do more than other users."""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1000, 1000))
-    monkeypatch.setattr("areal_sc.process._ABOVE_LIMITS", 0)
+    monkeypatch.setattr("areal_sc.system.process._ABOVE_LIMITS", 0)
     monkeypatch.setattr(os, "getuid", lambda: 0)
     assert max_more_tasks() == math.inf
     user = os.stat("/proc/self").st_uid + 1
@@ -53,7 +53,7 @@ def test_processes_and_threads_are_counted_where_the_user_has_a_limit(
     assert max_more_tasks() == math.inf
     for name, number in {"pids.max": "100", "pids.current": "63"}.items():
         (tmp_path / name).write_text(number)
-    monkeypatch.setattr("areal_sc.process._CGROUPS", tmp_path)
+    monkeypatch.setattr("areal_sc.system.process._CGROUPS", tmp_path)
     assert max_more_tasks() == 37
     (tmp_path / "pids.max").write_text("max")
     assert max_more_tasks() == math.inf
@@ -70,7 +70,7 @@ def test_the_dead_that_nobody_waits_for_are_reaped_at_the_second_look() -> None:
 
 
 def test_what_a_child_tells_is_found_among_what_else_is_printed() -> None:
-    code = "from areal_sc.process import tell_starter; print('hello', end='', flush=True); "
+    code = "from areal_sc.system.process import tell_starter; print('hello', end='', flush=True); "
     told = {"": b"", "tell_starter(b'[1]')": b"[1]"}
     for call, said in told.items():
         child = subprocess.Popen([sys.executable, "-c", code + call], stdout=subprocess.PIPE)
@@ -90,7 +90,8 @@ def test_a_script_that_a_launcher_has_started_once_a_rank_is_refused(
 
 
 def test_a_child_that_prints_more_than_it_tells_does_not_wait_for_a_reader() -> None:
-    code = "from areal_sc.process import tell_starter; tell_starter(b'up'); print('x' * 200_000)"
+    code = "from areal_sc.system.process import tell_starter; tell_starter(b'up')"
+    code += "; print('x' * 200_000)"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     child = subprocess.Popen([sys.executable, "-c", code], **pipes)
     assert child.stdout is not None

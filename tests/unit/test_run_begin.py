@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from areal_sc.config.schema import ActorConfig, GRPOConfig, PPOConfig, RolloutConfig
-from areal_sc.run_begin import RunBegin, content_of
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_begin import RunBegin, content_of
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.resume_checks import compare_with_begin
 
 
@@ -69,7 +69,7 @@ def test_a_model_folder_and_a_script_that_changed_are_told_by_their_files(
 
 
 def test_a_large_file_is_known_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_sc.run_begin.MAX_HASHED_BYTES", 3)
+    monkeypatch.setattr("areal_sc.run.run_begin.MAX_HASHED_BYTES", 3)
     (tmp_path / "a").write_bytes(b"1234")
     (tmp_path / "b").write_bytes(b"123")
     found = content_of(tmp_path)
@@ -78,6 +78,6 @@ def test_a_large_file_is_known_by_its_size(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "c").write_bytes(b"1")
     assert content_of(tmp_path)["b"] == "3 bytes", "4 are too many"
     assert len(content_of(tmp_path)["c"]) == 12
-    monkeypatch.setattr("areal_sc.run_begin.MAX_FILES", 2)
+    monkeypatch.setattr("areal_sc.run.run_begin.MAX_FILES", 2)
     assert content_of(tmp_path) == {tmp_path.name: "3 files"}
     assert content_of(tmp_path / "none") == {}

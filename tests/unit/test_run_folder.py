@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.agent_files import AgentFile
-from areal_sc.durable import commit_folder, partial_of
 from areal_sc.errors import RunFolderError
-from areal_sc.process import END_SIGNAL
-from areal_sc.run_folder import FORMAT_VERSION, Opening, RunFolder
-from areal_sc.run_lineage import begin_lineage
+from areal_sc.run.agent_files import AgentFile
+from areal_sc.run.run_folder import FORMAT_VERSION, Opening, RunFolder
+from areal_sc.run.run_lineage import begin_lineage
+from areal_sc.system.durable import commit_folder, partial_of
+from areal_sc.system.process import END_SIGNAL
 
 CONFIG = "seed: 0\ntotal_steps: 5\n"
 
@@ -46,7 +46,7 @@ def run_once(path: Path, *, snapshot: bool = False, finish: bool = False) -> Non
 
 HOLD_LOCK = """
 import sys, time
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 folder.open(config_text="seed: 0\\n")
 print("held", flush=True)
@@ -329,7 +329,7 @@ def test_interrupted_overwrite_can_be_repeated(path: Path, monkeypatch: pytest.M
     def fail(folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("areal_sc.durable.shutil.rmtree", fail)
+    monkeypatch.setattr("areal_sc.system.durable.shutil.rmtree", fail)
     with pytest.raises(RunFolderError, match="cannot be used: Input/output error"):
         RunFolder(path).open(config_text=CONFIG, overwrite=True)
     monkeypatch.undo()
@@ -355,7 +355,7 @@ def test_write_atomic_replaces_or_leaves(path: Path, monkeypatch: pytest.MonkeyP
         def full(fd: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("areal_sc.durable.os.fsync", full)
+        monkeypatch.setattr("areal_sc.system.durable.os.fsync", full)
         with pytest.raises(RunFolderError, match=r"cannot write .*a\.bin: No space left on device"):
             folder.write_atomic("a.bin", b"three")
         assert (path / "a.bin").read_bytes() == b"two"
@@ -394,7 +394,7 @@ def test_a_loop_of_ones_own_takes_the_folder_as_it_is(path: Path) -> None:
 
 AGENT = """
 import pathlib, sys, time
-from areal_sc.agent_files import AgentFile
+from areal_sc.run.agent_files import AgentFile
 lock = AgentFile.of_this_process("tcp://127.0.0.1:1", "life").write(pathlib.Path(sys.argv[1]))
 print("listens", flush=True)
 time.sleep(60)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_sc.errors import RunFolderError
-from areal_sc.run_folder import FORMAT_VERSION, Opening, RunFolder
-from areal_sc.run_marker import RunMarker
+from areal_sc.run.run_folder import FORMAT_VERSION, Opening, RunFolder
+from areal_sc.run.run_marker import RunMarker
 
 CONFIG = "seed: 3\ntotal_steps: 5\n"
 

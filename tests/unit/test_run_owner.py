@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc import run_owner
-from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, StaleTerm
-from areal_sc.run_folder import Opening, RunFolder
-from areal_sc.run_lineage import begin_lineage
-from areal_sc.run_owner import FolderPlace, Owner, RunTerm
-from areal_sc.status_board import StatusBoard
+from areal_sc.run import run_owner
+from areal_sc.run.run_folder import Opening, RunFolder
+from areal_sc.run.run_lineage import begin_lineage
+from areal_sc.run.run_owner import FolderPlace, Owner, RunTerm
+from areal_sc.run.status_board import StatusBoard
+from areal_sc.system.durable import write_atomic
 
 CONFIG = "seed: 0\n"
 

@@ -9,8 +9,8 @@ import pytest
 from sample_rows import sample
 
 from areal_sc.errors import RunFolderError
-from areal_sc.json_lines import JsonLines
 from areal_sc.samples import Sample, read_samples, shortened
+from areal_sc.system.json_lines import JsonLines
 
 
 def write(path: Path, *samples: Sample) -> None:

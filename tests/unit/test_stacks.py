@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_sc.stacks import MAX_FRAMES, MAX_LINES, STACKS_SIGNAL, shortened, written_stacks
+from areal_sc.system.stacks import MAX_FRAMES, MAX_LINES, STACKS_SIGNAL, shortened, written_stacks
 
 HANGS = """
 import faulthandler, sys, threading
-from areal_sc.stacks import STACKS_SIGNAL
+from areal_sc.system.stacks import STACKS_SIGNAL
 
 def hangs_here():
     threading.Event().wait(60)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc import status_board
 from areal_sc.errors import WorkerLost
-from areal_sc.run_status import Phase, RoleStatus, RunStatus, WorkerStatus, read_status
-from areal_sc.status_board import MIN_PAUSE_S, StatusBoard
+from areal_sc.run import status_board
+from areal_sc.run.run_status import Phase, RoleStatus, RunStatus, WorkerStatus, read_status
+from areal_sc.run.status_board import MIN_PAUSE_S, StatusBoard
 
 LIMIT_S = 60.0
 

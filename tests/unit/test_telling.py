@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-from areal_sc.telling import Outlet, tell
+from areal_sc.system.telling import Outlet, tell
 from areal_sc.trainer.display import make_display
 
 

@@ -42,9 +42,9 @@ from areal_sc.controller.ledger.journal_file import HEADER, read_segment, to_fra
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState, Publish, Record
 from areal_sc.controller.ledger.ledger_replay import replay
-from areal_sc.disk import AppendedFile, Disk
 from areal_sc.errors import LedgerError, RunFolderError, WaitTimeout
 from areal_sc.fleet.bounded import bounded
+from areal_sc.system.disk import AppendedFile, Disk
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from areal_sc.controller.ledger.journal_file import Segment, read_segment
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import WENT_BACK, LedgerState, Record
 from areal_sc.controller.ledger.ledger_replay import replay
-from areal_sc.disk import Disk
 from areal_sc.errors import LedgerError, RunFolderError
+from areal_sc.system.disk import Disk
 
 
 @dataclass

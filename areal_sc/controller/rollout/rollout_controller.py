@@ -46,9 +46,9 @@ from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_lineage import newest_lineage
-from areal_sc.run_status import LEAVING, RoleStatus
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_lineage import newest_lineage
+from areal_sc.run.run_status import LEAVING, RoleStatus
 from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.workers import calls

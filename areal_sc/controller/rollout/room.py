@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.config.store_room import describe_largest_group, max_group_bytes
 from areal_sc.errors import ConfigError
 from areal_sc.nodes.spec import WorkerReport
+from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.transport.shards.arena import block_span
 
 

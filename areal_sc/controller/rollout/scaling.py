@@ -34,14 +34,14 @@ from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChan
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
-from areal_sc.disk import Disk
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
-from areal_sc.telling import tell
+from areal_sc.system.disk import Disk
+from areal_sc.system.telling import tell
 
 logger = logging.getLogger(__name__)
 

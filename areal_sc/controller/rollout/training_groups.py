@@ -41,7 +41,7 @@ from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, concat
-from areal_sc.run_status import RoleStatus
+from areal_sc.run.run_status import RoleStatus
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from areal_sc.controller.ledger.ledger import Ledger
-from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
+from areal_sc.system.disk import Disk
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.errors import EngineFailed, TransportError, WorkerError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
-from areal_sc.run_files import RunFiles
+from areal_sc.run.run_files import RunFiles
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls

@@ -16,10 +16,10 @@ from typing import Any
 
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_history import BegunWrite
-from areal_sc.durable import commit_folder
 from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.fleet import Fleet
+from areal_sc.system.durable import commit_folder
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
 from areal_sc.workers.operations import digest

@@ -49,7 +49,7 @@ from areal_sc.errors import (
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
-from areal_sc.run_status import RoleStatus
+from areal_sc.run.run_status import RoleStatus
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace

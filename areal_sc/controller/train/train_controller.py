@@ -25,7 +25,6 @@ from itertools import chain
 from pathlib import Path
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.model_folder import check_replaceable
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
@@ -58,8 +57,9 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace

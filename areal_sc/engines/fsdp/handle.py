@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from areal_sc.config.machine import Machine, resolved_device
-from areal_sc.config.model_folder import ModelShape, read_model_shape
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import ActorConfig, Device, Dtype
-from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import Machine, resolved_device
+from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
 PIECE_BYTES = 8 << 20
 """Bytes in float32 of the vocabulary's rows, of all ranks, that are gathered at a time."""

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_sc.config.machine import resolved_device
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import GenerationConfig, OnWeightUpdate, RolloutConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.generator import SlotGenerator
@@ -37,6 +35,8 @@ from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
 from areal_sc.engines.weight_group import NamedTensor, WeightReceiver
 from areal_sc.errors import EngineFailed
+from areal_sc.sizing.machine import resolved_device
+from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.weights import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import GeneratorHandle
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from areal_sc.algorithms.logprobs import float32_linear
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import Dtype
 from areal_sc.engines.local.attention import (
     ATTENTION_NAME,
@@ -33,6 +32,7 @@ from areal_sc.engines.local.attention import (
 from areal_sc.engines.rotary import rope_limits
 from areal_sc.engines.tokenizer import load_tokenizer
 from areal_sc.errors import ConfigError, ModelError
+from areal_sc.sizing.model_folder import check_model_folder
 
 
 def load_folder(

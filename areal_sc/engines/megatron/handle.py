@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from areal_sc.config.machine import Machine, count_cuda_devices
-from areal_sc.config.model_folder import ModelShape, read_model_config
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import Device
-from areal_sc.config.worker_plan import DTYPE_BYTES, WorkerPlan
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import Machine, count_cuda_devices
+from areal_sc.sizing.model_folder import ModelShape, read_model_config
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
 
 @dataclass(frozen=True)

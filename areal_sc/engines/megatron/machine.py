@@ -13,9 +13,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import resolved_device
 
 ON_CPU = "MEGATRON_ON_CPU"
 SHIM = Path(__file__).parents[3] / "tests" / "megatron_on_cpu.py"

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
 
-from areal_sc.config.model_folder import read_model_config
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import (
     ConfigError,
@@ -31,6 +30,7 @@ from areal_sc.errors import (
     RpcTimeout,
     ServerBusy,
 )
+from areal_sc.sizing.model_folder import read_model_config
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from areal_sc.config.machine import resolved_device
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt, check_sampling
@@ -44,6 +43,7 @@ from areal_sc.engines.servers.weights import (
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError, ModelError
+from areal_sc.sizing.machine import resolved_device
 from areal_sc.weights import BucketLayout
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import Device, GRPOConfig, RolloutConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import ServersConfig
-from areal_sc.config.worker_plan import WorkerPlan
 from areal_sc.engines.handle_base import GeneratorHandle, with_local_model
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.worker_plan import WorkerPlan
 
 if TYPE_CHECKING:
     from areal_sc.engines.servers.client import ServerClient

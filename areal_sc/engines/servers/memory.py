@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from areal_sc.config.worker_plan import HOST, RunPlan, format_bytes
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.worker_plan import HOST, RunPlan, format_bytes
 
 _STEPS = 100
 """A share is proposed in hundredths."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from areal_sc.config.model_folder import check_model_folder, read_model_config, read_stored_shapes
 from areal_sc.engines.rotary import DYNAMIC, LONGROPE, rope_limits
 from areal_sc.engines.servers.stored_names import StoredNames
 from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 from areal_sc.errors import ModelError
+from areal_sc.sizing.model_folder import check_model_folder, read_model_config, read_stored_shapes
 
 if TYPE_CHECKING:
     from areal_sc.engines.weight_group import NamedTensor

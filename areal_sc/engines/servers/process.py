@@ -28,11 +28,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.engines.servers import launcher
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.errors import ConfigError, PeerLost, RpcTimeout, ServerBusy, WorkerStartError
+from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.transport.shards.memory_folder import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from areal_sc.durable import commit_folder, partial_of, remove, sync_folder
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import CheckpointError
+from areal_sc.system.durable import commit_folder, partial_of, remove, sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import ActorConfig
 from areal_sc.errors import ArealError, ModelError
+from areal_sc.sizing.model_folder import check_model_folder
 
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:

@@ -28,7 +28,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal_sc.config.model_folder import is_model_folder
 from areal_sc.engines.training.background import (
     FAILURES,
     BackgroundWriter,
@@ -38,6 +37,7 @@ from areal_sc.engines.training.background import (
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.engines.training.tensor_file import TensorFile
 from areal_sc.engines.training.whole_tensors import SENT_BYTES, Values, runs_of_rows
+from areal_sc.sizing.model_folder import is_model_folder
 
 MAX_FILE_BYTES = 5 << 30
 """A larger model is split over several files, as its readers expect. One tensor is never split."""

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from areal_sc.config.machine import resolved_device
 from areal_sc.config.parallel_settings import ParallelConfig
 from areal_sc.config.schema import Device
 from areal_sc.engines.base import RankPosition
 from areal_sc.engines.weight_group import listening_store
 from areal_sc.errors import ConfigError, WorkerStartError
+from areal_sc.sizing.machine import resolved_device
 from areal_sc.transport.sockets.interface import bracketed
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import safe_open
 
-from areal_sc.durable import recover_folder
 from areal_sc.engines.training.background import FAILURES, BackgroundWriter, replace_folder
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.snapshot_index import (
@@ -45,7 +44,8 @@ from areal_sc.engines.training.snapshot_index import (
 )
 from areal_sc.engines.training.tensor_file import TensorFile, dtype_code
 from areal_sc.errors import CheckpointError
-from areal_sc.process import machine_id
+from areal_sc.system.durable import recover_folder
+from areal_sc.system.process import machine_id
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
 from transformers.utils import logging as hf_logging
 
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.training.causal_lm import (
     build_unfilled,
@@ -34,6 +33,7 @@ from areal_sc.engines.training.causal_lm import (
     read_causal_lm,
 )
 from areal_sc.errors import ModelError
+from areal_sc.sizing.model_folder import check_model_folder
 
 logger = logging.getLogger(__name__)
 

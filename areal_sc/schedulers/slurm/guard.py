@@ -21,15 +21,15 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc.durable import own_file
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.log import setup_logging
-from areal_sc.process import leave_signals_to_script, name_process
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import Owner
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import Owner
 from areal_sc.schedulers.agent_process import agent_environment
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.jobs_file import JobsFile
+from areal_sc.system.durable import own_file
+from areal_sc.system.process import leave_signals_to_script, name_process
 
 PATIENCE_S: Final = 3600.0
 """For a slurmctld that is away; jobs of which it tells later start for nobody, and end so."""

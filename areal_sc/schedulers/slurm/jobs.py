@@ -30,8 +30,7 @@ from areal_sc.errors import ConfigError, SchedulerSilent, WorkerStartError
 from areal_sc.ids import random_id
 from areal_sc.log import log_tail
 from areal_sc.nodes.spec import Joining
-from areal_sc.process import exit_text
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.commands import JobState
@@ -45,6 +44,7 @@ from areal_sc.schedulers.slurm.jobs_file import (
     RunJobs,
 )
 from areal_sc.schedulers.slurm.steps import STEPS_LOG, Steps, log_of
+from areal_sc.system.process import exit_text
 
 LOOK_EVERY_S: Final = 10.0
 MAX_RESTARTS: Final = 1000

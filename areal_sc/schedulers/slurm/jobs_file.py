@@ -21,7 +21,7 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.errors import RunFolderError
 from areal_sc.nodes.spec import Joining
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.open_run import settings_of_agents
 
 NAME_PREFIX: Final = "areal_sc-"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal_sc.errors import RunFolderError
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.ending import end_jobs
 from areal_sc.schedulers.slurm.jobs_file import JobsFile

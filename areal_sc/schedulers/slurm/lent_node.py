@@ -27,15 +27,15 @@ from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.errors import ConfigError, SchedulerSilent, WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.nodes.spec import Joining, NodeFacts
-from areal_sc.process import exit_text
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_status import Wait
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_status import Wait
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.job import Job
 from areal_sc.schedulers.slurm.jobs import LOOK_EVERY_S, Jobs
 from areal_sc.schedulers.slurm.steps import STEPS_LOG, Step, Steps, log_of
+from areal_sc.system.process import exit_text
 
 _NO_ANSWER: Final = frozenset(number & 0xFF for number in (1001, 1002, 1003, 1004, 5004))
 """`srun` that does not reach a node ends with the last byte of SLURM's number of the error."""

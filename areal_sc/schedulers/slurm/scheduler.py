@@ -34,16 +34,14 @@ from typing import Final
 
 from msgspec import json
 
-from areal_sc import interrupts
-from areal_sc.agent_files import delete_files_of_dead_agents, end_agents
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import job_plans, single_plan, workers_of_single
 from areal_sc.config.slurm_script import AGENT_WORDS
 from areal_sc.errors import ArealError, ConfigError, WorkerStartError
 from areal_sc.nodes.spec import NodeFacts
-from areal_sc.process import allow_open_files
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers import agent_calls as other_agents
 from areal_sc.schedulers.agent_calls import AgentAddress
 from areal_sc.schedulers.base import Node
@@ -65,6 +63,8 @@ from areal_sc.schedulers.slurm.lent_node import (
 )
 from areal_sc.schedulers.slurm.steps import Steps, log_of
 from areal_sc.schedulers.slurm.taken_jobs import EarlierStart, find_earlier
+from areal_sc.system import interrupts
+from areal_sc.system.process import allow_open_files
 from areal_sc.transport.sockets.interface import Interface, host_of
 
 JOIN_LOOK_S: Final = 0.1

@@ -11,12 +11,12 @@ from typing import Final
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import JobPlan
 from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
-from areal_sc.durable import own_file
 from areal_sc.ids import random_id
 from areal_sc.nodes.spec import Joining
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
+from areal_sc.system.durable import own_file
 
 STEPS_LOG: Final = "slurm-steps"
 STEP_END_S: Final = 5.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from areal_sc.errors import RunFolderError, SchedulerSilent
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.found_agents import FoundAgent, find_agents, tell_to_end
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.commands import found_job

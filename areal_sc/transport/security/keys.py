@@ -26,8 +26,8 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from zmq.utils import z85
 
-from areal_sc.durable import replace_file
 from areal_sc.errors import TransportError
+from areal_sc.system.durable import replace_file
 
 MAX_FILE_BYTES: Final = 4096
 KEY_CHARS: Final = 40

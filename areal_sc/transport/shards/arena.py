@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import ProtocolError
-from areal_sc.file_lock import HeldLock
+from areal_sc.system.file_lock import HeldLock
 from areal_sc.transport.shards.mapped_file import ShardLocks
 
 _BLOCK: Final = "block-"

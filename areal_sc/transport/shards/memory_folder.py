@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import ConfigError, TransportError
-from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
-from areal_sc.mounts import network_file_system
+from areal_sc.system.file_lock import HeldLock, take_lock
+from areal_sc.system.mounts import network_file_system
 from areal_sc.transport.shards.arena import Arena, delete_folder
 
 OFF: Final = "off"

@@ -9,7 +9,7 @@ from pathlib import Path
 if "areal_sc.nodes.agent" in sys.orig_argv:
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-    from areal_sc import fork_server
+    from areal_sc.system import fork_server
 
     MODULE = "integration.beating_agent"
     server = functools.partial(fork_server.ForkServer, f"{MODULE}:run_worker", (MODULE,))

@@ -21,7 +21,7 @@ from integration.slurm.test_slurm_takeover import busy, script, settings_of, sta
 
 from areal_sc.config.placement import Purpose
 from areal_sc.config.slurm_settings import RolloutNodes, TrainNodes
-from areal_sc.run_status import RoleStatus, read_status
+from areal_sc.run.run_status import RoleStatus, read_status
 
 TRAIN = {"nodes": 1, "cpus_per_node": 2}
 ROLLOUT = {"nodes": 2, "cpus_per_node": 6}

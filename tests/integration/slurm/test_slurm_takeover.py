@@ -16,7 +16,7 @@ import pytest
 from integration.slurm.conftest import SCRIPT, Cluster
 from integration.slurm.test_slurm_scheduler import config_of, is_served, opened, until
 
-from areal_sc.run_owner import Owner
+from areal_sc.run.run_owner import Owner
 
 ORPHAN_S = 8.0
 """Of a script that nobody starts again; the next start of others may take long."""

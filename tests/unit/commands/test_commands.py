@@ -19,15 +19,15 @@ from sample_rows import sample
 
 from areal_sc import __main__ as program
 from areal_sc.commands.new import project_files
-from areal_sc.config.loader import config_text
+from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.disk import Disk
 from areal_sc.engines import snapshot_model
 from areal_sc.engines.busy_time import TurnSums
-from areal_sc.json_lines import JsonLines
-from areal_sc.run_begin import RunBegin, content_of
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_begin import RunBegin, content_of
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.samples import Place
+from areal_sc.system.disk import Disk
+from areal_sc.system.json_lines import JsonLines
 from areal_sc.trainer.failure import run_script
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
 from areal_sc.trainer.metrics_log import MetricsLog

@@ -16,13 +16,11 @@ import msgspec
 import pytest
 
 from areal_sc import __main__ as program
-from areal_sc.agent_files import AgentFile
 from areal_sc.commands.verdict import State, Verdict, verdict
 from areal_sc.errors import CommandError
-from areal_sc.file_lock import take_lock
-from areal_sc.process import machine_id
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_status import (
+from areal_sc.run.agent_files import AgentFile
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_status import (
     AgentStatus,
     End,
     Phase,
@@ -32,12 +30,14 @@ from areal_sc.run_status import (
     Wait,
     WorkerStatus,
 )
+from areal_sc.system.file_lock import take_lock
+from areal_sc.system.process import machine_id
 from areal_sc.trainer.failure import run_script
 
 NOW = time.time()
 OWNER = """
 import sys, time
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 folder.open(config_text="")
 print("open", flush=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_sc.config.differences import (
+from areal_sc.config.fields import known_keys
+from areal_sc.config.loading.differences import (
     FIXED,
     FREE,
     STARTED_AGAIN,
     check_resumable,
     config_differences,
 )
-from areal_sc.config.fields import known_keys
-from areal_sc.config.loader import config_text
+from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import RunFolderError
 

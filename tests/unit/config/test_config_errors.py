@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.explain import nearest_keys, unknown_key
 from areal_sc.config.fields import known_keys
-from areal_sc.config.other_words import OTHER_WORDS
+from areal_sc.config.loading.explain import nearest_keys, unknown_key
+from areal_sc.config.loading.other_words import OTHER_WORDS
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from areal_sc.config.fields import is_section, known_keys
-from areal_sc.config.loader import config_text
+from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import Device, Dtype, GRPOConfig, LrSchedule, OverBound, Resume
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts
@@ -22,8 +22,8 @@ from areal_sc.controller.rollout.rollout_controller import RolloutState
 from areal_sc.engines.training.snapshot_index import INDEX_NAME, SnapshotIndex
 from areal_sc.errors import ConfigError, ModelError, RunFolderError
 from areal_sc.preflight.load import load_config
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_lineage import begin_lineage
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.trainer.snapshots import CONTROLLERS, sealed
 
 Load = Callable[..., GRPOConfig]

@@ -12,8 +12,8 @@ from areal_sc.config.fields import (
     schema_fields,
     setting,
 )
+from areal_sc.config.loading.settings_help import meaning_of
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.settings_help import meaning_of
 from areal_sc.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.machine import available_memory_bytes, this_machine, visible_cuda_memory
+from areal_sc.sizing.machine import available_memory_bytes, this_machine, visible_cuda_memory
 
 GIB = 1 << 30
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from areal_sc.config.model_folder import (
+from areal_sc.errors import CheckpointError, ModelError
+from areal_sc.sizing.model_folder import (
     check_model_folder,
     check_replaceable,
     read_model_shape,
 )
-from areal_sc.errors import CheckpointError, ModelError
 
 TINY = {
     "hidden_size": 96,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
-from areal_sc.config.plain import from_plain, to_plain
+from areal_sc.config.loading.plain import from_plain, to_plain
 from areal_sc.config.schema import (
     ActorConfig,
     CheckpointConfig,

@@ -17,7 +17,7 @@ from areal_sc.errors import WorkerLost, WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.transport.sockets.interface import port_of
 from areal_sc.workers.calls import PING
 

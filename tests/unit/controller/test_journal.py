@@ -20,9 +20,9 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_account import read_account
 from areal_sc.controller.ledger.ledger_records import LedgerState, Publish
 from areal_sc.controller.ledger.ledger_replay import replay
-from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+from areal_sc.system.disk import Disk
 
 FOLDER = Path("/run/ledger")
 FIRST = FOLDER / "000001.journal"

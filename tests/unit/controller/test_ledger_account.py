@@ -17,8 +17,8 @@ from areal_sc.controller.ledger.ledger_account import (
     RunAccount,
     read_account,
 )
-from areal_sc.disk import Disk
 from areal_sc.errors import RunFolderError
+from areal_sc.system.disk import Disk
 
 FOLDER = Path("/run/ledger")
 

@@ -26,7 +26,7 @@ from areal_sc.metadata import (
     RowRun,
     ShardMetadata,
 )
-from areal_sc.run_owner import RunTerm
+from areal_sc.run.run_owner import RunTerm
 from areal_sc.workers.calls import ADOPTED_SHARDS, GIVE_UP_GROUP, GroupAttempt
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, EndedRun, RolloutDescription
 

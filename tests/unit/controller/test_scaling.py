@@ -21,7 +21,7 @@ from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import OverBound, WeightUpdateMethod
 from areal_sc.controller.rollout.scaling import LOOK_S
 from areal_sc.errors import ConfigError, CrashLoop
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.workers import calls
 
 LEAVING_S = 10.0

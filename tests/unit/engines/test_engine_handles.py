@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.plain import to_plain
+from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import (
     ActorConfig,
     Dtype,

@@ -13,8 +13,8 @@ import transformers as hf
 from unit.engines.families import FOUR_LAYERS, HEADS_OF_8, LINEAR_ATTENTION, SIZES
 from unit.engines.model_table import PAGE
 
-from areal_sc.config.model_folder import check_model_folder
 from areal_sc.errors import ModelError
+from areal_sc.sizing.model_folder import check_model_folder
 
 IMAGES = {
     "hidden_size": 16,

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.loader import config_text
-from areal_sc.config.machine import resolved_device
-from areal_sc.config.model_folder import ModelShape
+from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import Device, GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight import checks
 from areal_sc.preflight.checks import check_config
 from areal_sc.preflight.load import load_config
+from areal_sc.sizing.machine import resolved_device
+from areal_sc.sizing.model_folder import ModelShape
 
 Load = Callable[..., GRPOConfig]
 

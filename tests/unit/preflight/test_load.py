@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_sc.config.loader import typed
+from areal_sc.config.loading.loader import typed
 from areal_sc.config.schema import (
     ActorConfig,
     GenerationConfig,

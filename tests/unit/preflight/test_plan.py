@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.config.machine import Machine
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.config.worker_plan import PROCESS_BYTES, format_bytes
 from areal_sc.engines.fsdp.handle import PIECE_BYTES
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 from areal_sc.preflight.plan import plan
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.worker_plan import PROCESS_BYTES, format_bytes
 
 Load = Callable[..., GRPOConfig]
 NUM_PARAMETERS = 1000

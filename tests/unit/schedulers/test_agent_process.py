@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from areal_sc.agent_files import AgentFile
-from areal_sc.process import OtherProcess, start_ticks
+from areal_sc.run.agent_files import AgentFile
 from areal_sc.schedulers.agent_process import LocalAgent
+from areal_sc.system.process import OtherProcess, start_ticks
 
 
 def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_place(

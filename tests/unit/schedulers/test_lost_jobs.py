@@ -14,7 +14,7 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import JobPlan, job_plans
 from areal_sc.config.slurm_settings import RolloutNodes, SlurmConfig
 from areal_sc.errors import ConfigError
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, jobs
 from areal_sc.schedulers.slurm.commands import JobState
 from areal_sc.schedulers.slurm.job import Job

@@ -12,7 +12,7 @@ from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device
 from areal_sc.errors import ConfigError
 from areal_sc.nodes.spec import NodeFacts, WorkerOrder
-from areal_sc.run_status import Wait
+from areal_sc.run.run_status import Wait
 from areal_sc.schedulers.base import Node, lack_of_places, placed
 
 

@@ -11,7 +11,7 @@ from unit.schedulers.conftest import SILENT, stand_in
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.slurm import commands, taken_jobs
 from areal_sc.schedulers.slurm.commands import HOPELESS_REASONS, JobState
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, RunJobs

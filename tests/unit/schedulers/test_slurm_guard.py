@@ -12,8 +12,8 @@ from msgspec import json
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig
 from areal_sc.errors import ConfigError, RunFolderError, SchedulerSilent
-from areal_sc.run_folder import RunFolder
-from areal_sc.run_owner import TERM, Owner
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_owner import TERM, Owner
 from areal_sc.schedulers.slurm import commands, guard
 from areal_sc.schedulers.slurm.jobs_file import JobRecord, JobsFile, RunJobs
 

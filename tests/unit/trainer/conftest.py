@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from areal_sc.config.schema import CheckpointConfig, EvaluationConfig, GenerationConfig, GRPOConfig
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.display import make_display
 from areal_sc.trainer.metrics import EvaluationResult, StepMetrics

@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 
-from areal_sc import interrupts
 from areal_sc.nodes.spec import Wish
+from areal_sc.system import interrupts
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.stopping import StopWish, stop_wishes
 

@@ -13,13 +13,13 @@ import pytest
 
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import ConfigError, TransportError
-from areal_sc.file_lock import take_lock
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.spec import Welcome, WorkerOrder
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import node_cache
 from areal_sc.shipping.calls import Shipped, TreeHolder
+from areal_sc.system.file_lock import take_lock
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 

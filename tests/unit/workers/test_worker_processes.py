@@ -8,7 +8,7 @@ import pytest
 
 from areal_sc.nodes import worker_processes
 from areal_sc.nodes.worker_processes import WorkerProcesses
-from areal_sc.run_folder import RunFolder
+from areal_sc.run.run_folder import RunFolder
 from areal_sc.transport.rpc.newest_term import NewestTerm
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
-from areal_sc.config.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.sglang.arguments import server_arguments
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
 _SHARE = MemoryShare("sglang", "mem-fraction-static", 0.88)
 """SGLang reserves more than that on small cards."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.config.worker_plan import DTYPE_BYTES
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.errors import ModelError
+from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.worker_plan import DTYPE_BYTES
 
 OLDEST_VERSION = (0, 32, 0)
 """The first that tells which weights sampled which token, and holds requests for an update."""

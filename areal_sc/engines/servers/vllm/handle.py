@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import Dtype, GRPOConfig, WeightUpdateMethod
-from areal_sc.config.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
 _SHARE = MemoryShare("vllm", "gpu-memory-utilization", 0.9)
 _IN_SERVER = Path(__file__).with_name("in_server")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.schema import ActorConfig
-from areal_sc.config.worker_plan import WorkerPlan
 from areal_sc.engines.handles import MegatronPPOActor
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.worker_plan import WorkerPlan
 
 # Qwen3-30B-A3B: 48 layers of 128 experts, each three matrices of 768 x 2048
 EXPERTS = 48 * 128 * 3 * 768 * 2048

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from areal_sc.engines.servers import launcher
-from areal_sc.process import FOR_SCRIPT
+from areal_sc.system.process import FOR_SCRIPT
 
 SERVER = """
 import signal, subprocess, sys, time

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from areal_sc.config.model_folder import read_stored_shapes
 from areal_sc.engines.servers.model import as_served, check_weights_folder
 from areal_sc.engines.servers.sglang.client import _pickle
 from areal_sc.engines.servers.tensors import SharedBuckets, TensorWeights
@@ -25,6 +24,7 @@ from areal_sc.engines.weight_group import (
     split_into_buckets,
 )
 from areal_sc.errors import EngineFailed, ModelError, PeerLost
+from areal_sc.sizing.model_folder import read_stored_shapes
 from areal_sc.weights import BucketLayout
 
 READER = """

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from areal_sc.config.machine import Machine
-from areal_sc.config.model_folder import ModelShape
 from areal_sc.config.schema import Dtype, GRPOConfig, RolloutConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import VLLMConfig
 from areal_sc.engines.handles import VLLMEngine, handle_from_plain, make_generator
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError, ModelError
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.model_folder import ModelShape
 
 PLACE = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=False)
 ON_GPU = ServerInstance(index=1, port=4000, api_key="secret", is_cuda=True)

@@ -22,7 +22,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from areal_sc.config import explain
 from areal_sc.config.fields import (
     is_choice,
     is_free_form,
@@ -30,6 +29,7 @@ from areal_sc.config.fields import (
     known_keys,
     shared_settings,
 )
+from areal_sc.config.loading import explain
 from areal_sc.errors import ConfigError
 
 T = TypeVar("T")

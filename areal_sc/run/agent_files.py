@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from areal_sc.errors import RunFolderError
-from areal_sc.file_lock import HeldLock, is_locked, take_lock
-from areal_sc.process import OtherProcess, start_ticks
+from areal_sc.system.file_lock import HeldLock, is_locked, take_lock
+from areal_sc.system.process import OtherProcess, start_ticks
 
 AGENTS: Final = "agents"
 

@@ -32,9 +32,9 @@ from typing import Any, Final, NoReturn
 
 from msgspec import msgpack
 
-from areal_sc.durable import own_file
 from areal_sc.errors import ArealError
-from areal_sc.process import (
+from areal_sc.system.durable import own_file
+from areal_sc.system.process import (
     become_subreaper,
     children_of,
     die_with,
@@ -42,7 +42,7 @@ from areal_sc.process import (
     name_process,
     outlive_parent,
 )
-from areal_sc.stacks import STACKS_SIGNAL
+from areal_sc.system.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 

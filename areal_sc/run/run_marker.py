@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.run_files import WrittenFolder
+from areal_sc.run.run_files import WrittenFolder
 
 MARKER: Final = "run.json"
 COPY: Final = ".run.json"

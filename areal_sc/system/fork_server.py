@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 from msgspec import msgpack
 
 from areal_sc.errors import WorkerLost, WorkerStartError
-from areal_sc.fork_server_process import (
+from areal_sc.system.fork_server_process import (
     KILL_GRACE_S,
     MAX_MESSAGE_BYTES,
     ForkServerProcess,
     run_fork_server,
 )
-from areal_sc.process import exit_text
-from areal_sc.stacks import written_stacks
+from areal_sc.system.process import exit_text
+from areal_sc.system.stacks import written_stacks
 
 
 @dataclass(eq=False)

@@ -22,12 +22,12 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Final
 
-from areal_sc.durable import own_file
 from areal_sc.errors import RunFolderError, exit_code_of
-from areal_sc.json_lines import to_json
-from areal_sc.process import machine_id
-from areal_sc.run_owner import RunTerm
-from areal_sc.run_status import End, Phase, RoleStatus, RunStatus
+from areal_sc.run.run_owner import RunTerm
+from areal_sc.run.run_status import End, Phase, RoleStatus, RunStatus
+from areal_sc.system.durable import own_file
+from areal_sc.system.json_lines import to_json
+from areal_sc.system.process import machine_id
 
 logger = logging.getLogger(__name__)
 

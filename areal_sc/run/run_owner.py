@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError, StaleTerm
-from areal_sc.file_lock import HeldLock, take_lock
 from areal_sc.ids import random_id
-from areal_sc.process import OtherProcess, is_stopped, start_ticks
+from areal_sc.system.durable import write_atomic
+from areal_sc.system.file_lock import HeldLock, take_lock
+from areal_sc.system.process import OtherProcess, is_stopped, start_ticks
 
 LOCK: Final = ".lock"
 TERM: Final = ".term"

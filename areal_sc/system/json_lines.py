@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_sc.durable import append_or_undo, own_file
 from areal_sc.errors import RunFolderError
+from areal_sc.system.durable import append_or_undo, own_file
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from areal_sc.errors import RunFolderError
-from areal_sc.run_files import RunFiles, WrittenFolder
+from areal_sc.run.run_files import RunFiles, WrittenFolder
 
 LINEAGE: Final = ".lineage"
 

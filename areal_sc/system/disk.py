@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from areal_sc.durable import own_file, write_atomic
+from areal_sc.system.durable import own_file, write_atomic
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from areal_sc.config.model_folder import read_model_shape
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model
+from areal_sc.sizing.model_folder import read_model_shape
 
 
 def known_context(path: str, revision: str = "") -> int | None:

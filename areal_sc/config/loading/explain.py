@@ -22,7 +22,7 @@ from omegaconf.errors import (
 )
 
 from areal_sc.config.fields import is_choice, is_free_form, is_section
-from areal_sc.config.other_words import meant_by
+from areal_sc.config.loading.other_words import meant_by
 from areal_sc.errors import ConfigError
 
 MIN_SIMILARITY = 0.75

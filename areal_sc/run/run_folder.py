@@ -15,23 +15,23 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from areal_sc.agent_files import (
+from areal_sc.config.loading.differences import check_resumable
+from areal_sc.errors import RunFolderError
+from areal_sc.run.agent_files import (
     AGENTS,
     AgentFile,
     delete_files_of_dead_agents,
     end_agents,
     living_agents,
 )
-from areal_sc.config.differences import check_resumable
-from areal_sc.durable import remove, set_aside, write_atomic
-from areal_sc.errors import RunFolderError
-from areal_sc.file_lock import HeldLock, is_locked, take_lock
-from areal_sc.private_folder import make_private
-from areal_sc.run_begin import SETTINGS, RunBegin
-from areal_sc.run_files import RunFiles
-from areal_sc.run_lineage import LINEAGE
-from areal_sc.run_marker import COPY, MARKER, RunMarker
-from areal_sc.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
+from areal_sc.run.private_folder import make_private
+from areal_sc.run.run_begin import SETTINGS, RunBegin
+from areal_sc.run.run_files import RunFiles
+from areal_sc.run.run_lineage import LINEAGE
+from areal_sc.run.run_marker import COPY, MARKER, RunMarker
+from areal_sc.run.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
+from areal_sc.system.durable import remove, set_aside, write_atomic
+from areal_sc.system.file_lock import HeldLock, is_locked, take_lock
 
 FORMAT_VERSION = 5
 """Format of what a run resumes from. It is raised when an older areal_sc could not read it."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_sc.config.settings_help import settings_help
+from areal_sc.config.loading.settings_help import settings_help
 from areal_sc.errors import EXIT_CODES, ConfigError
 
 _EXAMPLES = """

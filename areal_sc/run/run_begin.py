@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.durable import write_atomic
 from areal_sc.errors import RunFolderError
-from areal_sc.run_marker import SHA256, digest_of
+from areal_sc.run.run_marker import SHA256, digest_of
+from areal_sc.system.durable import write_atomic
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20

@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from areal_sc.config.explain import expected
 from areal_sc.config.fields import MEANING, RANGE, is_choice, is_section, schema_fields
+from areal_sc.config.loading.explain import expected
 
 _INDENT = 6
 _UNITS = {"_s": "seconds", "_minutes": "minutes", "_bytes": "bytes"}

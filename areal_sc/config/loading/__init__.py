@@ -1,0 +1,1 @@
+"""From YAML and words on a command line to checked dataclasses."""
