@@ -38,9 +38,10 @@ NEWEST = 4
 SECOND = "step-000003"
 UNREAD = (
     *("agents", "keys.json", "logs", "model", "samples.jsonl", "sources", "status.json"),
-    "tensorboard",
+    *("histories", "tensorboard"),
 )
-"""Written anew, appended to, or only for people to read; their damages are tried all at once."""
+"""Written anew, appended to, for people to read, or for who takes ranks over; their damages are
+tried all at once."""
 ROWS_A_STEP = 4 * 2
 SETTINGS = ("total_steps=9", "rollout.max_staleness=0", "checkpoint.every_steps=1")
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
-from simulation.faults import FaultInjector
+from simulation.faults import FaultInjector, FaultKind
 from simulation.faulty_cluster import FaultyCluster
 from simulation.journal_watch import JournalWatch
 from simulation.process import PROCESS, Process
@@ -139,10 +139,17 @@ class FaultyScript(TrainingRun):
         """
         cluster = self.cluster
         has_lost_rows = bool(cluster.lost_groups & self.trained_at.keys()) or self.num_lost_batches
+        has_lost_rows |= self._has_lost_fields
         is_let_go = cluster.num_failed_snapshots > 0 or self.has_scaled or self.has_other_room
         has_let_go = self._has_let_go and is_let_go
         is_history_unknown = self._has_taken_over or bool(cluster.unreadable)
         return bool(has_lost_rows or cluster.num_lost_snapshots or has_let_go or is_history_unknown)
+
+    @property
+    def _has_lost_fields(self) -> bool:
+        """What a second model had computed went with a node's memory."""
+        kinds = {kind for kind, _ in self.faults.struck}
+        return bool(self.others) and FaultKind.lose_node in kinds
 
     async def _begin(self) -> None:
         """The next term, and controllers of their own."""
@@ -187,6 +194,7 @@ class FaultyScript(TrainingRun):
                 except BatchLost:
                     self._check_newest()
                     is_expected = self._has_taken_over or self._has_lost_owners(self.batches[-1])
+                    is_expected |= self._has_lost_fields
                     assert is_expected or self.cluster.lost_groups & self.trained_at.keys()
                     self.num_lost_batches += 1
                     self.forget_batch()

@@ -57,7 +57,7 @@ def test_the_id_is_known_whatever_else_a_sites_wrapper_says(bin_folder: Path, sa
 
 def test_what_a_sites_wrapper_says_beside_the_answers_is_left_out(bin_folder: Path) -> None:
     greets = "echo '*** welcome to 2 clusters ***'; "
-    stand_in(bin_folder, "squeue", f"{greets}echo '17|17|RUNNING|None|N/A|n[1-2]'")
+    stand_in(bin_folder, "squeue", f"{greets}echo '17|RUNNING|None|N/A|n[1-2]'")
     stand_in(bin_folder, "scontrol", f"{greets}echo n1; echo n2")
     stand_in(bin_folder, "sinfo", f"{greets}echo 512+; echo 1024")
     assert commands.look_at(["17"])["17"] == JobState("RUNNING", frozenset({"n1", "n2"}), "None")
