@@ -113,12 +113,15 @@ class FaultyScript(TrainingRun):
             return "evaluation"
         return self.phase
 
-    def _number_to_begin_with(self) -> int:
-        """Of rollout workers: as many as an earlier start wanted, if it has left any."""
+    def _numbers_to_begin_with(self) -> set[int]:
+        """How many rollout workers a start may have: as many as an earlier one wanted, if any live.
+
+        Whether it has is for the agents to say, who may not know yet of one that has just ended.
+        """
         path = RunFolder(self.cluster.config.run_dir).rollout_workers_path
         lives = any(worker.exit_status is None for worker in self.cluster.rollout_workers)
-        is_known = lives and path in self.disk.durable
-        return int(self.disk.durable[path]) if is_known else self.settings.num_rollout_workers
+        kept = {int(self.disk.durable[path])} if path in self.disk.durable else set()
+        return kept if lives and kept else kept | {self.settings.num_rollout_workers}
 
     def _change_room(self) -> None:
         """The stores of the next start may be smaller, or larger: its workers are new lives."""
@@ -169,9 +172,10 @@ class FaultyScript(TrainingRun):
 
     async def _play(self) -> None:
         self.phase = "taking over" if self.ends else "start"
-        self.num_wanted = self._number_to_begin_with()
+        may_begin_with = self._numbers_to_begin_with()
         async with self.started():
-            assert len(self.rollout._workers.set.staying) == self.num_wanted
+            self.num_wanted = len(self.rollout._workers.set.staying)
+            assert self.num_wanted in may_begin_with
             self._has_taken_over = False
             if self.ends:
                 self._check_newest()
