@@ -58,6 +58,7 @@ class StatusBoard:
         self._followed: dict[str, _Followed] = {}
         self._progress: object = None
         self._names: list[str] = []  # of the phases at the last progress
+        self._phases: list[Phase] = []  # for the next write
         self._is_writable = True
         self._changed = threading.Event()
         self._closed = threading.Event()
@@ -99,7 +100,7 @@ class StatusBoard:
 
     def note_phases(self, phases: Sequence[Phase]) -> None:
         """What goes on now, the innermost last."""
-        self._status.phases = list(phases)
+        self._phases = list(phases)
         self._changed.set()
 
     def note_end(self, error: BaseException | None) -> None:
@@ -149,6 +150,7 @@ class StatusBoard:
 
     def _write(self) -> None:
         """Replaces the file. It is for people who look now, so nothing waits for the disk."""
+        self._status.phases = self._phases  # of one moment with the progress that is noted
         self._note_progress()
         self._status.written = time.time()
         partial = self._path.with_name(f".{self._path.name}.partial")

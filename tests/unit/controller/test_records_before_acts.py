@@ -44,7 +44,7 @@ class CheckedCluster(SimulatedCluster):
     def on_disk(self) -> Ledger:
         """The ledger as a new controller would find it after a crash."""
         self.num_checks += 1
-        folder = next(iter(self.disk.durable)).parent
+        folder = next(it for it in self.disk.durable if it.suffix == ".journal").parent
         path = segment_paths(folder, self.disk)[-1]
         segment = read_segment(self.disk.durable[path], path)
         ledger = Ledger.restore(segment.state)

@@ -37,7 +37,7 @@ def test_building_gives_the_worker_side_engine() -> None:
     for handle in (FSDPPPOActor(config), FSDPSFTActor(config=config)):
         engine = handle.build()
         assert isinstance(engine, FSDPEngine)
-        assert engine.config is config
+        assert engine.config == config
         engine.close()
 
 
