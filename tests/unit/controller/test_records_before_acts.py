@@ -90,7 +90,7 @@ def test_records_are_on_the_disk_before_their_acts(monkeypatch: pytest.MonkeyPat
     run_virtual(run.play())
     assert isinstance(run.cluster, CheckedCluster)
     assert run.cluster.num_checks > 60
-    paths = list(run.disk.files)
+    paths = [path for path in run.disk.files if path.suffix == ".journal"]
     assert len(paths) > 3
     groups: list[GroupAccount] = []
     account = read_account(paths[0].parent, groups.append, run.disk)
