@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,5 +45,5 @@ def run(arguments: argparse.Namespace) -> None:
     summary = summarize(
         history.steps, history.evaluations, num_worker_restarts=history.num_worker_restarts
     )
-    print(f"{len(history.steps)} steps: {folder.learning_curve_path}")
+    sys.stdout.write(f"{len(history.steps)} steps: {folder.learning_curve_path}\n")
     Console().print(summary_table(summary))

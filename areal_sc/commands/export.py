@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
                     f"{target} cannot be written now: name a FOLDER that is not the run's ({error})"
                 ) from error
         export_snapshot(replace(actor, path=str(source)), snapshot / "engine", target)
-    print(f"model of step {step}: {target}")
+    sys.stdout.write(f"model of step {step}: {target}\n")
 
 
 def _chosen_snapshot(folder: RunFolder, step: int | None) -> tuple[int, Path]:

@@ -265,13 +265,15 @@ class Ranks:
         """The shards of a field, one a share; it is noted, and so computed again after a death.
 
         Args:
-            sweeps: fields of rows that nobody needs are forgotten first.
+            sweeps: the field goes with its rows, and those of rows that nobody needs are forgotten
+                first; else all go with the next publication.
         """
-        rows = [row for share in shares for row in share.batch.rows]
 
         async def compute() -> list[calls.SealedShard]:
-            if sweeps:
-                await self._fields.sweep()
+            if not sweeps:
+                return await self.calls.compute(shares)
+            await self._fields.sweep()
+            rows = [row for share in shares for row in share.batch.rows]
             with self._fields.computing(rows) as sealed:
                 sealed += await self.calls.compute(shares)
             return sealed
