@@ -55,11 +55,10 @@ from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
-from areal_sc.workflows.prompts import packed_row
+from areal_sc.workflows.prompts import row_of, row_to_wire
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.text import describe_unknown
-from areal_sc.workflows.values import loads
 
 logger = logging.getLogger(__name__)
 
@@ -286,12 +285,13 @@ class RolloutWorker(Worker):
             what = f"row {reference.index} of the dataset: {describe(error)}"
             rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
             return [self._noted(rejection, reference.index)] * num_episodes
-        packed = packed_row(prompt, reference.index, type(dataset).__name__)
+        wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
+        where = f"row {reference.index}"
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
                     tasks.create_task(
-                        self._episode(workflow, loads(packed), reference, name, evaluation)
+                        self._episode(workflow, row_of(wire, where), reference, name, evaluation)
                     )
                     for _ in range(num_episodes)
                 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any, Final
 
@@ -12,11 +12,13 @@ from areal_sc.metadata import TRAJECTORY_FIELDS
 from areal_sc.workflows.base import Trajectory
 from areal_sc.workflows.rejection import Rejection, RejectionKind
 
-_FITS: Final[dict[str, Callable[[Any], bool]]] = {
-    "int32": lambda value: -(2**31) <= index(value) < 2**31,
-    "bool": lambda value: value in (0, 1),
-    "float32": math.isfinite,
+_INT32: Final = range(-(2**31), 2**31)
+_FITS: Final[dict[str, Callable[[Iterable[Any]], bool]]] = {
+    "int32": lambda values: all(map(_INT32.__contains__, map(index, values))),
+    "bool": lambda values: all(map((0, 1).__contains__, values)),
+    "float32": lambda values: all(map(math.isfinite, values)),
 }
+"""Whether a tensor of this dtype can hold the values of a field."""
 
 
 def checked_episode(
@@ -67,7 +69,7 @@ def _problem(row: Any, *, is_trained: bool) -> str:
         return f"the trajectory's fields differ in length: {lengths}"
     for name, dtype in TRAJECTORY_FIELDS.items():
         try:
-            fits = all(map(_FITS[dtype], getattr(row, name)))
+            fits = _FITS[dtype](getattr(row, name))
         except (TypeError, ValueError, OverflowError, RuntimeError):  # those of torch, too
             fits = False
         if not fits:

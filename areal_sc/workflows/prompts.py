@@ -16,7 +16,7 @@ from areal_sc.system.durable import write_atomic
 from areal_sc.user_code import user_code
 from areal_sc.workflows.base import Prompts
 from areal_sc.workflows.text_files import read_rows
-from areal_sc.workflows.values import MALFORMED, UnfitValue, dumps, from_wire
+from areal_sc.workflows.values import MALFORMED, UnfitValue, from_wire, to_json, to_wire
 
 MAX_COPIED_ROWS: Final = 100_000
 """Every worker holds a copied list in memory, about a kilobyte a row."""
@@ -78,7 +78,8 @@ def write_prompts(rows: Sequence[Mapping[str, Any]], folder: Path) -> CopiedProm
         OSError: the file cannot be written.
     """
     kind = type(rows).__name__
-    content = b"".join(packed_row(row, index, kind) + b"\n" for index, row in enumerate(rows))
+    wires = (row_to_wire(row, index, kind) for index, row in enumerate(rows))
+    content = b"".join(to_json(wire) + b"\n" for wire in wires)
     digest = _digest_of(content)
     path = folder / f"prompts-{digest}.jsonl"
     write_atomic(path, content)
@@ -89,8 +90,8 @@ def _digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def packed_row(row: Any, index: int, kind: str) -> bytes:
-    """Row `index` of a dataset of this kind, as other processes get it.
+def row_to_wire(row: Any, index: int, kind: str) -> dict[str, Any]:
+    """What JSON can hold of row `index` of a dataset of this kind: other processes get that.
 
     Raises: WorkflowError: it is not a dict, or would not come back equal; names the value.
     """
@@ -102,13 +103,14 @@ def packed_row(row: Any, index: int, kind: str) -> bytes:
         )
     with user_code(where):
         try:
-            return dumps(dict(row))
+            wire: dict[str, Any] = to_wire(dict(row))
+            return wire
         except UnfitValue as error:
             raise WorkflowError(f"{where}: {error.located('')}") from None
 
 
 def row_of(wire: Any, where: str) -> dict[str, Any]:
-    """Inverse of `packed_row`, of what JSON makes of it.
+    """Inverse of `row_to_wire`; each call makes another row.
 
     Raises: WorkflowError: another version of areal_sc wrote it.
     """

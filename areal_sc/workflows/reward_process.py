@@ -5,7 +5,7 @@ Messages are msgpack lists on a stream socket, one request at a time:
     ["load", key, reference]   -> ["loaded", key] | ["failed", what, details]
     ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
 
-where the arguments are `values.dumps([prompt, completion, extra])`, and the details are the
+where the arguments are `values.to_wire([prompt, completion, extra])`, and the details are the
 attributes of a RewardError; and one ["ready"] at the start. Before an answer there may be
 ["warned", text]: what the user's code has logged. The process ends with the connection, or by
 SIGKILL.
@@ -35,7 +35,7 @@ from areal_sc.user_code import (
 from areal_sc.workflows.base import DECLARATION, RewardDeclaration
 from areal_sc.workflows.reference import ObjectReference, resolve
 from areal_sc.workflows.rejection import RejectionKind, kind_of
-from areal_sc.workflows.values import loads
+from areal_sc.workflows.values import from_wire
 
 MAX_MESSAGE_BYTES = 256 << 20
 
@@ -133,7 +133,7 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[
             if declaration is not None:
                 declaration.prepare()
             return ["loaded", key]
-        prompt, completion, extra = loads(rest[0])
+        prompt, completion, extra = from_wire(rest[0])
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
     except BaseException as error:  # the user's code: whatever it raises is its answer
         return ["failed", *failure_of(error)]

@@ -38,7 +38,7 @@ from areal_sc.workflows.reference import reference_of
 from areal_sc.workflows.rejection import RejectionKind
 from areal_sc.workflows.reward_functions import is_async, name_of, place_of_definition
 from areal_sc.workflows.reward_process import failure_of, finite_reward, make_unpacker, pack
-from areal_sc.workflows.values import UnfitValue, dumps, loads
+from areal_sc.workflows.values import UnfitValue, from_wire, to_wire
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class RewardPool:
         """
         name = name or name_of(reward)
         try:
-            arguments = dumps([dict(prompt), completion, extra])
+            arguments = to_wire([dict(prompt), completion, extra])
         except UnfitValue as error:
             raise WorkflowError(error.located(f"reward {name}: argument ")) from None
         if is_async(reward):
@@ -371,10 +371,8 @@ class RewardPool:
             self._keys[id(reward)] = len(self._references) - 1
         return self._keys[id(reward)]
 
-    async def _score_on_loop(
-        self, reward: Callable[..., Any], name: str, arguments: bytes
-    ) -> float:
-        prompt, completion, extra = loads(arguments)  # its own, as a reward process has them
+    async def _score_on_loop(self, reward: Callable[..., Any], name: str, arguments: Any) -> float:
+        prompt, completion, extra = from_wire(arguments)  # its own, as a reward process has them
 
         async def call() -> float:
             return finite_reward(await reward(prompt, completion, **extra))

@@ -33,7 +33,8 @@ from areal_sc.errors import RunFolderError, WaitTimeout, WorkflowError
 from areal_sc.system.durable import own_file
 from areal_sc.user_code import blame
 from areal_sc.workflows.base import Prompts
-from areal_sc.workflows.prompts import packed_row, row_of
+from areal_sc.workflows.prompts import row_of, row_to_wire
+from areal_sc.workflows.values import from_json, to_json
 
 GROWING: Final = "rows-"
 """Begins the names of files that get further rows while the run goes on."""
@@ -93,7 +94,7 @@ class WrittenRows(Prompts):
         with self._path.open("rb") as file:
             self._look_on(file)  # another start of the script may have written the row anew
             file.seek(self._places[index])
-            line = _loads(file.readline())
+            line = from_json(file.readline())
         if "error" in line:
             raise WorkflowError(line["error"])
         return row_of(line["row"], f"row {index} of {self._path}")
@@ -217,7 +218,7 @@ class RowWriter:
                 self._write_row(index, row)
 
     def _write_row(self, index: int, row: Any) -> None:
-        self._write(index, b"row", packed_row(row, index, self._kind))
+        self._write(index, b"row", to_json(row_to_wire(row, index, self._kind)))
 
     def _write(self, index: int, key: bytes, text: bytes) -> None:
         line = b'{"index": %d, "%s": %s}\n' % (index, key, text)
@@ -275,15 +276,10 @@ def _found_rows(path: Path) -> dict[int, tuple[bytes, bytes]]:
 def _index_of(line: bytes) -> int | None:
     """Number of the row of a line; None: the line is damaged."""
     try:
-        return int(_loads(line)["index"])
+        return int(from_json(line)["index"])
     except (ValueError, TypeError, KeyError):
         return None
 
 
 def _digest(line: bytes) -> bytes:
     return hashlib.blake2b(line, digest_size=8).digest()
-
-
-def _loads(line: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(line.decode(errors="surrogatepass"))
-    return loaded

@@ -5,7 +5,7 @@ function or class is copied from there, with the imports and definitions that it
 that it uses are written down as they are now. Nothing else of a cell runs in a worker.
 
     In [1]: import re                                 import re
-            THRESHOLD = 0.5                  ->       THRESHOLD = ...loads(b'0.5')
+            THRESHOLD = 0.5                  ->       THRESHOLD = ...from_json(b'0.5')
     In [2]: def reward(prompt, answer): ...           def reward(prompt, answer): ...
             PPOTrainer(config).fit(...)
 """
@@ -75,7 +75,8 @@ class _Copy:
             for used in sorted(_global_names(symtable.symtable(statement, name, "exec"))):
                 self.add(used, name)
         elif type(value) in _PLAIN and (packed := _packed(value)):
-            statement = f"{name} = __import__({values.__name__!r}, fromlist=[1]).loads({packed!r})"
+            module = f"__import__({values.__name__!r}, fromlist=[1])"
+            statement = f"{name} = {module}.from_wire({module}.from_json({packed!r}))"
         elif isinstance(value, re.Pattern):
             statement = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})"
         else:
@@ -152,6 +153,6 @@ def _global_names(table: symtable.SymbolTable) -> set[str]:
 def _packed(value: Any) -> bytes:
     """The value as bytes; none if it would not come back equal."""
     try:
-        return values.dumps(value)
+        return values.to_json(values.to_wire(value))
     except values.UnfitValue:
         return b""

@@ -28,11 +28,16 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool =
     Args:
         begins: False: other tokens come before it, so that nothing is put there.
     """
-    tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    tokens = list(_tokens_of(tokenizer, text))
     if not begins:
         return tokens
     before = _begin_of(tokenizer)
     return tokens if tokens[: len(before)] == before else before + tokens
+
+
+@lru_cache(maxsize=16)  # the episodes of a group begin with one text
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
 @lru_cache(maxsize=8)  # every prompt begins so
@@ -144,11 +149,13 @@ def describe_unknown(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int
 def decode_completion(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
     """The answer's text, up to the stop string or token, without special tokens."""
     token_ids = completion.token_ids
-    text = _decode(tokenizer, token_ids)
-    starts = [start for stop in completion.stop if (start := text.find(stop)) >= 0]
-    if starts:
-        return text[: min(starts)]
-    return _decode(tokenizer, token_ids[:-1]) if completion.finish_reason == "stop" else text
+    if completion.stop:
+        text = _decode(tokenizer, token_ids)
+        starts = [start for stop in completion.stop if (start := text.find(stop)) >= 0]
+        if starts:
+            return text[: min(starts)]
+    ends_with_token = completion.finish_reason == "stop"
+    return _decode(tokenizer, token_ids[:-1] if ends_with_token else token_ids)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:

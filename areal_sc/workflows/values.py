@@ -1,12 +1,13 @@
 """The user's values between processes: what arrives is equal to what was given. No torch.
 
 A row of a dataset, an argument of a constructor and a call of a reward leave the process that made
-them as JSON. None, bool, str, float, lists, integers of 64 bits and dicts with str keys stand for
-themselves; everything else is a dict with the tag "$", which says what it is. Types are compared
-exactly: a subclass, an `OrderedDict` or an `IntEnum` say, would come back as its base, so it is
-refused, as everything is that has no tag. Decoding makes values of these types and nothing else.
+them as what JSON, or msgpack, can hold. None, bool, str, float, lists, integers of 64 bits and
+dicts with str keys stand for themselves; everything else is a dict with the tag "$", which says
+what it is. Types are compared exactly: a subclass, an `OrderedDict` or an `IntEnum` say, would come
+back as its base, so it is refused, as everything is that has no tag. Decoding makes values of these
+types and nothing else.
 
-    loads(dumps({"span": (1, 2)}))      {"span": {"$": "tuple", "items": [1, 2]}} on the way
+    from_wire(to_wire({"span": (1, 2)}))    {"span": {"$": "tuple", "items": [1, 2]}} on the way
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_DEPTH: Final = 100
 """Lists and dicts in one another; both ends read them by recursion."""
 
 MALFORMED: Final = (ValueError, TypeError, KeyError)
-"""What `loads` and `from_wire` raise for what `dumps` and `to_wire` did not make."""
+"""What `from_json` and `from_wire` raise for what `to_json` and `to_wire` did not make."""
 
 NameObject = Callable[[Any], dict[str, Any] | None]
 """Gives the tagged form of a value, before this module does; None: it has none for it."""
@@ -90,15 +91,15 @@ class UnfitValue(ValueError):
         )
 
 
-def dumps(value: Any) -> bytes:
-    """Raises: UnfitValue: it would not come back equal."""
+def to_json(wire: Any) -> bytes:
+    """The JSON text of what `to_wire` has made."""
     # surrogates: half of a pair may stand in text that was cut
-    return json.dumps(to_wire(value), ensure_ascii=False).encode(errors="surrogatepass")
+    return json.dumps(wire, ensure_ascii=False).encode(errors="surrogatepass")
 
 
-def loads(content: bytes) -> Any:
-    """Inverse of `dumps`. Raises: as `from_wire`."""
-    return from_wire(json.loads(content.decode(errors="surrogatepass")))
+def from_json(content: bytes) -> Any:
+    """Inverse of `to_json`. Raises: ValueError: it is no JSON."""
+    return json.loads(content.decode(errors="surrogatepass"))
 
 
 def to_wire(value: Any, name_object: NameObject | None = None, depth: int = 0) -> Any:

@@ -20,7 +20,16 @@ import torch
 
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.reference import Referable, reference_of, resolve
-from areal_sc.workflows.values import MALFORMED, MAX_DEPTH, UnfitValue, dumps, loads
+from areal_sc.workflows.reward_process import make_unpacker, pack
+from areal_sc.workflows.values import (
+    MALFORMED,
+    MAX_DEPTH,
+    UnfitValue,
+    from_json,
+    from_wire,
+    to_json,
+    to_wire,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -90,6 +99,17 @@ EQUAL: list[Any] = [
 ]
 
 
+def through_json(value: Any) -> Any:
+    return from_wire(from_json(to_json(to_wire(value))))
+
+
+def through_msgpack(value: Any) -> Any:
+    unpacker = make_unpacker()
+    unpacker.feed(pack([to_wire(value)]))
+    ((wire,),) = unpacker
+    return from_wire(wire)
+
+
 def types_of(value: Any) -> Any:
     if isinstance(value, dict):
         return [(types_of(key), types_of(item)) for key, item in value.items()]  # and their order
@@ -100,9 +120,10 @@ def types_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("value", EQUAL, ids=range(len(EQUAL)))
 def test_what_arrives_is_equal_and_of_the_same_types(value: Any) -> None:
-    back = loads(dumps(value))
-    assert back == value
-    assert types_of(back) == types_of(value)
+    for travel in (through_json, through_msgpack):
+        back = travel(value)
+        assert back == value
+        assert types_of(back) == types_of(value)
 
 
 @pytest.mark.parametrize("value", EQUAL, ids=range(len(EQUAL)))
@@ -115,12 +136,12 @@ def test_arguments_of_constructors_arrive_by_the_same_form(value: Any) -> None:
 
 def test_arrays_and_what_is_not_equal_to_itself_arrive_too() -> None:
     arrays = [np.array(3), np.zeros((0, 2)), np.array([["a", "bc"]]), np.array([1, 2], ">i4")]
-    for array, back in zip(arrays, loads(dumps(arrays)), strict=True):
+    for array, back in zip(arrays, through_json(arrays), strict=True):
         assert type(back) is np.ndarray
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(back, array)
         back[...] = back  # it can be written
-    nan, nat = loads(dumps([math.nan, np.datetime64("NaT")]))
+    nan, nat = through_json([math.nan, np.datetime64("NaT")])
     assert math.isnan(nan)
     assert np.isnat(nat)
 
@@ -166,13 +187,15 @@ CYCLE.append(CYCLE)
 )
 def test_what_would_arrive_as_another_value_is_refused_by_its_path(value: Any, path: str) -> None:
     with pytest.raises(UnfitValue) as caught:
-        dumps({"row": value})
+        to_wire({"row": value})
     assert caught.value.path == f"['row']{path}"
 
 
 def test_sets_have_one_form_in_every_process() -> None:
     """Else equal rows had another digest, and so another number, after each start."""
-    program = "from areal_sc.workflows.values import dumps; print(dumps({'a', 'b', 'c', (1, 2)}))"
+    program = (
+        "from areal_sc.workflows.values import to_wire; print(to_wire({'a', 'b', 'c', (1, 2)}))"
+    )
     shown = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -202,7 +225,7 @@ def test_sets_have_one_form_in_every_process() -> None:
 )
 def test_what_it_did_not_make_is_refused(content: bytes) -> None:
     with pytest.raises(MALFORMED):
-        loads(content)
+        from_wire(from_json(content))
 
 
 def test_arguments_that_would_arrive_as_others_are_refused() -> None:
