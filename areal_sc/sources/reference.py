@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from functools import reduce
 from importlib.machinery import BYTECODE_SUFFIXES, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 
@@ -223,6 +223,13 @@ def is_always_importable(root: Path) -> bool:
     return root in {own, *(Path(path).resolve() for path in sysconfig.get_paths().values())}
 
 
+_MOVED: Final = {
+    "areal_sc.workflows.prompts": "areal_sc.sources.prompts",
+    "areal_sc.workflows.row_file": "areal_sc.sources.row_file",
+}
+"""Modules by the names that older run folders have for them."""
+
+
 def _import_target(target: str, search_path: str | None) -> Any:
     location, _, qualname = target.rpartition(":")
     if search_path is not None and search_path not in sys.path:
@@ -234,7 +241,7 @@ def _import_target(target: str, search_path: str | None) -> Any:
         found: Any = (
             _load_script(Path(location))
             if Path(location).is_absolute()
-            else importlib.import_module(location)
+            else importlib.import_module(_MOVED.get(location, location))
         )
     try:
         return reduce(getattr, qualname.split("."), found)

@@ -266,7 +266,7 @@ class SourceReader:
                 raise WorkflowError(f"source {number}: {path}: {error.strerror}") from None
             if _number_of(wire) != number:
                 raise WorkflowError(f"source {number}: {path} is damaged: its checksum is wrong")
-            reference = moved(json.loads(wire), self._place)
+            reference = moved(json.loads(wire), self._here)
             self._built[number] = resolve(ObjectReference.from_wire(reference))
         source = self._built[number]
         if not isinstance(source, expected):
@@ -274,3 +274,9 @@ class SourceReader:
                 f"source {number}: expected a {expected.__name__}, got {type(source).__name__}"
             )
         return source
+
+    def _here(self, path: str) -> str:
+        """Where a path of the script's machine is; the run folder may have been moved since."""
+        of_run = self._folder / Path(path).name
+        is_of_run = Path(path).parent.name == self._folder.name and of_run.exists()
+        return str(of_run) if is_of_run else self._place(path)
