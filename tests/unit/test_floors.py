@@ -228,6 +228,13 @@ def test_packages_import_nothing_by_themselves() -> None:
             assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
 
 
+def test_unit_tests_stand_where_their_packages_do() -> None:
+    unit = Path(__file__).parent
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
+    strays = sorted(str(folder) for folder in folders if not (PACKAGE / folder).is_dir())
+    assert strays == ["examples"]  # of the repository's own examples
+
+
 def torch_free_modules() -> list[str]:
     return [
         name

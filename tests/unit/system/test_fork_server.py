@@ -334,7 +334,7 @@ asyncio.run(main())
 
 
 async def test_server_children_and_their_daemons_end_with_their_owner(tmp_path: Path) -> None:
-    paths = [str(tmp_path), str(Path(__file__).parents[2])]
+    paths = [str(tmp_path), str(Path(__file__).parents[3])]
     finished = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-c", OWNER, str(tmp_path)],

@@ -61,7 +61,7 @@ def lock_holder(path: Path) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", HOLD_LOCK, str(path)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert process.stdout is not None
     try:

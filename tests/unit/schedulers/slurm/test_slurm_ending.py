@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from unit.schedulers.conftest import SILENT, stand_in
+from unit.schedulers.slurm.conftest import SILENT, stand_in
 
 from areal_sc.schedulers.slurm import commands, ending
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import json
-from unit.schedulers.conftest import SILENT, stand_in
+from unit.schedulers.slurm.conftest import SILENT, stand_in
 
 from areal_sc.config.slurm_jobs import job_plans
 from areal_sc.config.slurm_settings import SlurmConfig

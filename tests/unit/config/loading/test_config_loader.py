@@ -47,7 +47,7 @@ def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
     )
 
 
