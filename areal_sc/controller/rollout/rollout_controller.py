@@ -85,19 +85,19 @@ class RolloutController(WeightsReader):
         )
         self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
-        new_id = self._runtime.new_id
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
-        self.groups = TrainingGroups(
+        shared = (
             self.config,
             self._workers,
             self.rejections,
             self._background,
             self._sources.make_readable,
-            self._journal.durable,
-            new_id,
+            self._runtime.new_id,
         )
+        self.groups = TrainingGroups(*shared, self._journal.durable)
+        self._outside = OutsideGroups(*shared)
         self._tell_more = self._tell_groups
         self._scaling = Scaling(
             self.config,
@@ -115,14 +115,6 @@ class RolloutController(WeightsReader):
         self.groups.on_batch = self._scaling.note_batch
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
-        )
-        self._outside = OutsideGroups(
-            self.config,
-            self._workers,
-            self.rejections,
-            self._sources.make_readable,
-            self._background,
-            new_id,
         )
         self._checked: set[RolloutSource] = set()
         self._task_look = TaskLook(self.config, self._folder.path)
