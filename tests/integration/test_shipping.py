@@ -8,14 +8,17 @@ import hashlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from areal_sc import SingleTurnWorkflow
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import (
     CheckpointError,
@@ -25,6 +28,7 @@ from areal_sc.errors import (
     StaleCall,
     TransportError,
     WaitTimeout,
+    WorkflowError,
 )
 from areal_sc.nodes.node_files import ShippedFiles
 from areal_sc.nodes.node_folder import NodeFolder
@@ -47,6 +51,7 @@ from areal_sc.shipping.calls import (
 from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.sources import session
 from areal_sc.sources.prompts import JsonlPrompts
 from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
@@ -241,7 +246,13 @@ async def test_nothing_else_of_the_machine_comes(script: Script, tmp_path: Path)
     name_path(script.folder.sources, code, Contents.code)
     await script.files.list_path(str(code))
     for path, name in (
-        *(("", "sources/linked"), ("", "keys.json"), ("", "../secret"), ("", str(secret))),
+        *(
+            ("", "sources/linked"),
+            ("", f"sources/.session_{'0' * 64}"),
+            ("", "keys.json"),
+            ("", "../secret"),
+            ("", str(secret)),
+        ),
         *((str(secret), "secret"), (str(code), "notes"), (str(code), "../secret"), (str(code), "")),
     ):
         with pytest.raises(TransportError):
@@ -459,6 +470,21 @@ async def test_a_script_without_py_in_its_name_comes_with_the_code_beside_it(
     shutil.rmtree(job)
     reader = SourceReader(tmp_path / "here", shipped.place)
     assert reader.prompts(number)[0] == {"prompt": "a"}
+
+
+async def test_what_a_notebook_defines_is_refused_by_name(
+    script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.setattr(session, "_loaded", {})
+    exec("def reward(prompt, completion): return 1.0", vars(notebook))
+    workflow = SingleTurnWorkflow(vars(notebook)["reward"])
+    number = SourceRegistry(script.folder.path, "rollout").register_workflow(workflow)
+    session._loaded.clear()  # the node's process has none of it
+    await shipped.bring_source(number)
+    with pytest.raises(WorkflowError, match=r"does not share the run folder: put it into a file"):
+        SourceReader(tmp_path / "here", shipped.place).workflow(number)
 
 
 async def test_a_row_that_a_killed_script_was_writing_is_another_one_in_the_end(
