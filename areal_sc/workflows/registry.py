@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from areal_sc.errors import RunFolderError, WorkflowError
+from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.sources.prompts import MAX_COPIED_ROWS, CopiedPrompts, Prompts, write_prompts
 from areal_sc.sources.reference import (
     ObjectReference,

@@ -30,9 +30,8 @@ from areal_sc.errors import (
     WaitTimeout,
     WorkflowError,
 )
-from areal_sc.nodes.node_files import ShippedFiles
-from areal_sc.nodes.node_folder import NodeFolder
-from areal_sc.nodes.spec import Welcome, WorkerOrder
+from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.shipping import node_cache
@@ -43,14 +42,14 @@ from areal_sc.shipping.calls import (
     WRITE_PIECE,
     FilePiece,
     HeldTree,
-    Shipped,
     TreeHolder,
     WrittenFile,
     WrittenPiece,
 )
 from areal_sc.shipping.client import ScriptFiles
-from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.shipping.node_side import FolderInPlace
+from areal_sc.shipping.worker_side import ShippedFiles
 from areal_sc.sources import session
 from areal_sc.sources.prompts import JsonlPrompts
 from areal_sc.sources.reference import ObjectReference, resolve
@@ -331,22 +330,22 @@ async def test_logs_of_a_node_come_back_in_the_name_of_any_worker_that_it_still_
     script: Script, passes: Passes, tmp_path: Path
 ) -> None:
     config = SchedulerConfig(run_dir=str(script.folder.path), node_folder=str(tmp_path / "node"))
-    node = NodeFolder(config, "run", "another nonce")
+    node = FolderInPlace(config, "run")
     node.note(Welcome("", script.where))
     names = ("rollout/0", "rollout/1")
     orders = [WorkerOrder("rollout", i, "x", {}, Device.cpu, 1) for i, _ in enumerate(names)]
     keys = [passes.issue(name, Caller.rollout) for name in names]
-    await node.bring_first(orders, keys, TreeHolder("", ""))
+    facts = NodeFacts("node", "token", 0, "/memory", "", "incarnation")
+    await node.bring_first(Launch(orders, keys, timeout_s=LIMIT_S), facts)
     elsewhere = CurveClient.of_worker(passes.issue(names[0], Caller.rollout))
     transport = ZmqTransport(client=elsewhere)
     async with ScriptFiles.opened(transport, script.where) as files:
         await files.list_run("checkpoints/step-1/engine")  # so its life before is known to be void
     await transport.close()
     RunFolder(node.config.run_dir).log_path("rollout/1").write_text("a line")
-    await node.bring_logs_back()
+    await node.close()
     [log] = script.folder.logs.glob("*/rollout-1.log")
     assert log.read_text() == "a line"
-    node.remove()
 
 
 async def test_a_process_that_dies_is_there_again_at_its_address(
