@@ -194,7 +194,7 @@ class OutsideGroups:
                             if rejection := deaths.note(death):
                                 reply = EvaluationReply(None, rejection=rejection)
                 if reply.rejection is None:
-                    self._workers.on_progress(worker.member)
+                    self._workers.note_progress(worker)
                     self.num_finished += 1
                 else:
                     self._rejections.note(reply.rejection)
