@@ -160,7 +160,7 @@ class OutsideGroups(Groups):
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
                     reply = await self._workers.call(worker, RUN_EVALUATION, episode)
                     if reply.rejection is None:
-                        self._workers.on_progress(worker.member)
+                        self._workers.note_progress(worker)
                     return reply
 
                 reply = await self._outlive(prompt, held.worker, evaluate, _tell_lost_prompt)
