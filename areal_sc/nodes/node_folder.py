@@ -94,7 +94,7 @@ class NodeFolder:
             _check_weights_folder(order, self.script_config.run_dir)
         self._keys |= {order.name: its for order, its in zip(orders, keys, strict=True)}
         transport = ZmqTransport(client=CurveClient.of_worker(keys[0]))
-        paths = {path for order in orders for path in _paths_of(order)}
+        paths = set[str]().union(*map(_model_of, orders))
         places: dict[str, str] = {}
 
         async def bring() -> None:
@@ -221,7 +221,7 @@ def _check_weights_folder(order: WorkerOrder, run_dir: str) -> None:
         )
 
 
-def _paths_of(order: WorkerOrder) -> list[str]:
-    """What a worker needs of the script's machine when it begins, as far as the script named it."""
-    paths = str(order.engine_config.get("path")), order.search_path
-    return [path for path in paths if path.startswith("/")]
+def _model_of(order: WorkerOrder) -> set[str]:
+    """The folder on the script's machine that a worker needs when it begins, if it needs one."""
+    path = str(order.engine_config.get("path"))
+    return {path} if path.startswith("/") else set()
