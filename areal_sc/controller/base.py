@@ -111,13 +111,8 @@ class Controller(ABC):
         """
         return False
 
-    def _order(
-        self, index: int, config: ActorConfig | RolloutConfig, search_path: str = ""
-    ) -> WorkerOrder:
-        """A worker with this configuration of the engine.
-
-        Args: index, search_path: see `WorkerOrder`.
-        """
+    def _order(self, index: int, config: ActorConfig | RolloutConfig) -> WorkerOrder:
+        """A worker with this configuration of the engine."""
         device, num_devices = self.engine.devices
         return WorkerOrder(
             role=self.role,
@@ -127,7 +122,6 @@ class Controller(ABC):
             device=device,
             store_bytes=config.store_bytes,
             num_devices=num_devices,
-            search_path=search_path,
         )
 
     @property
@@ -149,8 +143,6 @@ class Controller(ABC):
         for path in {str(order.engine_config["path"]) for order in orders}:
             if _is_folder(path):
                 self._sources.name_model(path)
-        for code in {order.search_path for order in orders} - {""}:
-            self._sources.name_code(code)
 
     async def close_async(self) -> None:
         """Ends the workers."""

@@ -47,6 +47,7 @@ from areal_sc.nodes.left_files import delete_left_files
 from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.script_heard import ScriptHeard
 from areal_sc.nodes.spec import (
+    CALLS_FORMAT,
     DESCRIBE,
     END,
     LAUNCH,
@@ -205,7 +206,7 @@ class Agent:
             LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
             for worker in self._processes.living.values()
         ]
-        return NodeDescription(self._facts, self._node.script_config, workers)
+        return NodeDescription(self._facts, self._node.script_config, workers, CALLS_FORMAT)
 
     async def welcome(self, welcome: Welcome) -> None:
         """A further start of the script goes on with what runs here."""

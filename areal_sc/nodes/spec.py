@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, msgpack
 
@@ -14,6 +14,10 @@ from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys
+
+CALLS_FORMAT: Final = 2
+"""Counts up when agents or workers of one version of this package cannot be called by another one.
+A start of the script ends those of another format that it finds."""
 
 Role = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,31}$")]
 """Such as `train` or `rollout`. It is part of file names, so nothing else comes over a socket."""
@@ -100,8 +104,6 @@ class WorkerOrder:
         devices: numbers of the node's CUDA devices that it gets.
         port: of its control socket; 0: any free one. A new life of a worker takes the one of the
             life before, whose shards it has adopted: so these keep their address.
-        search_path: folder of what its engine's settings name, such as a loss beside the user's
-            script; "": none.
     """
 
     role: Role
@@ -115,7 +117,6 @@ class WorkerOrder:
     life: int = 0
     devices: list[int] = field(default_factory=list)
     port: int = 0
-    search_path: str = ""
 
     @property
     def name(self) -> str:
@@ -236,11 +237,13 @@ class NodeDescription:
 
     Attributes:
         config: the agent was started with it.
+        calls_format: of the agent and its workers; the first one that there was did not tell.
     """
 
     facts: NodeFacts
     config: SchedulerConfig
     workers: list[LivingWorker]
+    calls_format: int = 1
 
 
 class Beat(Struct, frozen=True, array_like=True):

@@ -72,7 +72,7 @@ class FolderInPlace(NodeFolder):
         self._keys |= {it.name: keys for it, keys in zip(launch.orders, launch.keys, strict=True)}
         holder = TreeHolder(facts.address, facts.key)
         transport = ZmqTransport(client=CurveClient.of_worker(launch.keys[0]))
-        paths = {path for order in launch.orders for path in _paths_of(order)}
+        paths = set[str]().union(*map(_model_of, launch.orders))
         places: dict[str, str] = {}
 
         async def bring() -> None:
@@ -178,7 +178,7 @@ def _check_weights_folder(order: WorkerOrder, run_dir: str) -> None:
         )
 
 
-def _paths_of(order: WorkerOrder) -> list[str]:
-    """What a worker needs of the script's machine when it begins, as far as the script named it."""
-    paths = str(order.engine_config.get("path")), order.search_path
-    return [path for path in paths if path.startswith("/")]
+def _model_of(order: WorkerOrder) -> set[str]:
+    """The folder on the script's machine that a worker needs when it begins, if it needs one."""
+    path = str(order.engine_config.get("path"))
+    return {path} if path.startswith("/") else set()

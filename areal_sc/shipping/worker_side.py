@@ -59,8 +59,7 @@ class ShippedFiles(WorkerFiles):
         engine_config = dict(order.engine_config)
         if isinstance(path := engine_config.get("path"), str):
             engine_config["path"] = self.place(path)
-        search_path = self.place(order.search_path)
-        return replace(order, engine_config=engine_config, search_path=search_path)
+        return replace(order, engine_config=engine_config)
 
     def place(self, path: str) -> str:
         for named in sorted(self._places, key=len, reverse=True):

@@ -1,4 +1,4 @@
-"""Workflows and datasets by number: references written to the run folder, read by workers.
+"""Workflows, datasets and losses by number: references written to the run folder, read by workers.
 
 A worker builds the user's objects from files that this process wrote, never from what arrives on
 a socket; what arrives is the file's number.
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_begin import RunBegin, content_of
@@ -46,7 +47,7 @@ MAX_COMPARED: Final = 4
 
 
 class SourceRegistry:
-    """Numbers the workflows and datasets that a controller was given.
+    """Numbers the workflows, datasets and losses that a controller was given.
 
     Equal sources have the same number, a hash of their reference, so controllers and restarts of
     the script can share the folder.
@@ -83,6 +84,13 @@ class SourceRegistry:
             self._keep(workflow, number)
             self._compare("workflow", number, workflow, {})
         return self._numbers[id(workflow)]
+
+    def register_loss(self, loss: NamedLoss) -> int:
+        """Number of the loss; an equal one gets the same number.
+
+        Raises: ConfigError: as `NamedLoss.search_path`. RunFolderError: its file cannot be written.
+        """
+        return self._write(loss, loss.search_path() or None)
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
         """Registers like `register_prompts`, in a thread where that may block the event loop.
@@ -177,8 +185,10 @@ class SourceRegistry:
         with _writing(self._folder / "prompts-*.jsonl"):
             return write_prompts(rows, self._folder)
 
-    def _write(self, source: Referable) -> int:
+    def _write(self, source: Referable | NamedLoss, search_path: str | None = None) -> int:
+        """Args: search_path: of what it names by its arguments alone; None: as it is found."""
         reference = written_reference(source, self._folder)
+        reference["search_path"] = search_path or reference["search_path"]
         wire = json.dumps(reference).encode()
         number = _number_of(wire)
         path = self._folder / f"{number}.json"
@@ -192,16 +202,11 @@ class SourceRegistry:
         with _writing(self._folder):
             name_path(self._folder, path, Contents.all)
 
-    def name_code(self, folder: str) -> None:
-        """Nodes may have the Python files of this folder. Raises: as `name_model`."""
-        if not is_always_importable(Path(folder)):
-            with _writing(self._folder):
-                name_path(self._folder, folder, Contents.code)
-
     def _name_paths(self, reference: dict[str, Any]) -> None:
         """Nodes may have what it names; they read files of the run folder as they are."""
         for folder in code_folders(reference):
-            name_path(self._folder, folder, Contents.code)
+            if not is_always_importable(Path(folder)):
+                name_path(self._folder, folder, Contents.code)
         for path in data_paths(reference):
             if not Path(path).is_relative_to(self._folder):
                 name_path(self._folder, path, Contents.all)
@@ -244,6 +249,9 @@ class SourceReader:
 
     def prompts(self, number: int) -> Prompts:
         return self._get(number, Prompts)
+
+    def loss(self, number: int) -> NamedLoss:
+        return self._get(number, NamedLoss)
 
     def _get(self, number: int, expected: type[T]) -> T:
         if number not in self._built:

@@ -46,7 +46,7 @@ def test_ranks_that_hang_are_started_again_and_the_step_is_repeated(
             metrics = actor.ppo_update(batch)
             assert not marker.exists()
             assert not {member.worker.pid for member in actor.fleet.members} & set(pids)
-            assert "ppo_update on train/" in caplog.text
+            assert "update on train/" in caplog.text
             assert "transport.call_timeout_s" in caplog.text
             assert "last heartbeat is" in caplog.text
             stacks = caplog.text.split("where its threads are:")[1]

@@ -19,7 +19,7 @@ from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.worker_life import Joined
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.rank_methods import SnapshotPlace
 
 
 def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Set
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
@@ -28,14 +29,14 @@ from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.train.rank_layout import RankLayout, meet
 from areal_sc.controller.train.rank_takeover import FoundRanks
 from areal_sc.controller.train.train_history import (
-    Computed,
+    Asked,
     RowsNeeded,
     StartingPoint,
     TrainHistory,
-    Updated,
 )
 from areal_sc.errors import (
     ROWS_GONE,
+    ArealError,
     CheckpointError,
     RpcTimeout,
     StaleCall,
@@ -49,13 +50,16 @@ from areal_sc.errors import (
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.worker_life import Progressed
 from areal_sc.run.run_status import RoleStatus
-from areal_sc.weights import ShardReference, WeightsReference
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import Operation, digest
+from areal_sc.transport.rpc.method import Method
+from areal_sc.weights import WeightsReference
+from areal_sc.workers import calls, rank_methods
+from areal_sc.workers.operations import Kind, Operation, digest
+from areal_sc.workers.rank_methods import RankCall, SnapshotPlace
 
 logger = logging.getLogger(__name__)
 
+A = TypeVar("A", bound=RankCall)
+R = TypeVar("R")
 T = TypeVar("T")
 
 LOSS_NOTICE_S: Final = 2.0
@@ -110,12 +114,18 @@ class Ranks:
         self._are_as_built = False
         self._renew: Callable[[WeightsReference], None] = lambda _: None
 
-    async def start(self, lineage: int) -> None:
-        """The ranks meet, and build their engines; from then on they are started again."""
+    async def start(self, lineage: int, loss: int | None) -> None:
+        """The ranks meet, and build their engines; from then on they are started again.
+
+        Args:
+            loss: number of a loss that they try first.
+        """
         members = self._fleet.members
         if any(member.is_adopted for member in members):
             await self._fleet.kill(members)
             await self._fleet.restart(members)
+        if loss is not None:  # the call, unlike the start of a process, fails by its own name
+            await self._fleet.call_all(rank_methods.TRY_LOSS, rank_methods.TryLoss(loss))
         self.calls.layout = await meet(self._fleet, lineage)
         self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         self._recovery.begin(self._bring_back)
@@ -202,11 +212,13 @@ class Ranks:
             self._steps_lost = self._steps_lost or "the initial model is to be loaded"
             first = self._fleet.members[0]
             self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
-        operation = Operation(lineage, source.version, "load_snapshot")
+        operation = Operation(lineage, source.version, Kind.load)
 
         async def load() -> None:
             self._are_as_built = False
-            await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place))
+            await self._fleet.call_all(
+                rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
+            )
 
         await self.repeated(load, is_load=True)
         self._steps_lost, self._announced = "", -1
@@ -237,14 +249,18 @@ class Ranks:
         """Adds which history of weights this is."""
         status.lineage = self.history.lineage
 
-    def operation(self, name: str, content: Any = None) -> Operation:
+    def operation(self, kind: Kind, which: str = "", content: Any = None) -> Operation:
         """An operation on the present policy."""
-        return Operation(self.history.lineage, self.history.version, name, digest(content))
+        history = self.history
+        return Operation(history.lineage, history.version, kind, which, digest(content))
 
-    async def compute(
-        self, shares: Sequence[calls.Compute], *, sweeps: bool
-    ) -> list[ShardReference]:
-        """The shards of a field, one a share; it is noted, and so computed again after a death.
+    async def ask(self, method: Method[A, R], args: A) -> list[R]:
+        """The reply of each model group's head to a call that changes nothing."""
+        asked = Asked(method, [args] * self.calls.layout.num_shares)
+        return await self.repeated(lambda: self.calls.ask(asked))
+
+    async def compute(self, asked: Asked, *, sweeps: bool) -> Asked:
+        """The call with the shards of a field; it is noted, and so made again after a death.
 
         Args:
             sweeps: the field goes with its rows, and those of rows that nobody needs are forgotten
@@ -253,31 +269,42 @@ class Ranks:
 
         async def compute() -> list[calls.SealedShard]:
             if not sweeps:
-                return await self.calls.compute(shares)
+                return await self.calls.ask(asked)
             await self._fields.sweep()
-            rows = [row for share in shares for row in share.batch.rows]
-            with self._fields.computing(rows) as sealed:
-                sealed += await self.calls.compute(shares)
+            batches = (batch for share in asked.shares for batch in share.batches)
+            with self._fields.computing([row for it in batches for row in it.rows]) as sealed:
+                sealed += await self.calls.ask(asked)
             return sealed
 
         shards = [sealed.shard for sealed in await self.repeated(compute)]
-        self.history.note(Computed(shares, shards))
-        return shards
+        self.history.note(computed := replace(asked, shards=shards))
+        return computed
 
-    async def update(self, update: Updated) -> dict[str, float]:
+    async def update(self, asked: Asked) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
-        self.history.note_update(update)
-        self.tell_rows()
-        return await self.calls.update(update)
+
+        async def update() -> dict[str, float]:
+            self.history.note(asked)
+            self.tell_rows()
+            return dict((await self.calls.ask(asked))[0])
+
+        version = self.history.version
+        try:
+            return await self.repeated(update)
+        except ROWS_GONE:
+            raise
+        except ArealError:  # unlike one that is given up, it does not go on in the workers
+            self.history.drop(version, asked)
+            raise
 
     def undo_step(self) -> None:
         """The rows of the step that goes on are gone: the ranks are where it began, or go there.
 
         They go there by new lives: some ranks may have begun to change their weights.
         """
-        has_updates = self.history.has_updates
+        is_updating = self.history.is_updating
         self.history.drop_step()
-        if has_updates:
+        if is_updating:
             self.begin_step_anew()
 
     def begin_step_anew(self) -> None:
@@ -349,11 +376,11 @@ class Ranks:
                 # a load that has failed may have changed some of it
                 raise WorkerStartError("no snapshot could be read; the ranks begin anew")
             # named by its place: another rank may still be at the one that failed
-            name = f"load_snapshot/{source.place}"
-            operation = Operation(self.history.lineage, source.version, name)
+            which = str(source.place)
+            operation = Operation(self.history.lineage, source.version, Kind.load, which)
             try:
                 await self._fleet.call_all(
-                    calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place)
+                    rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
                 )
                 return source
             except CheckpointError as error:

@@ -16,7 +16,7 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Served
-from areal_sc.workers.calls import COMPUTE, PPO_UPDATE
+from areal_sc.workers.rank_methods import COMPUTE, UPDATE
 
 RANKS = [f"train/{rank}" for rank in range(4)]
 
@@ -28,7 +28,7 @@ def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
             asked: dict[str, dict[str, Any]] = {name: {} for name in RANKS}
             for name in RANKS:
                 worker: Any = run.cluster.workers[name]
-                for method in (COMPUTE, PPO_UPDATE):
+                for method in (COMPUTE, UPDATE):
                     served = worker.served[method.name]
 
                     async def noted(args: Any, name: str = name, served: Served = served) -> Any:
@@ -47,7 +47,7 @@ def test_a_model_group_gets_one_share_and_its_head_replies() -> None:
     assert asked["train/0"] == asked["train/1"]
     assert asked["train/2"] == asked["train/3"]
     minibatches = zip(
-        *(asked[name]["ppo_update"].minibatches for name in ("train/0", "train/2")), strict=True
+        *(asked[name]["update"].batches for name in ("train/0", "train/2")), strict=True
     )
     trained = []
     for shares in minibatches:

@@ -9,7 +9,7 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
-from areal_sc.workers.calls import COMPUTE
+from areal_sc.workers.rank_methods import COMPUTE
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])

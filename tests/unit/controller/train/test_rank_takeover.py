@@ -13,10 +13,10 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.controller.train.rank_takeover import find_ranks, misfit
 from areal_sc.engines.base import RankPosition
 from areal_sc.workers.descriptions import RankDescription
-from areal_sc.workers.operations import Operation
+from areal_sc.workers.operations import Kind, Operation
 
-UPDATE = Operation(2, 5, "ppo_update/0", "rows")
-SEAL = Operation(2, 5, "publish_weights/6")
+UPDATE = Operation(2, 5, Kind.update, "0", "rows")
+SEAL = Operation(2, 5, Kind.publish, "6")
 RANK = RankDescription(2, 5, RankPosition(0, is_head=True), 2)
 SEALED = replace(RANK, version=6, operations=(UPDATE, SEAL))
 

@@ -7,16 +7,22 @@ import pytest
 from areal_sc.controller.train.train_history import (
     MAX_UNCOVERED,
     MAX_UNUSED,
-    BegunWrite,
-    Computed,
-    PPOUpdated,
+    Asked,
     StartingPoint,
     TrainHistory,
 )
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.weights import ShardReference
-from areal_sc.workers.calls import Change, Compute, PPOUpdate, SnapshotPlace
-from areal_sc.workers.operations import Operation
+from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workers.rank_methods import (
+    BEGIN_WRITE,
+    COMPUTE,
+    UPDATE,
+    Compute,
+    SnapshotPlace,
+    Update,
+    Write,
+)
 
 INITIAL = StartingPoint(0, SnapshotPlace.initial)
 
@@ -50,16 +56,17 @@ def batch_of(*shard_ids: str) -> BatchMetadata:
     return BatchMetadata("b", 0, (Columns({"proximal_logprobs": "float32"}, shards),), rows)
 
 
-def computed(shard_id: str) -> Computed:
-    return Computed(
+def computed(shard_id: str) -> Asked:
+    return Asked(
+        COMPUTE,
         [Compute(batch_of(), "logprobs", "proximal_logprobs")],
         [ShardReference("train/0", "tcp://a", shard_id)],
     )
 
 
-def updated(version: int, number: int = 0, *shard_ids: str) -> PPOUpdated:
-    operation = Operation(1, version, f"ppo_update/{number}")
-    return PPOUpdated([PPOUpdate(operation, (batch_of(*shard_ids),))])
+def updated(version: int, number: int = 0, *shard_ids: str) -> Asked:
+    operation = Operation(1, version, Kind.update, str(number))
+    return Asked(UPDATE, [Update(operation, 0, (batch_of(*shard_ids),), advances=False)])
 
 
 def history(*, memory: bool = True, max_steps: int = 0, num_versions: int = 0) -> TrainHistory:
@@ -71,7 +78,7 @@ def history(*, memory: bool = True, max_steps: int = 0, num_versions: int = 0) -
 
 def train(made: TrainHistory, num_versions: int) -> None:
     for _ in range(num_versions):
-        made.note_update(updated(made.version))
+        made.note(updated(made.version))
         made.advance(made.version + 1)
 
 
@@ -139,7 +146,7 @@ def test_an_update_is_noted_once_and_dropped_if_it_failed() -> None:
     made = history()
     first, again, failed = updated(0), updated(0), updated(0, 1)
     for update in (first, again, failed):
-        made.note_update(update)
+        made.note(update)
     assert made.calls_at(0) == [first, failed]
     made.drop(0, again)
     made.drop(0, failed)
@@ -150,11 +157,11 @@ def test_logprobs_that_no_update_used_are_repeated_only_if_they_are_new() -> Non
     made = history()
     used = computed("life0.0")
     made.note(used)
-    made.note_update(updated(0, 0, "life0.0"))
+    made.note(updated(0, 0, "life0.0"))
     unused = [computed(f"life0.{n}") for n in range(1, MAX_UNUSED + 2)]
     for call in unused:
         made.note(call)
-    kept = [call for call in made.calls_at(0) if isinstance(call, Computed)]
+    kept = [call for call in made.calls_at(0) if call.method is COMPUTE]
     assert kept == [used, *unused[1:]]
 
 
@@ -177,7 +184,7 @@ def test_a_batch_names_the_shards_of_the_newest_lives() -> None:
 
 def test_what_is_being_written_is_known_until_it_is_written() -> None:
     made = history()
-    write = BegunWrite(Change(Operation(1, 0, "snapshot")))
+    write = Asked(BEGIN_WRITE, [Write(Operation(1, 0, Kind.snapshot))])
     made.note(write)
     train(made, 2)
     made.note_in_memory(2)  # the call itself is forgotten
