@@ -257,7 +257,9 @@ class Recovery:
             self._tell(StartFailed(unit, error, is_final=isinstance(error, NodeLost)))
         except ArealError as error:
             if isinstance(error, RpcTimeout) and self._unit_of.get(error.silent) == unit:
-                await self._fleet.lose_hung(error, members, "transport.call_timeout_s")
+                await self._fleet.lose_hung(
+                    error, members, "transport.call_timeout_s, of a start transport.write_timeout_s"
+                )
                 return  # its loss begins the next restart
             lost = WorkerLost(f"{unit} could not be started again: {error}")
             lost.__cause__ = error

@@ -211,7 +211,8 @@ class SentWeights(Struct, frozen=True, array_like=True):
 
 
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
-INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes=True)
+"""It reads the model and tries it, which takes the longer the larger the model is."""
 COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
 PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)

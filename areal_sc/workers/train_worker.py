@@ -101,7 +101,7 @@ class TrainWorker(Worker):
         return await self.compute(lambda: self.engine.create_rendezvous(host_of(self.address)))
 
     async def initialize(self, args: calls.InitializeRank) -> RankPosition:
-        torch.set_num_threads(self.handle.config.num_threads)
+        torch.set_num_threads(1)  # of this thread, which computes nothing; the engine has its own
         try_loss(self._ppo_loss)  # the call, unlike the start of a process, fails by its own name
         self.operations.lineage = args.lineage
         self._position = await self.compute(
