@@ -209,7 +209,9 @@ class Recovery:
         except ArealError as error:
             names = [member.name for member in members]
             if isinstance(error, RpcTimeout) and error.silent in names:
-                await self.fleet.lose_hung(error, members, "transport.call_timeout_s")
+                await self.fleet.lose_hung(
+                    error, members, "transport.call_timeout_s, of a start transport.write_timeout_s"
+                )
                 return  # its loss begins the next restart
             lost = WorkerLost(f"{unit} could not be started again: {error}")
             lost.__cause__ = error

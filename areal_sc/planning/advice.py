@@ -282,7 +282,7 @@ def _fewer_data(
     if num_cores is None:
         return None
     free = num_cores - config.rollout.num_threads * point.num_rollout_workers
-    data = max(1, free // (config.actor.num_threads * ranks_per_data))
+    data = max(1, free // ((config.actor.num_threads or 1) * ranks_per_data))
     return data if data * ranks_per_data < point.num_train_workers else None
 
 

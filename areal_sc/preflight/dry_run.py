@@ -43,6 +43,11 @@ def without_traces(config: C) -> C:
     return replace(config, **changes, scheduler=scheduler, trackers=[])
 
 
+def other_machine(config: GRPOConfig, machine: Machine) -> Iterator[str]:
+    """What the run would start on a machine that is not there, whose model has no weights yet."""
+    yield from plan(config, lambda: machine).lines()
+
+
 def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
     """What the run would start, and where; refused in the order in which the run would be."""
     folder = RunFolder(config.run_dir)

@@ -44,7 +44,7 @@ class Rank(Worker):
 
     async def join_ranks(self, args: rank_methods.InitializeRank) -> RankPosition:
         """Meets the other ranks, and loads the model."""
-        torch.set_num_threads(self.handle.config.num_threads)
+        torch.set_num_threads(1)  # of this thread, which computes nothing; the engine has its own
         self.operations.lineage = args.lineage
         self.position = await self.compute(
             lambda: self.engine.initialize(args.rank, args.world_size, args.init_method)

@@ -198,7 +198,8 @@ class SentWeights(Struct, frozen=True, array_like=True):
 
 
 CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
-INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes=True)
+"""It reads the model and tries it, which takes the longer the larger the model is."""
 COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
 TRY_LOSS = Method("try_loss", TryLoss, NoneType)

@@ -43,6 +43,9 @@ JOIN_MARGIN_S = 60.0
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
 
+MAX_BROADCASTS_IN_VAIN = 3
+"""Groups in a row of which nothing was received; then the ranks cannot reach each other at all, as
+where their versions of NCCL differ, and each further try would cost its time limit."""
 
 Announce = Callable[[WeightsReference], Awaitable[None]]
 """Called with a new version when rollout workers may get it."""
@@ -81,6 +84,7 @@ class Publisher:
         self._world_size = 0  # of that group
         self._layouts: tuple[BucketLayout, ...] = ()
         self._may_have_adopted = False
+        self._num_in_vain = 0
 
     async def publish(
         self,
@@ -158,7 +162,7 @@ class Publisher:
         rollout: RolloutController,
         announce: Announce,
     ) -> None:
-        if not rollout.current_members:
+        if not rollout.current_members or self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
             await announce(await self.seal(operation, version))
             return
         started = time.perf_counter()
@@ -195,6 +199,17 @@ class Publisher:
             logger.warning("version=%d broadcast failed: %s", version, result.failure)
             self.times.failed_broadcasts += 1
             self._group = ""
+        self._note_outcome(result)
+
+    def _note_outcome(self, result: calls.SentWeights) -> None:
+        """Counts broadcasts of which not even the first part has arrived."""
+        self._num_in_vain = self._num_in_vain + 1 if result.failure and not result.num_bytes else 0
+        if self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
+            logger.warning(
+                "weight_update.method=collective acts as pull from here on: %d weight groups in a "
+                "row could not broadcast anything; the last one: %s",
+                *(self._num_in_vain, result.failure),
+            )
 
     async def _ensure_group(self, rollout: RolloutController) -> None:
         """The generating ranks, all of them, are in a group with rank 0.

@@ -77,6 +77,7 @@ class MegatronPPOActor(TrainHandle):
                 index,
                 devices[0],
                 -(-(shape.num_parameters or 0) // parallel.num_ranks),
+                shape,
                 parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * (dense + experts),
                 optimizer_bytes=num_states * FLOAT32_BYTES * updated + largest_bytes,
                 gathered_bytes=(4 if is_tied_here else 2) * largest_bytes,

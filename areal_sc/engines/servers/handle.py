@@ -78,6 +78,7 @@ class ServersHandle(GeneratorHandle):
             api_key,
             self.servers.control_timeout_s,
             self.config.weight_update.step_timeout_s,
+            self.servers.start_timeout_s,
             is_own=is_own,
         )
         return client

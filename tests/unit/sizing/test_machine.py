@@ -40,6 +40,45 @@ def test_visible_devices(
     assert visible_cuda_memory(environment, two_devices, tmp_path) == expected
 
 
+LISTED = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+  MIG 1g.10gb     Device  0: (UUID: MIG-1111)
+  MIG 3g.40gb     Device  1: (UUID: MIG-3333)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbbb)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, (9.5,)),  # a process gets one slice, the first, and no whole GPU beside it
+        ("0", (9.5,)),
+        ("1", (40,)),
+        ("MIG-3333", (38,)),
+        ("MIG-1111", (9.5,)),
+        ("GPU-bbbb", (40,)),
+        ("GPU-b", (40,)),  # CUDA takes the beginning of a name
+    ],
+)
+def test_a_slice_has_not_the_memory_of_the_whole_card(
+    tmp_path: Path, visible: str | None, expected: tuple[float, ...]
+) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+    def two_cards(command: list[str]) -> str | None:
+        return LISTED if "-L" in command else two_devices(command)
+
+    found = visible_cuda_memory(environment, two_cards, tmp_path)
+    assert found == tuple(int(each * GIB) for each in expected)
+
+
+def test_the_fastest_device_is_not_known(tmp_path: Path) -> None:
+    """Where it comes first, the numbers are not those of nvidia-smi."""
+    environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    assert visible_cuda_memory(environment, two_devices, tmp_path) == (None, None)
+    assert visible_cuda_memory(environment, lambda _: "8192\n8192\n", tmp_path) == (8 * GIB,) * 2
+
+
 def test_device_files_are_counted_without_nvidia_smi(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia-uvm", "nvidiactl", "null"):
         (tmp_path / name).touch()

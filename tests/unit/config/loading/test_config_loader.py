@@ -244,7 +244,9 @@ def test_help_tells_every_setting_and_fits_the_terminal(
     assert "  10   a worker dies again and again\n" in text
     settings = text.partition("\nsettings:\n")[2]
     assert max(map(len, settings.splitlines())) <= int(columns)
-    assert "  actor.num_threads=1\n      CPU threads a rank (an integer, at least 1)\n" in settings
+    assert (
+        "  rollout.num_threads=1\n      CPU threads a worker (an integer, at least 1)\n" in settings
+    )
     assert "run_dir=(required)\n" in settings
     assert "overwrite=false\n" in settings
     assert "actor.seed=${seed}\n" in settings
