@@ -31,9 +31,9 @@ from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import STATS
-from areal_sc.workflows.row_file import PromptSource
-from areal_sc.workflows.sources import SourceRegistry
+from areal_sc.workflows.registry import SourceRegistry
 
 C = TypeVar("C", bound="Controller")
 P = ParamSpec("P")

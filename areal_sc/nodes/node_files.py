@@ -32,10 +32,10 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.calls import Shipped
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
+from areal_sc.sources.row_file import GROWING
 from areal_sc.system.durable import remove, write_atomic
 from areal_sc.transport.rpc.transport import Transport
-from areal_sc.workflows.reference_paths import code_folders, data_paths, script_files
-from areal_sc.workflows.row_file import GROWING
 
 
 class SharedFiles:

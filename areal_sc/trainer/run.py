@@ -35,9 +35,15 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models
+from areal_sc.records.learning_curve import plot_learning_curve
+from areal_sc.records.metrics import StepMetrics, Summary, summarize
+from areal_sc.records.metrics_log import History, MetricsLog
+from areal_sc.records.samples import Sample
+from areal_sc.records.trackers.background import BackgroundTracker
+from areal_sc.records.trackers.base import RunDescription, Tracker
+from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.run.run_status import Phase as StatusPhase
-from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
@@ -46,18 +52,12 @@ from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated
-from areal_sc.trainer.learning_curve import plot_learning_curve
-from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
-from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.snapshots import load_latest_snapshot
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
-from areal_sc.trainer.trackers.background import BackgroundTracker
-from areal_sc.trainer.trackers.base import RunDescription, Tracker
-from areal_sc.trainer.trackers.kinds import make_tracker
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import calls
-from areal_sc.workflows.sources import SourceReader
+from areal_sc.workflows.registry import SourceReader
 
 logger = logging.getLogger(__name__)
 

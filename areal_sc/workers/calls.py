@@ -13,10 +13,10 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
 from areal_sc.weights import ShardReference, WeightGroup, WeightsReference
-from areal_sc.workflows.rejection import Rejection
 
 SAMPLE_TIMEOUT_S: Final = 10.0
 """Samples that are not there by then are missing."""

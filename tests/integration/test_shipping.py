@@ -47,6 +47,8 @@ from areal_sc.shipping.calls import (
 from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.sources.prompts import JsonlPrompts
+from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -54,9 +56,7 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
-from areal_sc.workflows.prompts import JsonlPrompts
-from areal_sc.workflows.reference import ObjectReference, resolve
-from areal_sc.workflows.sources import SourceReader, SourceRegistry
+from areal_sc.workflows.registry import SourceReader, SourceRegistry
 
 LIMIT_S = 60.0
 NO_SERVICE_S = 1.0

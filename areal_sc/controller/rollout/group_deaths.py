@@ -14,8 +14,8 @@ from typing import Final
 from areal_sc.controller.ledger.group import Group
 from areal_sc.errors import WorkerLost
 from areal_sc.metadata import PromptReference
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workers.calls import GroupAttempt, GroupReply, RejectedEpisodes
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 DEATHS_OF_A_SUSPECT: Final = 2
 """One death hits all groups of a worker, and running one after the other takes time."""

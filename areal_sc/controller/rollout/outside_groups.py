@@ -22,6 +22,7 @@ from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
+from areal_sc.rejection import describe_counts
 from areal_sc.workers.calls import (
     RUN_EVALUATION,
     EvaluationReply,
@@ -29,7 +30,6 @@ from areal_sc.workers.calls import (
     GroupReply,
     RunEvaluation,
 )
-from areal_sc.workflows.rejection import describe_counts
 
 logger = logging.getLogger(__name__)
 

@@ -46,14 +46,14 @@ from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
+from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import LEAVING, RoleStatus
-from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.row_file import PromptSource
 
 
 class RolloutController(WeightsReader):

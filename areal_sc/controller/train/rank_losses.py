@@ -5,7 +5,7 @@ from __future__ import annotations
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.workers import rank_methods
-from areal_sc.workflows.sources import SourceRegistry
+from areal_sc.workflows.registry import SourceRegistry
 
 
 class RankLosses:

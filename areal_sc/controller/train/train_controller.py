@@ -54,10 +54,10 @@ from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind
 from areal_sc.workers.rank_methods import Demonstrations, Rows, SnapshotPlace
-from areal_sc.workflows.row_file import PromptSource
 
 MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
