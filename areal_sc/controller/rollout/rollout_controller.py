@@ -14,7 +14,7 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,11 +23,20 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.dry_run import TaskLook
+from areal_sc.controller.events import (
+    BatchFormed,
+    Events,
+    RoomFreed,
+    RowsLost,
+    WorkerProgressed,
+    WorkersScaled,
+)
 from areal_sc.controller.ledger.group import RolloutSource, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
@@ -40,7 +49,7 @@ from areal_sc.controller.rollout.weights_reader import WeightsReader
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import RunFolderError, StoreFull, WorkerError, WorkerLost
+from areal_sc.errors import RunFolderError, WorkerError, WorkerLost
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
@@ -52,6 +61,7 @@ from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import LEAVING, RoleStatus
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
+from areal_sc.system.telling import tell
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
@@ -83,21 +93,25 @@ class RolloutController(WeightsReader):
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
         )
-        self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
+        self._events = Events()
+        self._workers = RolloutWorkers(
+            engine, self.fleet, self._background, self._needs, self._events
+        )
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
-        shared = (
+        tools = GroupTools(
             self.config,
             self._workers,
             self.rejections,
             self._background,
+            self._events,
             self._sources.make_readable,
             self._runtime.new_id,
         )
-        self.groups = TrainingGroups(*shared, self._journal.durable)
-        self._outside = OutsideGroups(*shared)
+        self.groups = TrainingGroups(tools, self._journal.durable)
+        self._outside = OutsideGroups(tools)
         self._tell_more = self._tell_groups
         self._scaling = Scaling(
             self.config,
@@ -105,21 +119,18 @@ class RolloutController(WeightsReader):
             self._workers,
             self.groups,
             self._background,
+            self._events,
             self._runtime.disk,
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
             self._give_up,
         )
-        self._scaling.on_scaled = lambda *change: self.on_scaled(*change)
-        self.groups.on_batch = self._scaling.note_batch
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
         self._checked: set[RolloutSource] = set()
         self._task_look = TaskLook(self.config, self._folder.path)
-        self._workers.on_progress = self._note_progress
-        self._workers.on_rows_lost = self._lose_rows
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -127,6 +138,16 @@ class RolloutController(WeightsReader):
             lambda: self._outside.num_open + self.groups.num_awaited,
             lambda: self._outside.num_finished + self.groups.num_finished,
         )
+        self._wire()
+
+    def _wire(self) -> None:
+        """The table of events: whatever happens here is told to these."""
+        on = self._events.on
+        on(RoomFreed, self.groups.admit)
+        on(RowsLost, self._outside.lose_rows, self.groups.lose_rows)
+        on(BatchFormed, self._scaling.note_batch)
+        on(WorkerProgressed, self._note_progress)
+        on(WorkersScaled, self._tell_scaled)
 
     @property
     def version(self) -> int:
@@ -303,7 +324,6 @@ class RolloutController(WeightsReader):
             self.rejections.restore(state.rejections)
             self._begin_journal(state.training)
         self.groups.go_back(newest_lineage(self._folder), state.training)
-        self._outside.go_back()
         await self._journal.durable()
 
     @property
@@ -325,10 +345,6 @@ class RolloutController(WeightsReader):
         self._check_loop()
         self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
-
-    def share_memory(self, yield_memory: Callable[[StoreFull], Awaitable[bool]]) -> None:
-        """Rows without room get that of what can be spared: see `RolloutWorkers.yield_memory`."""
-        self._workers.yield_memory = yield_memory
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
@@ -367,13 +383,12 @@ class RolloutController(WeightsReader):
         super()._give_up(cause)
         self._background.fail(self.worker_lost or cause)
 
-    def _note_progress(self, member: Member) -> None:
+    def _note_progress(self, progressed: WorkerProgressed) -> None:
         if self._recovery is not None:
-            self._recovery.note_progress(member)
+            self._recovery.note_progress(progressed.member)
 
-    def _lose_rows(self, runs: Sequence[calls.GroupAttempt]) -> None:
-        self._outside.lose_rows(runs)
-        self.groups.lose_rows(runs)
+    def _tell_scaled(self, change: WorkersScaled) -> None:
+        tell(self.on_scaled, change.before, change.number, change.why)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups

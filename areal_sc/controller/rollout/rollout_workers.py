@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from areal_sc.controller.background import Background
+from areal_sc.controller.events import Events, RoomFreed, RowsLost, WorkerProgressed
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
@@ -52,6 +53,8 @@ ROWS_AWAITED_S: Final = 60.0
 """A lost worker's next life tells in time which rows are left, or they are generated again: its
 machine may be gone, and another one in place of it be waited for."""
 
+YieldMemory = Callable[[StoreFull], Awaitable[bool]]
+
 
 class RolloutWorkers:
     """Chooses, calls, sweeps and brings up the workers of one RolloutController.
@@ -62,9 +65,6 @@ class RolloutWorkers:
     Attributes:
         set: the workers.
         updates: their weights.
-        on_room: called whenever room in a store is free again.
-        on_progress: called with each worker that has given rows, or an evaluated episode.
-        on_rows_lost: called with the runs whose shards are gone with a worker.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
 
@@ -74,15 +74,14 @@ class RolloutWorkers:
         fleet: Fleet,
         background: Background,
         needs: Needs[GroupAttempt],
+        events: Events,
     ) -> None:
-        self.on_room: Callable[[], None] = lambda: None
-        self.on_progress: Callable[[Member], None] = lambda member: None
-        self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
-        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
+        self.yield_memory: YieldMemory = _has_nothing_to_spare
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
         self._background = background
+        self._events = events
         self.set = WorkerSet(engine.config, background, needs)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
@@ -142,7 +141,7 @@ class RolloutWorkers:
         lost = state.store.note_adopted(held)
         state.are_rows_known = True
         self.set.recount(state)
-        self.on_rows_lost(lost)
+        self._events.tell(RowsLost(lost))
         self._background.notify()
 
     async def bring_up(self, members: Sequence[Member]) -> None:
@@ -206,10 +205,10 @@ class RolloutWorkers:
             if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
                 raise outcome
 
-    def may_leave(self, state: RolloutWorkerState) -> bool:
-        """Whether nobody misses a worker that is to leave."""
-        is_known = self._is_ledger_known
-        return is_known and self.set.is_idle(state) and self.updates.may_leave(state)
+    def may_leave(self, state: RolloutWorkerState, num_queued: int) -> bool:
+        """Whether nobody misses a worker that is to leave; `num_queued` groups wait for one."""
+        is_idle = self._is_ledger_known and self.set.is_idle(state, num_queued)
+        return is_idle and self.updates.may_leave(state)
 
     def let_go(self, state: RolloutWorkerState) -> None:
         """The worker leaves, and is none of these any more."""
@@ -313,7 +312,7 @@ class RolloutWorkers:
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:
-            self.on_progress(state.member)
+            self._events.tell(WorkerProgressed(state.member))
         if reply.warning and not self._has_warned:
             self._has_warned = True  # others would say the same
             logger.warning("%s", reply.warning)
@@ -346,7 +345,7 @@ class RolloutWorkers:
                 batch = outcome.batch
         self._end_run(state, run, batch)
         self.sweep_one(state)
-        self.on_room()
+        self._events.tell(RoomFreed())
 
     def _end_run(
         self, state: RolloutWorkerState, run: GroupAttempt, batch: BatchMetadata | None
@@ -383,7 +382,7 @@ class RolloutWorkers:
                 return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
             self.set.recount(state)
-            self.on_room()
+            self._events.tell(RoomFreed())
             self._background.notify()
 
 

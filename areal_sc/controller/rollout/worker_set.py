@@ -34,7 +34,6 @@ class WorkerSet:
     Attributes:
         states: of all workers, by ascending number; it stays the same list.
         loads: what they carry.
-        num_queued: groups that were admitted, and wait for a worker.
         is_ready: whether a worker gives signs of life; one that does not gets no new groups.
     """
 
@@ -43,7 +42,6 @@ class WorkerSet:
     ) -> None:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
-        self.num_queued: Callable[[], int] = lambda: 0
         self.is_ready: Callable[[Member], bool] = lambda member: True
         self._config = config
         self._background = background
@@ -123,10 +121,14 @@ class WorkerSet:
         self.states.remove(state)
         self.renew()
 
-    def is_idle(self, state: RolloutWorkerState) -> bool:
+    def is_idle(self, state: RolloutWorkerState, num_queued: int) -> bool:
         """Whether nothing counts on a worker that leaves: it runs nothing, and no rows of it are
-        needed. One that can still get groups is not idle."""
-        if not state.is_closed and self.loads.num_stored + self.num_queued() <= self._max_groups:
+        needed. One that can still get groups is not idle.
+
+        Args:
+            num_queued: groups that were admitted, and wait for a worker.
+        """
+        if not state.is_closed and self.loads.num_stored + num_queued <= self._max_groups:
             state.is_closed = True
             self.recount(state)
         is_busy = state.store.num_running or state.num_calls or state.store.needs_any

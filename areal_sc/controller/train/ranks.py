@@ -21,6 +21,8 @@ from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
+from areal_sc.controller.events import Events, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.train.publication import Publisher
@@ -29,7 +31,6 @@ from areal_sc.controller.train.rank_layout import RankLayout, meet
 from areal_sc.controller.train.rank_takeover import FoundRanks
 from areal_sc.controller.train.train_history import (
     Computed,
-    RowsNeeded,
     StartingPoint,
     TrainHistory,
     Updated,
@@ -39,7 +40,6 @@ from areal_sc.errors import (
     CheckpointError,
     RpcTimeout,
     StaleCall,
-    StepsLost,
     StoreFull,
     TransportError,
     WorkerError,
@@ -72,11 +72,11 @@ class Ranks:
 
     Args:
         needs: what the rollout controllers say of rows.
-        on_rows_needed: is told from which step on rows may be asked for again.
+        events: of their controller.
         on_given_up: is told why the run cannot go on.
-        on_steps_lost: is told why the ranks do nothing before `load`.
 
     Attributes:
+        life: the training step that goes on.
         history: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
@@ -88,10 +88,10 @@ class Ranks:
         fleet: Fleet,
         publisher: Publisher,
         needs: Set[NeedsRun],
-        on_rows_needed: Callable[[RowsNeeded], None],
+        events: Events,
         on_given_up: Callable[[WorkerError], None],
-        on_steps_lost: Callable[[str], None],
     ) -> None:
+        self.life = StepLife()
         every_steps = config.memory_every_steps
         self.history = TrainHistory(
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
@@ -104,15 +104,11 @@ class Ranks:
         self._config = config
         self._fleet = fleet
         self._publisher = publisher
-        self._on_rows_needed = on_rows_needed
+        self._events = events
         self._on_given_up = on_given_up
-        self._on_steps_lost = on_steps_lost
         self._recovery: Recovery | None = None
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
-        self._announced = -1
-        self._steps_lost = ""  # why; the ranks live, and wait for `load`
         self._are_as_built = False
-        self._renew: Callable[[WeightsReference], None] = lambda _: None
 
     async def start(self, lineage: int) -> Recovery:
         """The ranks meet, and build their engines; returns what restarts them from then on."""
@@ -121,7 +117,7 @@ class Ranks:
             await self._fleet.kill(members)
             await self._fleet.restart(members)
         self.calls.layout = await meet(self._fleet, lineage)
-        self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
+        self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         return self._begin_recovery()
 
     def take_over(self, found: FoundRanks) -> Recovery:
@@ -130,7 +126,14 @@ class Ranks:
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
+        self.life.go_back(found.version)
+        if found.has_begun_step:
+            self.life.begin_before()
         return self._begin_recovery()
+
+    def _begin(self, lineage: int, source: StartingPoint) -> None:
+        self.history.begin(lineage, source)
+        self.life.go_back(source.version)
 
     def _begin_recovery(self) -> Recovery:
         members = self._fleet.members
@@ -171,8 +174,8 @@ class Ranks:
         while True:
             if self._recovery is not None:
                 await self._recovery.wait_until_ready(self._fleet.members[0])
-            if self._steps_lost and not is_load:
-                raise StepsLost(self._steps_lost)
+            if not is_load:
+                self.life.check()
             num_restarts = self._num_restarts
             scope = asyncio.timeout(None)
             try:
@@ -216,7 +219,7 @@ class Ranks:
         Raises: CheckpointError: it cannot be read.
         """
         if source.place is SnapshotPlace.initial and not self._are_as_built:
-            self._steps_lost = self._steps_lost or "the initial model is to be loaded"
+            self.life.lose("the initial model is to be loaded")
             first = self._fleet.members[0]
             self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
         operation = Operation(lineage, source.version, "load_snapshot")
@@ -226,21 +229,13 @@ class Ranks:
             await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place))
 
         await self.repeated(load, is_load=True)
-        self._steps_lost, self._announced = "", -1
-        self.history.begin(lineage, source)
+        self._begin(lineage, source)
         self._tell_rows()
-
-    def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
-        """Workers are told of the weights of a version.
-
-        Args:
-            renew: tells them that the same weights are to be had elsewhere.
-        """
-        self._announced, self._renew = version, renew
 
     def advance(self, version: int) -> None:
         """The ranks have made a new version: something useful."""
         self.history.advance(version)
+        self.life.publish(version)
         if self._recovery is not None:
             self._recovery.note_progress(self._fleet.members[0])
         self.memory.begin_when_due()
@@ -293,13 +288,14 @@ class Ranks:
 
         They go there by new lives: some ranks may have begun to change their weights.
         """
-        has_updates = self.history.has_updates
+        has_updates = self.history.is_updating
         self.history.drop_step()
         if has_updates:
             self.begin_step_anew()
 
     def begin_step_anew(self) -> None:
         """New lives go to where the step began, whose rows are gone."""
+        self.life.begin_anew("its ranks have begun it")
         first = self._fleet.members[0]
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
         self._fleet.lose(first, first.worker.incarnation, cause)
@@ -308,7 +304,7 @@ class Ranks:
         """Tells which rows are needed: those of steps that are being repeated are not given up."""
         is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
-        self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
+        self._events.tell(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     @property
     def _num_restarts(self) -> int:
@@ -333,7 +329,7 @@ class Ranks:
         """
         self._publisher.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
-        self._are_as_built = bool(self._steps_lost)
+        self._are_as_built = bool(self.life.why_lost)
         if self._are_as_built:
             return
         source = await self._load_newest()
@@ -363,6 +359,7 @@ class Ranks:
             await self.calls.repeat_step(self.history.version)
         except ROWS_GONE as error:
             self.history.drop_step()
+            self.life.undo()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
     async def _load_newest(self) -> StartingPoint:
@@ -392,13 +389,14 @@ class Ranks:
 
     def _lose_steps(self, why: str) -> WorkerLost:
         """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
-        self._steps_lost = f"{why}: a snapshot has to be loaded"
-        self._on_steps_lost(self._steps_lost)
+        self.life.lose(f"{why}: a snapshot has to be loaded")
+        self._events.tell(TrainingLost(self.life.why_lost))
         return WorkerLost(why)
 
     async def _announce_again(self, weights: WeightsReference | None) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
         version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
-        if version == self._announced and is_sealed:
-            self._renew(weights or await self.calls.seal_again(version, version))
+        if self.life.are_weights_told and is_sealed:
+            weights = weights or await self.calls.seal_again(version, version)
+            self._events.tell(WeightsMoved(weights))

@@ -29,6 +29,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
+from areal_sc.controller.events import Events, RowsNeeded, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
@@ -39,7 +40,6 @@ from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_history import (
     PPOUpdated,
-    RowsNeeded,
     SFTUpdated,
     StartingPoint,
 )
@@ -55,7 +55,7 @@ from areal_sc.errors import (
 )
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
@@ -105,20 +105,20 @@ class TrainController(Controller):
         self._common = common_of(scheduler)
         path = self._folder.histories / f"{role}.json"
         self.place = PlaceFile(path, self._runtime.disk)
+        self._events = Events()
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config,
             self.fleet,
             self._publisher,
             self._common.needs,
-            self._tell_rows_needed,
+            self._events,
             self._give_up,
-            self._tell_steps_lost,
         )
         self._tell_more = self._ranks.tell
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None
-        self._readers: set[RolloutController] = set()  # of what was published
+        self._reader: RolloutController | None = None  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
@@ -237,16 +237,15 @@ class TrainController(Controller):
                 await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
                 minibatches.append(batch.take(rows))
             shares.append(tuple(minibatches))
-        number = self._step.num_updates
-        self._step.note_update(batch)
+        number = self._ranks.life.num_updates
         operation = self._ranks.operation(f"ppo_update/{number}", trained_content(batch))
         updated = PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
         try:
-            metrics = await self._update(updated)
+            metrics = await self._update(updated, number, batch.rows)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         if self.version == operation.version:
-            self._step.num_updates = number + 1
+            self._ranks.life.num_updates = number + 1
         return metrics
 
     async def sft_update_async(
@@ -267,7 +266,7 @@ class TrainController(Controller):
             SFTUpdated([calls.SFTUpdate(operation, dataset, share) for share in shares])
         )
         await self.place.advance(version + 1)
-        self._advance(version + 1)
+        self._ranks.advance(version + 1)
         return metrics
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
@@ -284,9 +283,10 @@ class TrainController(Controller):
         await self.place.begin_to_publish()
 
         async def announce(weights: WeightsReference) -> None:
-            await rollout.record_version_async(version, self._step.rows)
-            self._note_published(rollout, version)
-            self._advance(version)
+            self.wire(rollout)
+            await rollout.record_version_async(version, self._ranks.life.trained_rows)
+            self._ranks.advance(version)
+            self._ranks.life.are_weights_told = True
             rollout.receive_weights(weights)
 
         async def publish() -> None:
@@ -303,7 +303,8 @@ class TrainController(Controller):
         await self.place.begin_to_publish()
 
         async def announce(weights: WeightsReference) -> None:
-            self._note_published(rollout, version)
+            self.wire(rollout)
+            self._ranks.life.are_weights_told = True
             rollout.receive_weights(weights)
 
         async def share() -> None:
@@ -352,7 +353,6 @@ class TrainController(Controller):
         lineage = self._common.enter_lineage(self.role, self._folder)
         await self.place.begin(lineage, step)
         await self._ranks.load(lineage, StartingPoint(step, place))
-        self._begin_version()
 
     def note_snapshot(self, step: int) -> None:
         """The snapshot that was begun after so many steps has got its final name.
@@ -382,50 +382,48 @@ class TrainController(Controller):
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
             shares.append(calls.Compute(selected.take(rows), output, field))
         try:  # a model that publishes forgets all fields with each publication
-            shards = await self._ranks.compute(shares, sweeps=not self._readers)
+            shards = await self._ranks.compute(shares, sweeps=self._reader is None)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         await asyncio.sleep(0)
         return with_sealed_field(batch, field, share_rows, shards)
 
-    def _advance(self, version: int) -> None:
-        self._begin_version()
-        self._ranks.advance(version)
+    async def _update(
+        self, update: PPOUpdated | SFTUpdated, number: int = 0, rows: Sequence[RowMetadata] = ()
+    ) -> dict[str, float]:
+        """Metrics of the update, which every rank makes once.
 
-    def _begin_version(self) -> None:
-        self._step.begin()
+        Args:
+            number, rows: as of `StepLife.begin_update`.
+        """
+        ranks, version = self._ranks, self.version
 
-    async def _update(self, update: PPOUpdated | SFTUpdated) -> dict[str, float]:
-        """Metrics of the update, which every rank makes once."""
-        version = self.version
+        async def make() -> dict[str, float]:
+            ranks.life.begin_update(number, rows)
+            return await ranks.update(update)
+
         try:
-            return await self._ranks.repeated(lambda: self._ranks.update(update))
+            return await ranks.repeated(make)
         except ROWS_GONE:
             raise
         except ArealError:  # unlike one that is given up, it does not go on in the workers
-            self._ranks.history.drop(version, update)
+            ranks.history.drop(version, update)
+            if not ranks.history.is_updating:
+                ranks.life.undo()
             raise
 
-    def note_reader(self, rollout: RolloutController) -> None:
-        """Its workers have got weights from an earlier start of this controller."""
-        self._readers.add(rollout)
-        rollout.share_memory(self._ranks.memory.yield_memory)
+    def wire(self, rollout: RolloutController) -> None:
+        """Workers of this controller get the weights; it is told of what happens to them."""
+        self._reader = rollout
+        rollout.follow(self._ranks.life, self._ranks.memory.yield_memory)
+        on = self._events.on
+        on(RowsNeeded, rollout.keep_rows)
+        on(TrainingLost, rollout.lose_steps)
+        on(WeightsMoved, rollout.renew_weights)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
         self._ranks.begin_step_anew()
-
-    def _note_published(self, rollout: RolloutController, version: int) -> None:
-        self.note_reader(rollout)
-        self._ranks.note_published(version, rollout.renew_weights)
-
-    def _tell_rows_needed(self, needed: RowsNeeded) -> None:
-        for rollout in self._readers:
-            rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
-
-    def _tell_steps_lost(self, why: str) -> None:
-        for rollout in self._readers:
-            rollout.lose_steps(why)
 
     def _note_loss(self, member: Member, loss: WorkerLost) -> None:
         super()._note_loss(member, loss)

@@ -72,18 +72,6 @@ class BegunWrite:
 Call = Computed | PPOUpdated | SFTUpdated | BegunWrite
 
 
-class RowsNeeded(NamedTuple):
-    """Which rows of earlier steps stay.
-
-    Attributes:
-        first_step: they are those of this step and later ones.
-        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
-    """
-
-    first_step: int
-    is_being_covered: bool
-
-
 class StartingPoint(NamedTuple):
     """A state that ranks can begin from."""
 
@@ -192,11 +180,6 @@ class TrainHistory:
         earlier = [call for call in self.calls_at(operation.version) if isinstance(call, Updated)]
         if all(operation != call.shares[0].operation for call in earlier):
             self.note(update)
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether the ranks have begun to train the next version."""
-        return any(isinstance(call, Updated) for call in self.calls_at(self.version))
 
     def drop_step(self) -> None:
         """The rows of the step that goes on are gone: nothing of it is to be repeated."""

@@ -17,6 +17,7 @@ from areal_sc.config.schema import (
 )
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller.background import Background
+from areal_sc.controller.events import Events
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.weights.weight_updates import NO_VERSION
 from areal_sc.engines.handles import make_generator
@@ -56,7 +57,7 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     )
     fleet: Any = UpdatingFleet()
     background = Background(10.0, lambda: "")
-    workers = RolloutWorkers(make_generator(config), fleet, background, lambda run: True)
+    workers = RolloutWorkers(make_generator(config), fleet, background, lambda run: True, Events())
     report = SimpleNamespace(node="node", store_room_bytes=0, incarnation="life")
     life = {"worker": report, "is_adopted": False, "has_lived": True}
     workers.track(

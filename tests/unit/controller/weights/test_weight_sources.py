@@ -18,6 +18,7 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import RolloutConfig, SchedulerConfig, WeightUpdateConfig
 from areal_sc.controller.background import Background
+from areal_sc.controller.events import Events
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.weights.weight_sources import (
     MAX_REFUSED,
@@ -67,7 +68,7 @@ class Cluster:
         fleet: Any = self
         self.background = Background(100_000.0, lambda: "")
         self.workers = RolloutWorkers(
-            make_generator(config), fleet, self.background, lambda run: True
+            make_generator(config), fleet, self.background, lambda run: True, Events()
         )
         self.members: list[Any] = [
             SimpleNamespace(
