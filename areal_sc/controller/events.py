@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_sc.fleet.member import Member
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import GroupAttempt
 
@@ -19,13 +18,6 @@ from areal_sc.workers.calls import GroupAttempt
 @dataclass(frozen=True)
 class RoomFreed:
     """Room in the store of a rollout worker is free again."""
-
-
-@dataclass(frozen=True)
-class WorkerProgressed:
-    """A rollout worker has given rows, or an evaluated episode."""
-
-    member: Member
 
 
 @dataclass(frozen=True)
@@ -38,15 +30,6 @@ class RowsLost:
 @dataclass(frozen=True)
 class BatchFormed:
     """The batch of the next step is there."""
-
-
-@dataclass(frozen=True)
-class WorkersScaled:
-    """There are to be another number of rollout workers: before, from now on, and why."""
-
-    before: int
-    number: int
-    why: str
 
 
 @dataclass(frozen=True)

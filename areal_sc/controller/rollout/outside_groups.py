@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from areal_sc.controller.events import RoomFreed, RowsLost, TrainingLost, WorkerProgressed
+from areal_sc.controller.events import RoomFreed, RowsLost, TrainingLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout.groups import Groups, GroupTools
@@ -22,7 +22,6 @@ from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.rejection import Rejection, describe_counts
 from areal_sc.workers.calls import (
-    RUN_EVALUATION,
     EvaluationReply,
     GroupAttempt,
     RunEvaluation,
@@ -141,9 +140,9 @@ class OutsideGroups(Groups):
                 episode = RunEvaluation(prompt, source.workflow, temperature)
 
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
-                    reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                    reply = await self._workers.evaluate(worker, episode)
                     if reply.rejection is None:
-                        self._events.tell(WorkerProgressed(worker.member))
+                        self._workers.on_progress(worker.member)
                     return reply
 
                 reply = await self._outlive(prompt, held.worker, evaluate, _tell_lost_prompt)

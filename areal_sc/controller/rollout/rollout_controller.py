@@ -28,8 +28,6 @@ from areal_sc.controller.events import (
     Events,
     RoomFreed,
     RowsLost,
-    WorkerProgressed,
-    WorkersScaled,
 )
 from areal_sc.controller.ledger.group import RolloutSource, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
@@ -61,7 +59,6 @@ from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import LEAVING, RoleStatus
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
-from areal_sc.system.telling import tell
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
@@ -119,18 +116,19 @@ class RolloutController(WeightsReader):
             self._workers,
             self.groups,
             self._background,
-            self._events,
             self._runtime.disk,
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
             self._give_up,
         )
+        self._scaling.on_scaled = lambda *change: self.on_scaled(*change)
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
         self._checked: set[RolloutSource] = set()
         self._task_look = TaskLook(self.config, self._folder.path)
+        self._workers.on_progress = self._note_progress
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -146,8 +144,6 @@ class RolloutController(WeightsReader):
         on(RoomFreed, self.groups.admit)
         on(RowsLost, self._outside.lose_rows, self.groups.lose_rows)
         on(BatchFormed, self._scaling.note_batch)
-        on(WorkerProgressed, self._note_progress)
-        on(WorkersScaled, self._tell_scaled)
 
     @property
     def version(self) -> int:
@@ -383,12 +379,9 @@ class RolloutController(WeightsReader):
         super()._give_up(cause)
         self._background.fail(self.worker_lost or cause)
 
-    def _note_progress(self, progressed: WorkerProgressed) -> None:
+    def _note_progress(self, member: Member) -> None:
         if self._recovery is not None:
-            self._recovery.note_progress(progressed.member)
-
-    def _tell_scaled(self, change: WorkersScaled) -> None:
-        tell(self.on_scaled, change.before, change.number, change.why)
+            self._recovery.note_progress(member)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from areal_sc.controller.background import Background
-from areal_sc.controller.events import Events, RoomFreed, RowsLost, WorkerProgressed
+from areal_sc.controller.events import Events, RoomFreed, RowsLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
@@ -65,6 +65,7 @@ class RolloutWorkers:
     Attributes:
         set: the workers.
         updates: their weights.
+        on_progress: called with each worker that has given rows, or an evaluated episode.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
 
@@ -76,6 +77,7 @@ class RolloutWorkers:
         needs: Needs[GroupAttempt],
         events: Events,
     ) -> None:
+        self.on_progress: Callable[[Member], None] = lambda member: None
         self.yield_memory: YieldMemory = _has_nothing_to_spare
         self._engine = engine
         self._config = engine.config
@@ -181,6 +183,10 @@ class RolloutWorkers:
         return self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
 
     @property
+    def _group_limit_s(self) -> float:
+        return self._config.group_timeout_s + RPC_MARGIN_S
+
+    @property
     def up_members(self) -> list[Member]:
         return [state.member for state in self._states if state.is_up]
 
@@ -200,7 +206,7 @@ class RolloutWorkers:
     async def notice_losses(self, workers: Collection[str]) -> None:
         """Returns when each of these workers has answered, or is known to be lost."""
         states = [state for state in self._states if state.name in workers]
-        pings = (self._call(state, calls.PING, None) for state in states)
+        pings = (self.call(state, calls.PING, None) for state in states)
         for outcome in await asyncio.gather(*pings, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
                 raise outcome
@@ -216,19 +222,6 @@ class RolloutWorkers:
         self.updates.note_loss(state)
         self.set.remove(state)
 
-    async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
-        """Reply of a call that may take as long as a group.
-
-        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
-            answer: it is of no use any more. Typed errors of the method.
-        """
-        state.num_calls += 1
-        try:
-            limit_s = self._config.group_timeout_s + RPC_MARGIN_S
-            return await self._call(state, method, args, limit_s)
-        finally:
-            state.num_calls -= 1
-
     async def call_named(self, name: str, method: Method[A, R], args: A) -> R:
         """Reply of the worker of that name. Raises: WorkerLost: it does no work. As `call`."""
         member = next((member for member in self.up_members if member.name == name), None)
@@ -236,13 +229,28 @@ class RolloutWorkers:
             raise WorkerLost(f"worker {name} is being started again, or has left")
         return await self._fleet.call(member, method, args)
 
-    async def _call(
+    async def evaluate(
+        self, state: RolloutWorkerState, episode: calls.RunEvaluation
+    ) -> calls.EvaluationReply:
+        """Plays an episode that is no run of a group; raises as `call`."""
+        state.num_calls += 1
+        try:
+            return await self.call(state, calls.RUN_EVALUATION, episode, self._group_limit_s)
+        finally:
+            state.num_calls -= 1
+
+    async def call(
         self,
         state: RolloutWorkerState,
         method: Method[A, R],
         args: A,
         timeout_s: float | None = None,
     ) -> R:
+        """Reply of a worker.
+
+        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
+            answer: it is of no use any more. Typed errors of the method.
+        """
         member, incarnation = state.member, state.member.worker.incarnation
         try:
             return await self._fleet.call(member, method, args, timeout_s=timeout_s)
@@ -298,7 +306,8 @@ class RolloutWorkers:
             self._config.group_size,
         )
         call = self._background.hold(
-            self._played(state, request, run), f"run of group {run.group_id}"
+            self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
+            f"run of group {run.group_id}",
         )
         try:
             reply = await asyncio.shield(call)
@@ -312,20 +321,10 @@ class RolloutWorkers:
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:
-            self._events.tell(WorkerProgressed(state.member))
+            self.on_progress(state.member)
         if reply.warning and not self._has_warned:
             self._has_warned = True  # others would say the same
             logger.warning("%s", reply.warning)
-        return reply
-
-    async def _played(
-        self, state: RolloutWorkerState, request: calls.RunGroup, run: GroupAttempt
-    ) -> GroupReply:
-        incarnation = state.member.worker.incarnation
-        reply = await self.call(state, calls.RUN_GROUP, request)
-        if reply.run != run:
-            cause = f"answered for {reply.run}, asked for {run}"
-            raise self._fleet.lose(state.member, incarnation, cause)
         return reply
 
     async def _give_up(
@@ -377,7 +376,7 @@ class RolloutWorkers:
             incarnation = state.member.worker.incarnation
             sweep, dead_ids = state.store.plan_sweep(incarnation)
             try:
-                last_sequence = await self._call(state, calls.SWEEP, sweep)
+                last_sequence = await self.call(state, calls.SWEEP, sweep)
             except WorkerLost:
                 return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)

@@ -30,7 +30,7 @@ from typing import Final
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.events import BatchFormed, Events, WorkersScaled
+from areal_sc.controller.events import BatchFormed
 from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChange
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
@@ -43,6 +43,7 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
 from areal_sc.system.disk import Disk
+from areal_sc.system.telling import tell
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class Scaling:
         path: of the file that keeps the number.
         before_end: is awaited with each worker that leaves, while it still answers.
         on_failure: is told that the number cannot be written: the run cannot go on.
+
+    Attributes:
+        on_scaled: is told of each change: workers before, from now on, and why.
     """
 
     def __init__(
@@ -71,7 +75,6 @@ class Scaling:
         workers: RolloutWorkers,
         groups: TrainingGroups,
         background: Background,
-        events: Events,
         disk: Disk,
         path: Path,
         order_of: OrderOf,
@@ -83,12 +86,12 @@ class Scaling:
         self._workers = workers
         self._groups = groups
         self._background = background
-        self._events = events
         self._disk = disk
         self._path = path
         self._order_of = order_of
         self._before_end = before_end
         self._on_failure = on_failure
+        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
         self._recovery: Recovery | None = None
         self._one_change = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
@@ -146,7 +149,7 @@ class Scaling:
             else:
                 return
             logger.info("rollout_workers=%d before=%d %s", num_workers, before, why)
-            self._events.tell(WorkersScaled(before, num_workers, why))
+            tell(self.on_scaled, before, num_workers, why)
 
     async def wait_for_room(self) -> None:
         """Returns when the workers that have come hold a batch.

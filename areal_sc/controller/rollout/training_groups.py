@@ -59,7 +59,7 @@ class TrainingGroups(Groups):
 
     def __init__(self, tools: GroupTools, durable: Callable[[], Awaitable[None]]) -> None:
         super().__init__(tools)
-        config = self._config
+        config = tools.config
         self.ledger = Ledger()
         self.kept_rows = KeptRows()
         self.run_again = Counter[str]()
