@@ -176,8 +176,13 @@ class TaskLook:
         self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
     ) -> None:
         reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
-        log_path = self._run_dir / "reward.log"
-        pool = RewardPool(rewards, num_processes=1, timeout_s=limit_s, log_path=log_path)
+        pool = RewardPool(
+            rewards,
+            num_processes=1,
+            timeout_s=limit_s,
+            log_path=self._run_dir / "reward.log",
+            sources=reader.folder,
+        )
         try:
             if self._tokenizer is None:
                 self._read_tokenizer(model)

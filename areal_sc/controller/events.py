@@ -1,15 +1,13 @@
-"""What happens in a controller, and who is told of it.
+"""What happens to rows, batches and steps in a controller.
 
-Each controller has one `Events`. What happens is a dataclass; who is told of it stands in one
-function of the controller, `_wire`, as a table. Listeners run at once, in the order of the table,
-and wait for nothing.
+Each controller has one function, `_hear`, that says who of it acts on what, as it does for what
+becomes of its workers (`fleet.events`). It acts at once, and waits for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import GroupAttempt
@@ -54,25 +52,10 @@ class WeightsMoved:
 
 @dataclass(frozen=True)
 class TrainingLost:
-    """The ranks do nothing before they are brought to a snapshot."""
-
-    why: str
+    """The ranks do nothing before they are brought to a snapshot; `StepLife` says why."""
 
 
-E = TypeVar("E")
+StepEvent = RoomFreed | RowsLost | BatchFormed | RowsNeeded | WeightsMoved | TrainingLost
 
-
-class Events:
-    """The table of one controller."""
-
-    def __init__(self) -> None:
-        self._listeners: dict[type[Any], tuple[Callable[[Any], object], ...]] = {}
-
-    def on(self, kind: type[E], *listeners: Callable[[E], object]) -> None:
-        """Events of a kind are told to these listeners, and to no others any more."""
-        self._listeners[kind] = listeners
-
-    def tell(self, event: object) -> None:
-        """Tells an event."""
-        for listener in self._listeners.get(type(event), ()):
-            listener(event)
+Hear = Callable[[StepEvent], None]
+"""Takes an event: the controller."""

@@ -109,7 +109,7 @@ def _goes_on(model: TrainController) -> bool:
 
 async def _go_on(actor: TrainController, rollout: RolloutController) -> None:
     assert actor.found is not None
-    actor.wire(rollout)
+    actor.note_reader(rollout)
     is_lost = bool(rollout.groups.step.gone) and actor.found.has_begun_step
     if is_lost:
         actor.begin_step_anew()

@@ -34,7 +34,7 @@ from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import DECLARATION, RewardDeclaration, RewardFunction
 from areal_sc.rewards.functions import is_async, name_of, place_of_definition
 from areal_sc.rewards.process import failure_of, finite_reward, make_unpacker, pack
-from areal_sc.sources.reference import reference_of
+from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, from_wire, to_wire
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import num_killed_for_memory
@@ -135,6 +135,7 @@ class RewardPool:
         num_processes: how many sync rewards run at a time.
         timeout_s: limit of one call, from the moment it begins to execute; of async rewards too.
         log_path: file that the reward processes' own output is appended to.
+        sources: that folder of the run.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class RewardPool:
         num_processes: int,
         timeout_s: float,
         log_path: Path | str,
+        sources: Path,
     ) -> None:
         if num_processes < 1 or timeout_s <= 0:
             raise ValueError(
@@ -153,6 +155,7 @@ class RewardPool:
         self._num_processes = num_processes
         self._timeout_s = timeout_s
         self._log_path = log_path
+        self._sources = sources
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
@@ -179,6 +182,7 @@ class RewardPool:
             RewardError: it raised, returned no finite number, passed its time limit, or ended two
                 processes.
             WorkflowError: the function or its arguments cannot be given to another process.
+            RunFolderError: as `write_session`.
             WorkerError: reward processes cannot be had; says nothing about the completion.
         """
         name = name or name_of(reward)
@@ -243,7 +247,9 @@ class RewardPool:
                     raise
 
     async def _start_one(self) -> _Process:
-        process = _Process(await self._source.spawn({}, self._log_path))
+        process = _Process(
+            await self._source.spawn({"sources": str(self._sources)}, self._log_path)
+        )
         self._processes.add(process)
         if self._broken is not None:  # meanwhile
             self._source.kill(process.child)
@@ -366,7 +372,7 @@ class RewardPool:
 
     def _key_of(self, reward: RewardFunction) -> int:
         if id(reward) not in self._keys:
-            self._references.append(reference_of(reward).to_wire())
+            self._references.append(written_reference(reward, self._sources))
             self._rewards.append(reward)
             self._keys[id(reward)] = len(self._references) - 1
         return self._keys[id(reward)]

@@ -17,6 +17,7 @@ import inspect
 import math
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -100,7 +101,12 @@ def failure_of(error: BaseException) -> tuple[str, dict[str, str]]:
 
 
 def run_reward_process(spec: dict[str, Any]) -> int:
-    """Entry point; `spec["fd"]` is the socket to the pool. Returns at its end of file."""
+    """Entry point. Returns at the end of file of the socket to the pool.
+
+    Args:
+        spec: `fd`, the socket; `sources`, as in `RewardPool`.
+    """
+    sources = Path(spec["sources"])
     rewards: dict[int, Callable[..., Any]] = {}
     setup_logging("reward")
     with socket.socket(fileno=spec["fd"]) as connection:
@@ -108,7 +114,7 @@ def run_reward_process(spec: dict[str, Any]) -> int:
         connection.sendall(pack(["ready"]))
         left: set[int] = set()
         for number, request in enumerate(_requests(connection), start=1):
-            answer = _answer(request, rewards)
+            answer = _answer(request, rewards, sources)
             for text in take_warnings():
                 connection.sendall(pack(["warned", text]))
             connection.sendall(pack(answer))
@@ -124,11 +130,11 @@ def _requests(connection: socket.socket) -> Iterator[list[Any]]:
         yield from unpacker
 
 
-def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]]) -> list[Any]:
+def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]], sources: Path) -> list[Any]:
     kind, key, *rest = request
     try:
         if kind == "load":
-            rewards[key] = resolve(ObjectReference.from_wire(rest[0]))
+            rewards[key] = resolve(ObjectReference.from_wire(rest[0]), sources)
             declaration: RewardDeclaration | None = getattr(rewards[key], DECLARATION, None)
             if declaration is not None:
                 declaration.prepare()

@@ -11,7 +11,7 @@ workers; a reference names code to import, so it is never accepted from a socket
 
 What is defined in the script (`__main__`) is loaded from the script's file under another module
 name, once per process, so its `if __name__ == "__main__":` block does not run. Where `__main__` has
-no file, in a REPL or a notebook, its name stays in the target; `session` makes a file of it.
+no file, in a REPL or a notebook, the target leads to a file of the run folder: see `session`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ from typing import Annotated, Any, Final, Self
 import msgspec
 
 from areal_sc.errors import WorkflowError
+from areal_sc.sources.session import (
+    SESSION,
+    is_location,
+    is_of_session,
+    load_session,
+    write_session,
+)
 from areal_sc.sources.values import UnfitValue, from_wire, to_wire
 from areal_sc.user_code import user_code
 
@@ -67,7 +74,7 @@ class ObjectReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function, a class, an enum's member, or an instance made from plain arguments.
 
     Attributes:
-        target: `package.module:qualname`, or `/absolute/script.py:qualname`.
+        target: `package.module:qualname`, `/absolute/script.py:qualname`, or `session_<hash>:0`.
         args: positional constructor arguments in JSON form; None means the named object itself.
         kwargs: keyword constructor arguments in JSON form.
         search_path: folder that must be on `sys.path` to import the target, or None.
@@ -91,16 +98,35 @@ class ObjectReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise WorkflowError(f"not an object reference: {wire!r}: {error}") from error
 
 
-def reference_of(obj: Any) -> ObjectReference:
+def written_reference(obj: Any, sources: Path) -> dict[str, Any]:
+    """The wire form of a reference like that of `reference_of`, which also reaches a session.
+
+    Args:
+        sources: that folder of the run; gets a file of what a session defines.
+    Raises: WorkflowError: as `reference_of`. WorkflowError, RunFolderError: as `write_session`.
+    """
+    of_session: list[Any] = []
+    wire = reference_of(obj, of_session).to_wire()
+    if of_session:
+        location = write_session(sources, of_session)
+        for reference in references_in(wire):
+            if reference["target"].startswith(f"{SESSION}:"):
+                reference["target"] = location + reference["target"].removeprefix(SESSION)
+    return wire
+
+
+def reference_of(obj: Any, of_session: list[Any] | None = None) -> ObjectReference:
     """Names a function or class of a module, an enum's member, or a Referable or dataclass.
 
+    Args:
+        of_session: gets the functions and classes that only their place in this list names.
     Raises: WorkflowError: another process could not make the object again; says what to do.
     """
     if isinstance(obj, enum.Enum):
-        target, search_path = _target_of(type(obj))
+        target, search_path = _target_of(type(obj), of_session)
         return ObjectReference(f"{target}.{obj.name}", search_path=search_path)
     if isinstance(obj, types.FunctionType | types.BuiltinFunctionType | type):
-        target, search_path = _target_of(obj)
+        target, search_path = _target_of(obj, of_session)
         return ObjectReference(target, search_path=search_path)
     if isinstance(obj, Referable):
         args, kwargs = obj.constructor_arguments()
@@ -112,12 +138,22 @@ def reference_of(obj: Any) -> ObjectReference:
             f"{_short(obj)} cannot be sent to workers: give an instance of a Workflow or Prompts "
             "subclass, or a function defined at the top level of a module or of your script"
         )
-    target, search_path = _target_of(type(obj))
+    target, search_path = _target_of(type(obj), of_session)
     owner = type(obj).__qualname__
+
+    def argument(value: Any, name: int | str) -> Any:
+        try:
+            return to_wire(value, lambda value: _named(value, of_session))
+        except UnfitValue as error:
+            raise WorkflowError(
+                f"{error.located(f'argument {name!r} of {owner}')}; build the rest from them in "
+                "the constructor, or pass dataclasses, enums, and functions or classes of a module"
+            ) from None
+
     return ObjectReference(
         target,
-        [_argument(value, f"argument {i} of {owner}") for i, value in enumerate(args)],
-        {name: _argument(value, f"argument {name!r} of {owner}") for name, value in kwargs.items()},
+        [argument(value, number) for number, value in enumerate(args)],
+        {name: argument(value, name) for name, value in kwargs.items()},
         search_path,
     )
 
@@ -134,27 +170,45 @@ def references_in(wire: dict[str, Any]) -> Iterator[dict[str, Any]]:
             values.extend(value.values() if isinstance(value, dict) else value)
 
 
-def resolve(reference: ObjectReference) -> Any:
+def resolve(reference: ObjectReference, sources: Path | None = None) -> Any:
     """Imports the target and, when the reference has arguments, constructs the instance.
 
+    Args:
+        sources: that folder of the run, which has what a session defines.
     Raises: WorkflowError: the module or name is not there, or does not take the arguments.
     """
-    found = _import_target(reference.target, reference.search_path)
+
+    def made(wire: dict[str, Any]) -> Any:
+        if wire["$"] != "reference":
+            raise WorkflowError(f"an argument of unknown kind {wire['$']!r} in an object reference")
+        return resolve(ObjectReference.from_wire(wire["reference"]), sources)
+
+    found = _import_target(reference.target, reference.search_path, sources)
     if reference.args is None:
         return found
-    args = [from_wire(value, _made) for value in reference.args]
-    kwargs = {name: from_wire(value, _made) for name, value in reference.kwargs.items()}
+    args = [from_wire(value, made) for value in reference.args]
+    kwargs = {name: from_wire(value, made) for name, value in reference.kwargs.items()}
     with user_code(f"{reference.target} cannot be constructed with its recorded arguments: it"):
         return found(*args, **kwargs)
 
 
-def _target_of(obj: Any) -> tuple[str, str | None]:
+def _target_of(obj: Any, of_session: list[Any] | None) -> tuple[str, str | None]:
     """(target, search path) of a function or class.
 
     Raises: WorkflowError: it cannot be found again by its name.
     """
     name, module_name = obj.__qualname__, obj.__module__
     kind = "class" if isinstance(obj, type) else "function"
+    module = sys.modules.get(module_name)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if is_of_session(obj, found):
+        if of_session is None:
+            return f"{SESSION}:{name}", None
+        if not any(it is obj for it in of_session):
+            of_session.append(obj)
+        return f"{SESSION}:{[it is obj for it in of_session].index(True)}", None
     if "<lambda>" in name:
         raise WorkflowError(
             f"a lambda of {module_name} cannot be sent to workers: "
@@ -166,10 +220,6 @@ def _target_of(obj: Any) -> tuple[str, str | None]:
             "workers: move it to the top level of the module, and pass what it takes from the "
             "surrounding function as arguments of a Workflow's constructor"
         )
-    module = sys.modules.get(module_name)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
     if found is not obj and module_name == "__main__" and (script := _script_of_tool(module)):
         return f"{script}:{name}", str(script.parent)
     if module is None or found is not obj:
@@ -190,7 +240,7 @@ def _location_of(module: types.ModuleType) -> tuple[str, str | None]:
     if name == "__main__" and spec is not None:
         name = spec.name  # started by `python -m package.module`
     if getattr(module, "__file__", None) is None:
-        return name, None  # built into the interpreter; `__main__` is a REPL's or a notebook's
+        return name, None  # built into the interpreter
     file = Path(str(module.__file__)).resolve()
     if not file.is_file():
         raise WorkflowError(
@@ -230,8 +280,11 @@ _MOVED: Final = {
 """Modules by the names that older run folders have for them."""
 
 
-def _import_target(target: str, search_path: str | None) -> Any:
+def _import_target(target: str, search_path: str | None, sources: Path | None) -> Any:
     location, _, qualname = target.rpartition(":")
+    if is_location(location):
+        number, *members = qualname.split(".")
+        return reduce(getattr, members, load_session(sources, location)[int(number)])
     if search_path is not None and search_path not in sys.path:
         sys.path.insert(0, search_path)
     with user_code(
@@ -280,32 +333,15 @@ def _load_script(path: Path) -> types.ModuleType:
     return module
 
 
-def _argument(value: Any, where: str) -> Any:
-    """The JSON form of an argument, see `values`."""
-    try:
-        return to_wire(value, _named)
-    except UnfitValue as error:
-        raise WorkflowError(
-            f"{error.located(where)}; build the rest from them in the constructor, or pass "
-            "dataclasses, enums, and functions or classes of a module"
-        ) from None
-
-
-def _named(value: Any) -> dict[str, Any] | None:
+def _named(value: Any, of_session: list[Any] | None) -> dict[str, Any] | None:
     """What is found by its name, or its path, in another process."""
     if isinstance(value, Path):  # absolute: workers have another working directory
         return {"$": "path", "path": str(value.expanduser().absolute())}
     if isinstance(
         value, Referable | enum.Enum | types.FunctionType | types.BuiltinFunctionType | type
     ) or dataclasses.is_dataclass(value):
-        return {"$": "reference", "reference": reference_of(value).to_wire()}
+        return {"$": "reference", "reference": reference_of(value, of_session).to_wire()}
     return None
-
-
-def _made(wire: dict[str, Any]) -> Any:
-    if wire["$"] != "reference":
-        raise WorkflowError(f"an argument of unknown kind {wire['$']!r} in an object reference")
-    return resolve(ObjectReference.from_wire(wire["reference"]))
 
 
 def _short(obj: Any) -> str:

@@ -1,158 +1,153 @@
-"""What a notebook defines, copied to a module that workers can import. No torch.
+"""What a notebook or Python's own prompt defines, as a file that workers can load. No torch.
 
-A session has no file. IPython keeps the text of its cells, though; Python's own prompt does not. A
-function or class is copied from there, with the imports and definitions that it uses; plain values
-that it uses are written down as they are now. Nothing else of a cell runs in a worker.
+A session has no file that a worker could import. cloudpickle writes its functions and classes by
+value, with the globals that they use, as these are when training begins. Imports stay imports.
 
-    In [1]: import re                                 import re
-            THRESHOLD = 0.5                  ->       THRESHOLD = ...from_json(b'0.5')
-    In [2]: def reward(prompt, answer): ...           def reward(prompt, answer): ...
-            PPOTrainer(config).fit(...)
+    reference   "session_<SHA-256 of the file>:0"      the first of the definitions in that file
+    file        <run folder>/sources/.session_<SHA-256>   a line of JSON, then the pickle
+
+A pickle runs code when it is loaded. So a file is for its owner alone, lies in the run's own
+folder, and is loaded from there only, after its hash is verified. Nothing that a socket brings is
+loaded, and no node is sent such a file (its name begins with a dot).
 """
 
 from __future__ import annotations
 
-import ast
+import hashlib
 import inspect
-import linecache
+import json
 import os
 import re
-import symtable
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from types import NoneType
-from typing import Any
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
-from areal_sc.errors import WorkflowError
-from areal_sc.sources import values
+import cloudpickle
 
-SESSION = "__main__"
+from areal_sc.errors import RunFolderError, WorkflowError
+from areal_sc.system.durable import replace_file
+
+SESSION: Final = "__main__"
 """Module name of what has no file."""
 
-_PLAIN = (NoneType, bool, int, float, complex, str, bytes, list, tuple, dict, set)
+_OWNER_ONLY: Final = 0o600
+_LOCATION: Final = re.compile(r"session_([0-9a-f]{64})")
 
-_HEADER = """\
-from __future__ import annotations
-
-import sys
-
-sys.path[:0] = [folder for folder in {folders!r} if folder not in sys.path]
-"""
+_loaded: dict[str, list[Any]] = {}
+"""Definitions by location; one class of a session is one class in a process."""
 
 
-def session_module(names: Iterable[str]) -> str:
-    """The text of a module that has these functions and classes of the session.
+def is_of_session(obj: Any, found: Any) -> bool:
+    """Whether a function or class has no file: it is a session's, here or where it came from.
 
-    Raises: WorkflowError: the text of one is not known, or it uses what cannot be written down;
-        says what to do.
+    Args:
+        found: what its name means in its module.
     """
-    copy = _Copy()
-    for name in names:
-        copy.add(name, name)
-    folders = [os.path.abspath(folder) for folder in sys.path]
-    return "\n\n".join([_HEADER.format(folders=folders), *copy.statements]) + "\n"
+    if obj.__module__ != SESSION:
+        return False
+    has_file = getattr(sys.modules.get(SESSION), "__file__", None) is not None
+    return not has_file or (bool(_loaded) and found is not obj)
 
 
-class _Copy:
-    """Statements of the session, each after those that it uses."""
+def write_session(folder: Path, definitions: Sequence[Any]) -> str:
+    """Writes functions and classes of the session to a file.
 
-    def __init__(self) -> None:
-        self.statements: list[str] = []
-        self._values = vars(sys.modules[SESSION])
-        self._cells = [_statements(cell) for cell in self._values.get("In", ())]  # oldest first
-        self._seen: set[str] = set()
+    Args:
+        folder: `sources` of the run.
+    Returns: the location that references to them begin with.
+    Raises: WorkflowError: one uses what cannot be copied; says which. RunFolderError: the file
+        cannot be written.
+    """
+    try:
+        pickled = cloudpickle.dumps(list(definitions))
+    except Exception as error:  # objects say in many ways that they are none to be copied
+        raise WorkflowError(_what_to_do(definitions)) from error
+    folders = [os.path.abspath(path) for path in sys.path]
+    header = {"python": sys.implementation.cache_tag, "folders": folders}
+    content = json.dumps(header).encode() + b"\n" + pickled
+    location = f"session_{hashlib.sha256(content).hexdigest()}"
+    path = folder / f".{location}"
+    try:
+        folder.mkdir(exist_ok=True)  # not a run folder that was moved away
+        if not path.exists():
+            with replace_file(path, mode=_OWNER_ONLY) as file:
+                file.write(content)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+    _loaded[location] = list(definitions)  # loaded here, a class would replace its own methods
+    return location
 
-    def add(self, name: str, user: str) -> None:
-        """Args: user: the definition that uses the name."""
-        if name in self._seen or name not in self._values:  # a builtin, or nothing yet
-            return
-        self._seen.add(name)
-        value = self._values[name]
-        defined_as = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        if defined_as == (SESSION, name):
-            statement = self._definition(name, value)
-            for used in sorted(_global_names(symtable.symtable(statement, name, "exec"))):
-                self.add(used, name)
-        elif type(value) in _PLAIN and (packed := _packed(value)):
-            module = f"__import__({values.__name__!r}, fromlist=[1])"
-            statement = f"{name} = {module}.from_wire({module}.from_json({packed!r}))"
-        elif isinstance(value, re.Pattern):
-            statement = f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})"
-        else:
-            statement = "\n".join(dict.fromkeys(self._imports(name, value)))
-            if not statement:
-                raise WorkflowError(
-                    f"{user} uses {name}, which cannot be sent to workers from an interactive "
-                    f"session (it is of type {type(value).__name__}): make it inside of {user}, or "
-                    f"{_to_file(user)}"
-                )
-        self.statements.append(statement)
 
-    def _definition(self, name: str, value: Any) -> str:
-        for statements in [*_cells_of(value), *reversed(self._cells)]:
-            for node in reversed(statements):
-                if isinstance(node, _DEFINITIONS) and node.name == name:
-                    return ast.unparse(node)
+def is_location(location: str) -> bool:
+    """Whether a reference leads to a session's file."""
+    return _LOCATION.fullmatch(location) is not None
+
+
+def load_session(folder: Path | None, location: str) -> list[Any]:
+    """The definitions in a file of the session; each file is loaded once a process.
+
+    Args:
+        folder: `sources` of the run.
+    Raises: WorkflowError: the file is not on this node, is damaged, or is another Python's.
+    """
+    if location in _loaded:
+        return _loaded[location]
+    what = f"what the notebook or interactive session defines cannot be loaded on {os.uname()[1]}"
+    to_file = "put it into a file, `rewards.py` say, and import it from there"
+    try:
+        content = b"" if folder is None else (folder / f".{location}").read_bytes()
+    except FileNotFoundError:
+        content = b""
+    if not content:
+        raise WorkflowError(f"{what}, which does not share the run folder: {to_file}")
+    if f"session_{hashlib.sha256(content).hexdigest()}" != location:
+        raise WorkflowError(f"{what}: {folder}/.{location} is damaged: its SHA-256 is wrong")
+    header, _, pickled = content.partition(b"\n")
+    told = json.loads(header)
+    if told["python"] != sys.implementation.cache_tag:
         raise WorkflowError(
-            f"{name} is defined in an interactive session, which keeps no text of it, so it cannot "
-            f"be sent to workers: {_to_file(name)}"
+            f"{what}: it was written by {told['python']}, and workers there run "
+            f"{sys.implementation.cache_tag}: {to_file}"
         )
-
-    def _imports(self, name: str, value: Any) -> Iterator[str]:
-        """The imports of the session that give the name this value."""
-        for node in chain(*self._cells):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    module = alias.name if alias.asname else alias.name.partition(".")[0]
-                    if name == (alias.asname or module) and sys.modules.get(module) is value:
-                        yield ast.unparse(ast.Import([alias]))
-            elif isinstance(node, ast.ImportFrom):
-                origin = sys.modules.get(node.module or "")
-                for alias in node.names:
-                    attribute = name if alias.name == "*" else alias.name
-                    is_named = name == (alias.asname or attribute)
-                    if is_named and getattr(origin, attribute, None) is value:
-                        yield f"from {node.module} import {attribute} as {name}"
+    sys.path[:0] = [path for path in told["folders"] if path not in sys.path]
+    _loaded[location] = cloudpickle.loads(pickled)
+    return _loaded[location]
 
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def _to_file(name: str) -> str:
+def _what_to_do(definitions: Sequence[Any]) -> str:
+    seen = set[int]()
+    causes = (cause for it in definitions for cause in _unfit_globals(it, seen))
+    user, name, value = next(causes, (definitions[0].__qualname__, "something", None))
+    short = user.partition(".")[0]
     return (
-        "put it into a file of the current folder, `rewards.py` say (a notebook cell whose first "
-        f"line is `%%writefile rewards.py` writes it), and `from rewards import {name}`"
+        f"{user} uses {name}, which cannot be sent to workers from an interactive session (it is "
+        f"of type {type(value).__name__}): make it inside of {user}, or put it into a file of the "
+        "current folder, `rewards.py` say (a notebook cell whose first line is "
+        f"`%%writefile rewards.py` writes it), and `from rewards import {short}`"
     )
 
 
-def _cells_of(value: Any) -> Iterator[list[ast.stmt]]:
-    """The very cells that a function, or the methods of a class, come from."""
-    for part in (value, *vars(value).values()) if isinstance(value, type) else (value,):
-        code = getattr(inspect.unwrap(part), "__code__", None)
-        if code is not None:
-            yield _statements("".join(linecache.getlines(code.co_filename)))
+def _unfit_globals(user: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
+    """(user, name, value) of what a definition, or one that it uses, has and cannot be written."""
+    if id(user) in seen:
+        return
+    seen.add(id(user))
+    functions = vars(user).values() if isinstance(user, type) else [user]
+    for function in map(inspect.unwrap, functions):
+        if isinstance(function, types.FunctionType):
+            used = inspect.getclosurevars(function)
+            for name, value in {**used.globals, **used.nonlocals}.items():
+                if getattr(value, "__module__", None) == SESSION and hasattr(value, "__qualname__"):
+                    yield from _unfit_globals(value, seen)
+                elif not _can_be_written(value):
+                    yield user.__qualname__, name, value
 
 
-def _statements(cell: str) -> list[ast.stmt]:
-    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+def _can_be_written(value: Any) -> bool:
     try:
-        tree: ast.Module = compile(cell, "<cell>", "exec", flags, dont_inherit=True)
-    except SyntaxError:  # it did not run either
-        return []
-    return tree.body
-
-
-def _global_names(table: symtable.SymbolTable) -> set[str]:
-    """Global names that a scope, or one within it, reads."""
-    symbols = table.get_symbols()
-    names = {s.get_name() for s in symbols if s.is_global() and s.is_referenced()}
-    return names.union(*map(_global_names, table.get_children()))
-
-
-def _packed(value: Any) -> bytes:
-    """The value as bytes; none if it would not come back equal."""
-    try:
-        return values.to_json(values.to_wire(value))
-    except values.UnfitValue:
-        return b""
+        cloudpickle.dumps(value)
+    except Exception:  # as in `write_session`
+        return False
+    return True

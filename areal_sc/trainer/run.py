@@ -33,6 +33,7 @@ from areal_sc.controller.starting import start
 from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
+from areal_sc.fleet.events import FleetEvent, Scaled
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models
 from areal_sc.records.learning_curve import plot_learning_curve
@@ -187,13 +188,13 @@ class Run:
         outages = Outages(
             self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
         )
-        for controller in (actor, rollout, *others):
-            controller.on_outage = outages.note
-        rollout.on_scaled = self._tell_scaled
         self._retreats = Retreats(self.config.scheduler.max_deaths)
         self._adviser = Adviser(self.config, self.folder.path)
         self._others = others
         with ExitStack() as stack:
+            for controller in (actor, rollout, *others):
+                stack.enter_context(controller.heard_by(outages.hear))
+            stack.enter_context(rollout.heard_by(self._tell_scaled))
             with self.display.phase("start-up"):
                 taken = stack.enter_context(start(actor, *others, rollout))
                 if taken is not None:
@@ -275,9 +276,11 @@ class Run:
         self.display.warning(str(outage))
         self.log.event("workers_restarted", **asdict(outage))
 
-    def _tell_scaled(self, before: int, num_workers: int, why: str) -> None:
-        self.display.note(f"{num_workers} rollout workers instead of {before}: {why}")
-        self.log.event("scaled", before=before, num_workers=num_workers, cause=why)
+    def _tell_scaled(self, event: FleetEvent) -> None:
+        if isinstance(event, Scaled):
+            before, number, why = event.before, event.number, event.why
+            self.display.note(f"{number} rollout workers instead of {before}: {why}")
+            self.log.event("scaled", before=before, num_workers=number, cause=why)
 
     def _tracker_id(self) -> str:
         """The run's name for trackers, from the first start on."""
@@ -361,8 +364,8 @@ class Run:
         with (
             self.display.phase("training", total, "steps", actor.version) as phase,
             stop_wishes(limit_s, partial(self._tell_stop, actor)) as stop,
+            actor.heard_by(stop.hear),
         ):
-            actor.fleet.on_wish = stop.on_wish
             while True:
                 if stop.takes_snapshot() and self.checkpoints is not None:
                     self.checkpoints.finish()

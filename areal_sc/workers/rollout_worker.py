@@ -83,6 +83,7 @@ class RolloutWorker(Worker):
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
+            sources=self.sources.folder,
         )
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from areal_sc.errors import RunFolderError, WorkflowError
+from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.sources.prompts import MAX_COPIED_ROWS, CopiedPrompts, Prompts, write_prompts
 from areal_sc.sources.reference import (
     ObjectReference,
     Referable,
     is_always_importable,
     reference_of,
-    references_in,
     resolve,
+    written_reference,
 )
 from areal_sc.sources.reference_paths import (
     code_files,
@@ -36,7 +36,6 @@ from areal_sc.sources.reference_paths import (
     named_files,
 )
 from areal_sc.sources.row_file import GROWING, PromptSource, RowWriter, WrittenRows, num_rows_of
-from areal_sc.sources.session import SESSION, session_module
 from areal_sc.system.durable import write_atomic
 from areal_sc.workflows.base import Workflow
 
@@ -72,7 +71,7 @@ class SourceRegistry:
         """Number of the workflow; an equal one gets the same number.
 
         Raises: WorkflowError: it can play no episode, or cannot be built again in a worker (a
-            lambda, a local class ...). RunFolderError: its file cannot be written.
+            lambda of a module, a local class ...). RunFolderError: its file cannot be written.
         """
         if not isinstance(workflow, Workflow):
             raise WorkflowError(
@@ -179,8 +178,7 @@ class SourceRegistry:
             return write_prompts(rows, self._folder)
 
     def _write(self, source: Referable) -> int:
-        reference = reference_of(source).to_wire()
-        self._write_session(list(references_in(reference)))
+        reference = written_reference(source, self._folder)
         wire = json.dumps(reference).encode()
         number = _number_of(wire)
         path = self._folder / f"{number}.json"
@@ -208,19 +206,6 @@ class SourceRegistry:
             if not Path(path).is_relative_to(self._folder):
                 name_path(self._folder, path, Contents.all)
 
-    def _write_session(self, references: list[dict[str, Any]]) -> None:
-        """Makes those to a notebook or REPL lead to a module that has its definitions."""
-        defined_here = [r for r in references if r["target"].startswith(f"{SESSION}:")]
-        if not defined_here:
-            return
-        names = [r["target"].removeprefix(f"{SESSION}:") for r in defined_here]
-        text = session_module(name.partition(".")[0] for name in names).encode()
-        path = self._folder / f"session_{hashlib.blake2b(text, digest_size=6).hexdigest()}.py"
-        with _writing(path):
-            write_atomic(path, text)
-        for reference, name in zip(defined_here, names, strict=True):
-            reference["target"] = f"{path}:{name}"
-
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
@@ -244,10 +229,13 @@ class SourceReader:
 
     Args:
         place: from a path of the script's machine to one of this machine.
+
+    Attributes:
+        folder: `sources` of the run.
     """
 
     def __init__(self, run_dir: Path, place: Callable[[str], str] = str) -> None:
-        self._folder = RunFolder(run_dir).sources
+        self.folder = RunFolder(run_dir).sources
         self._place = place
         self._built: dict[int, Any] = {}
 
@@ -259,7 +247,7 @@ class SourceReader:
 
     def _get(self, number: int, expected: type[T]) -> T:
         if number not in self._built:
-            path = self._folder / f"{int(number)}.json"
+            path = self.folder / f"{int(number)}.json"
             try:
                 wire = path.read_bytes()
             except OSError as error:
@@ -267,7 +255,7 @@ class SourceReader:
             if _number_of(wire) != number:
                 raise WorkflowError(f"source {number}: {path} is damaged: its checksum is wrong")
             reference = moved(json.loads(wire), self._here)
-            self._built[number] = resolve(ObjectReference.from_wire(reference))
+            self._built[number] = resolve(ObjectReference.from_wire(reference), self.folder)
         source = self._built[number]
         if not isinstance(source, expected):
             raise WorkflowError(
@@ -277,6 +265,6 @@ class SourceReader:
 
     def _here(self, path: str) -> str:
         """Where a path of the script's machine is; the run folder may have been moved since."""
-        of_run = self._folder / Path(path).name
-        is_of_run = Path(path).parent.name == self._folder.name and of_run.exists()
+        of_run = self.folder / Path(path).name
+        is_of_run = Path(path).parent.name == self.folder.name and of_run.exists()
         return str(of_run) if is_of_run else self._place(path)

@@ -173,7 +173,7 @@ def end_of(server: ForkServer, pid: int) -> asyncio.Future[int]:
 
 def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool:
     settings = {"num_processes": 1, "timeout_s": 30.0} | settings
-    return RewardPool(server, log_path=tmp_path / "reward.log", **settings)
+    return RewardPool(server, log_path=tmp_path / "reward.log", sources=tmp_path, **settings)
 
 
 def is_running(pid: int) -> bool:

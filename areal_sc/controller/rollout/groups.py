@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
-from areal_sc.controller.events import Events
+from areal_sc.controller.events import Hear
 from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
@@ -53,7 +53,7 @@ class GroupTools:
     workers: RolloutWorkers
     rejections: Rejections
     background: Background
-    events: Events
+    hear: Hear
     make_readable: MakeReadable
     new_id: Callable[[], str]
 
@@ -73,7 +73,7 @@ class Groups(ABC):
         self._workers = tools.workers
         self._rejections = tools.rejections
         self._background = tools.background
-        self._events = tools.events
+        self._hear = tools.hear
         self._make_readable = tools.make_readable
         self._new_id = tools.new_id
         self._suspects = asyncio.Lock()  # held by the one that runs

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from areal_sc.controller.events import RoomFreed, RowsLost, TrainingLost
+from areal_sc.controller.events import RoomFreed
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout.groups import Groups, GroupTools
@@ -53,15 +53,15 @@ class OutsideGroups(Groups):
         """Whether its rows are in a batch that was not forgotten, or will be in one."""
         return self._needed.get(run.group_id) == run.attempt
 
-    def lose_rows(self, lost: RowsLost) -> None:
-        """Groups of batches that are not complete run again."""
-        self._lost |= {run.group_id for run in lost.runs if self.needs(run)}
+    def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
+        """The rows of these runs are gone; groups of batches that are not complete run again."""
+        self._lost |= {run.group_id for run in runs if self.needs(run)}
 
-    def lose_steps(self, lost: TrainingLost) -> None:
+    def lose_steps(self) -> None:
         """Calls raise StepsLost: their workers may wait for weights that nobody makes."""
         for results in self._awaited:
             if not results.done():
-                results.set_exception(StepsLost(lost.why))
+                results.set_exception(StepsLost(self.step.why_lost))
 
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
@@ -72,7 +72,7 @@ class OutsideGroups(Groups):
             reply = await self._reply(group, source, lambda: self._workers.set.take(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
-                self._events.tell(RoomFreed())
+                self._hear(RoomFreed())
             else:
                 self.num_finished += 1
             return reply.batch
@@ -142,7 +142,7 @@ class OutsideGroups(Groups):
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
                     reply = await self._workers.evaluate(worker, episode)
                     if reply.rejection is None:
-                        self._workers.on_progress(worker.member)
+                        self._workers.note_progress(worker)
                     return reply
 
                 reply = await self._outlive(prompt, held.worker, evaluate, _tell_lost_prompt)

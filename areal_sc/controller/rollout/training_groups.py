@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from areal_sc.controller.events import BatchFormed, RowsLost, RowsNeeded
+from areal_sc.controller.events import BatchFormed, RowsNeeded
 from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState
@@ -167,12 +167,12 @@ class TrainingGroups(Groups):
         self.kept_rows.release(self.ledger, self.version)
         self._workers.sweep()
 
-    def lose_rows(self, lost: RowsLost) -> None:
-        """Groups that wait to be trained run again.
+    def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
+        """The rows of these runs are gone: groups that wait to be trained run again.
 
         Nothing takes the room of rows of the current batch until it is asked for again.
         """
-        for run in self.step.lose_rows(lost.runs):
+        for run in self.step.lose_rows(runs):
             if self.ledger.needs_rows(run.group_id, run.attempt) and (
                 group := self.ledger.get(run.group_id)
             ):
@@ -209,7 +209,7 @@ class TrainingGroups(Groups):
         self._is_paused = False
         self.admit()
 
-    def admit(self, _: object = None) -> None:
+    def admit(self) -> None:
         """Admits groups while eq. 3, concurrency and store bytes allow.
 
         Those that wait to run again go first, the oldest of them before the others.
@@ -252,7 +252,7 @@ class TrainingGroups(Groups):
 
     def go_on(self, found: FoundRuns) -> None:
         """Runs that were found are joined; what else is queued, or ran, runs again."""
-        self.lose_rows(RowsLost(found.lost))
+        self.lose_rows(found.lost)
         found.num_again += len(self._restored) + len(self.step.gone)
         for group, worker in found.reconcile(self.ledger):
             self._start(group, self._join(group, worker))
@@ -357,7 +357,7 @@ class TrainingGroups(Groups):
     def _consume(self, groups: Sequence[Group]) -> None:
         self._form_batch(groups, self.ledger.consume([g.group_id for g in groups], self.version))
         self.admission.note_batch(self.ledger.num(GroupState.finished))
-        self._events.tell(BatchFormed())
+        self._hear(BatchFormed())
         self.admit()
 
     def _form_batch(self, groups: Sequence[Group], batches: Sequence[BatchMetadata]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
-from areal_sc.controller.events import RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers, YieldMemory
@@ -71,14 +71,14 @@ class WeightsReader(Controller):
             self.groups.keep_rows(needed)
             self._background.notify()
 
-    def lose_steps(self, lost: TrainingLost) -> None:
+    def lose_steps(self) -> None:
         """Whoever waits for rows or evaluations gets StepsLost."""
-        self._outside.lose_steps(lost)
+        self._outside.lose_steps()
         self._background.notify()
 
-    def renew_weights(self, moved: WeightsMoved) -> None:
-        """Workers that still need the current weights get them from where they are now."""
-        self._workers.updates.renew(moved.weights)
+    def renew_weights(self, weights: WeightsReference) -> None:
+        """The weights of the current version are to be had elsewhere from now on."""
+        self._workers.updates.renew(weights)
 
     async def hold_updates_async(self) -> int:
         """Waits until no worker updates its weights; none begins before `receive_weights`.

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
-from areal_sc.controller.events import Events, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.events import Hear, RowsNeeded, TrainingLost, WeightsMoved
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
@@ -46,9 +46,8 @@ from areal_sc.errors import (
     WorkerLost,
     WorkerStartError,
 )
-from areal_sc.fleet.fleet import Fleet
-from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.worker_life import Progressed
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
@@ -72,11 +71,10 @@ class Ranks:
 
     Args:
         needs: what the rollout controllers say of rows.
-        events: of their controller.
-        on_given_up: is told why the run cannot go on.
+        hear: takes what the steps need, and what becomes of them.
 
     Attributes:
-        life: the training step that goes on.
+        step: the training step that goes on.
         history: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
@@ -85,13 +83,14 @@ class Ranks:
     def __init__(
         self,
         config: ActorConfig,
-        fleet: Fleet,
+        recovery: Recovery,
         publisher: Publisher,
         needs: Set[NeedsRun],
-        events: Events,
-        on_given_up: Callable[[WorkerError], None],
+        hear: Hear,
     ) -> None:
-        self.life = StepLife()
+        self.step = StepLife()
+        self._recovery = recovery
+        self._fleet = fleet = recovery.fleet
         every_steps = config.memory_every_steps
         self.history = TrainHistory(
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
@@ -99,56 +98,41 @@ class Ranks:
         self.calls = RankCalls(fleet, publisher, self.history)
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(
-            fleet, self.history, every_steps, self._tell_rows, self.lose_hung
+            fleet, self.history, every_steps, self.tell_rows, self.lose_hung
         )
         self._config = config
-        self._fleet = fleet
         self._publisher = publisher
-        self._events = events
-        self._on_given_up = on_given_up
-        self._recovery: Recovery | None = None
+        self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
 
-    async def start(self, lineage: int) -> Recovery:
-        """The ranks meet, and build their engines; returns what restarts them from then on."""
+    async def start(self, lineage: int) -> None:
+        """The ranks meet, and build their engines; from then on they are started again."""
         members = self._fleet.members
         if any(member.is_adopted for member in members):
             await self._fleet.kill(members)
             await self._fleet.restart(members)
         self.calls.layout = await meet(self._fleet, lineage)
         self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
-        return self._begin_recovery()
+        self._recovery.begin(self._bring_back)
 
-    def take_over(self, found: FoundRanks) -> Recovery:
+    def take_over(self, found: FoundRanks) -> None:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
         self.calls.layout = RankLayout.of(found.positions)
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
-        self.life.go_back(found.version)
+        self.step.go_back(found.version)
         if found.has_begun_step:
-            self.life.begin_before()
-        return self._begin_recovery()
+            self.step.begin_before()
+        self._recovery.begin(self._bring_back)
 
     def _begin(self, lineage: int, source: StartingPoint) -> None:
         self.history.begin(lineage, source)
-        self.life.go_back(source.version)
+        self.step.go_back(source.version)
 
-    def _begin_recovery(self) -> Recovery:
-        members = self._fleet.members
-        self._recovery = Recovery(
-            self._fleet,
-            {members[0].order.role: members},
-            self._fleet.config.max_deaths,
-            self._bring_back,
-            self._on_given_up,
-            self._tell_rows,
-        )
-        return self._recovery
-
-    def note_loss(self) -> None:
-        """A rank has died, and will be started again: what goes on ends."""
+    def end_calls(self) -> None:
+        """A rank has died: what goes on ends, and is repeated once they are there again."""
         while self._bodies:  # each is ended once
             body, _ = self._bodies.popitem()
             body.reschedule(asyncio.get_running_loop().time())
@@ -172,11 +156,10 @@ class Ranks:
         """
         was_full = False
         while True:
-            if self._recovery is not None:
-                await self._recovery.wait_until_ready(self._fleet.members[0])
+            await self._recovery.wait_until_ready(self._fleet.members[0])
             if not is_load:
-                self.life.check()
-            num_restarts = self._num_restarts
+                self.step.check()
+            num_restarts = self._recovery.num_restarts
             scope = asyncio.timeout(None)
             try:
                 async with scope:
@@ -206,7 +189,7 @@ class Ranks:
     async def lose_hung(self, error: Exception) -> WorkerLost | None:
         """Ranks are started again if the error is that one has not replied in time; or None."""
         members = self._fleet.members
-        if not isinstance(error, RpcTimeout) or self._recovery is None:
+        if not isinstance(error, RpcTimeout):
             return None
         if all(member.name != error.silent for member in members):
             return None
@@ -219,7 +202,7 @@ class Ranks:
         Raises: CheckpointError: it cannot be read.
         """
         if source.place is SnapshotPlace.initial and not self._are_as_built:
-            self.life.lose("the initial model is to be loaded")
+            self.step.lose("the initial model is to be loaded")
             first = self._fleet.members[0]
             self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
         operation = Operation(lineage, source.version, "load_snapshot")
@@ -230,21 +213,20 @@ class Ranks:
 
         await self.repeated(load, is_load=True)
         self._begin(lineage, source)
-        self._tell_rows()
+        self.tell_rows()
 
     def advance(self, version: int) -> None:
         """The ranks have made a new version: something useful."""
         self.history.advance(version)
-        self.life.publish(version)
-        if self._recovery is not None:
-            self._recovery.note_progress(self._fleet.members[0])
+        self.step.publish(version)
+        self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
         self.memory.begin_when_due()
-        self._tell_rows()
+        self.tell_rows()
 
     def note_durable(self, version: int) -> None:
         """The snapshot of a version is whole, on the disk."""
         self.history.note_durable(version)
-        self._tell_rows()
+        self.tell_rows()
 
     def tell(self, status: RoleStatus) -> None:
         """Adds which history of weights this is."""
@@ -280,7 +262,7 @@ class Ranks:
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
         self.history.note_update(update)
-        self._tell_rows()
+        self.tell_rows()
         return await self.calls.update(update)
 
     def undo_step(self) -> None:
@@ -295,41 +277,36 @@ class Ranks:
 
     def begin_step_anew(self) -> None:
         """New lives go to where the step began, whose rows are gone."""
-        self.life.begin_anew("its ranks have begun it")
+        self.step.begin_anew("its ranks have begun it")
         first = self._fleet.members[0]
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
         self._fleet.lose(first, first.worker.incarnation, cause)
 
-    def _tell_rows(self) -> None:
+    def tell_rows(self) -> None:
         """Tells which rows are needed: those of steps that are being repeated are not given up."""
-        is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
+        is_being_repeated = not any(life.is_ready for life in self._fleet.lives)
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
-        self._events.tell(RowsNeeded(self.history.rows_from, is_covered_soon))
-
-    @property
-    def _num_restarts(self) -> int:
-        return 0 if self._recovery is None else self._recovery.num_restarts
+        self._hear(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""
-        if self._recovery is None:
-            return False
+        recovery = self._recovery
         give_up_s = asyncio.get_running_loop().time() + LOSS_NOTICE_S
-        while len(self._fleet.members) > 1 and self._num_restarts == num_restarts:
+        while len(self._fleet.members) > 1 and recovery.num_restarts == num_restarts:
             if asyncio.get_running_loop().time() > give_up_s:
                 break
             await asyncio.sleep(0.05)
-        first = self._fleet.members[0]
-        return self._num_restarts != num_restarts or not self._recovery.is_ready(first)
+        is_ready = self._fleet.members[0].life.is_ready
+        return recovery.num_restarts != num_restarts or not is_ready
 
-    async def _bring_back(self, _: Sequence[Member]) -> None:
+    async def _bring_back(self, _: str) -> None:
         """New lives of all ranks come to where the lives before were.
 
         Where that is not possible, further new lives stay as they are built.
         """
         self._publisher.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
-        self._are_as_built = bool(self.life.why_lost)
+        self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
             return
         source = await self._load_newest()
@@ -359,7 +336,7 @@ class Ranks:
             await self.calls.repeat_step(self.history.version)
         except ROWS_GONE as error:
             self.history.drop_step()
-            self.life.undo()
+            self.step.undo()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
     async def _load_newest(self) -> StartingPoint:
@@ -389,14 +366,14 @@ class Ranks:
 
     def _lose_steps(self, why: str) -> WorkerLost:
         """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
-        self.life.lose(f"{why}: a snapshot has to be loaded")
-        self._events.tell(TrainingLost(self.life.why_lost))
+        self.step.lose(f"{why}: a snapshot has to be loaded")
+        self._hear(TrainingLost())
         return WorkerLost(why)
 
     async def _announce_again(self, weights: WeightsReference | None) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
         version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
-        if self.life.are_weights_told and is_sealed:
+        if self.step.are_weights_told and is_sealed:
             weights = weights or await self.calls.seal_again(version, version)
-            self._events.tell(WeightsMoved(weights))
+            self._hear(WeightsMoved(weights))

@@ -29,7 +29,7 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
-from areal_sc.controller.events import Events, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
@@ -51,9 +51,8 @@ from areal_sc.errors import (
     ArealError,
     ConfigError,
     MetadataError,
-    WorkerLost,
 )
-from areal_sc.fleet.member import Member
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
@@ -99,21 +98,19 @@ class TrainController(Controller):
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
-        super().__init__(engine, scheduler, role, runtime)
+        super().__init__(engine, scheduler, role, runtime, unit=role)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
         self._common = common_of(scheduler)
         path = self._folder.histories / f"{role}.json"
         self.place = PlaceFile(path, self._runtime.disk)
-        self._events = Events()
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config,
-            self.fleet,
+            self._recovery,
             self._publisher,
             self._common.needs,
-            self._events,
-            self._give_up,
+            self._hear,
         )
         self._tell_more = self._ranks.tell
         self._writes = RankWrites(self._ranks, self.fleet)
@@ -145,13 +142,12 @@ class TrainController(Controller):
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)
         if self.found is not None:
-            recovery = self._ranks.take_over(self.found)
+            self._ranks.take_over(self.found)
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
             lineage = self._common.enter_lineage(self.role, self._folder)
             await self.place.begin(lineage, 0)
-            recovery = await self._ranks.start(lineage)
-        self._recover_by(recovery)
+            await self._ranks.start(lineage)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -237,7 +233,7 @@ class TrainController(Controller):
                 await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
                 minibatches.append(batch.take(rows))
             shares.append(tuple(minibatches))
-        number = self._ranks.life.num_updates
+        number = self._ranks.step.num_updates
         operation = self._ranks.operation(f"ppo_update/{number}", trained_content(batch))
         updated = PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
         try:
@@ -245,7 +241,7 @@ class TrainController(Controller):
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         if self.version == operation.version:
-            self._ranks.life.num_updates = number + 1
+            self._ranks.step.num_updates = number + 1
         return metrics
 
     async def sft_update_async(
@@ -283,10 +279,10 @@ class TrainController(Controller):
         await self.place.begin_to_publish()
 
         async def announce(weights: WeightsReference) -> None:
-            self.wire(rollout)
-            await rollout.record_version_async(version, self._ranks.life.trained_rows)
+            self.note_reader(rollout)
+            await rollout.record_version_async(version, self._ranks.step.trained_rows)
             self._ranks.advance(version)
-            self._ranks.life.are_weights_told = True
+            self._ranks.step.are_weights_told = True
             rollout.receive_weights(weights)
 
         async def publish() -> None:
@@ -303,8 +299,8 @@ class TrainController(Controller):
         await self.place.begin_to_publish()
 
         async def announce(weights: WeightsReference) -> None:
-            self.wire(rollout)
-            self._ranks.life.are_weights_told = True
+            self.note_reader(rollout)
+            self._ranks.step.are_weights_told = True
             rollout.receive_weights(weights)
 
         async def share() -> None:
@@ -399,7 +395,7 @@ class TrainController(Controller):
         ranks, version = self._ranks, self.version
 
         async def make() -> dict[str, float]:
-            ranks.life.begin_update(number, rows)
+            ranks.step.begin_update(number, rows)
             return await ranks.update(update)
 
         try:
@@ -409,25 +405,33 @@ class TrainController(Controller):
         except ArealError:  # unlike one that is given up, it does not go on in the workers
             ranks.history.drop(version, update)
             if not ranks.history.is_updating:
-                ranks.life.undo()
+                ranks.step.undo()
             raise
 
-    def wire(self, rollout: RolloutController) -> None:
-        """Workers of this controller get the weights; it is told of what happens to them."""
+    def note_reader(self, rollout: RolloutController) -> None:
+        """Workers of this controller get the weights, now or from an earlier start."""
         self._reader = rollout
-        rollout.follow(self._ranks.life, self._ranks.memory.yield_memory)
-        on = self._events.on
-        on(RowsNeeded, rollout.keep_rows)
-        on(TrainingLost, rollout.lose_steps)
-        on(WeightsMoved, rollout.renew_weights)
+        rollout.follow(self._ranks.step, self._ranks.memory.yield_memory)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
         self._ranks.begin_step_anew()
 
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        super()._note_loss(member, loss)
-        self._ranks.note_loss()
+    def _hear(self, event: FleetEvent | StepEvent) -> None:
+        match event:
+            case UnitLost():
+                self._ranks.end_calls()
+                self._ranks.tell_rows()
+            case UnitSilent() | UnitServes():
+                self._ranks.tell_rows()
+            case RunFailed(cause):
+                self._give_up(cause)
+            case RowsNeeded() if self._reader is not None:
+                self._reader.keep_rows(event)
+            case TrainingLost() if self._reader is not None:
+                self._reader.lose_steps()
+            case WeightsMoved(weights) if self._reader is not None:
+                self._reader.renew_weights(weights)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)

@@ -29,7 +29,7 @@ class TrainStep:
     @property
     def needs_proximal_logprobs(self) -> bool:
         """Whether the weights change between the proximal policy and the last minibatch."""
-        is_one_forward = self._ppo.num_minibatches == 1 and self._ranks.life.num_updates == 0
+        is_one_forward = self._ppo.num_minibatches == 1 and self._ranks.step.num_updates == 0
         return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
 
     def computed(self, batch: BatchMetadata) -> BatchMetadata:
@@ -62,10 +62,10 @@ class TrainStep:
         Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
             was formed anew after they were made.
         """
-        life = self._ranks.life
-        if life.state is StepState.undone:
+        step = self._ranks.step
+        if step.state is StepState.undone:
             cause = "train workers died, and could not read them again"
-        elif rollout.has_taken_back(life.trained_rows):
+        elif rollout.has_taken_back(step.trained_rows):
             cause = "prepare_batch has formed another batch since"
         else:
             return
@@ -73,7 +73,7 @@ class TrainStep:
         raise self._begin_anew(cause)
 
     def _begin_anew(self, cause: str) -> BatchLost:
-        lost = self._ranks.life.begin_anew(cause)
+        lost = self._ranks.step.begin_anew(cause)
         self._ranks.undo_step()
         return lost
 

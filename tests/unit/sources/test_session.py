@@ -1,13 +1,18 @@
-"""What a notebook defined, as a module: with all that it uses, and nothing else."""
+"""What a notebook defined, in a worker: with all that it uses, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-import linecache
+import hashlib
+import json
 import math
+import pickle
+import stat
+import subprocess
 import sys
 import types
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,9 @@ import pytest
 
 from areal_sc import SingleTurnWorkflow
 from areal_sc.errors import WorkflowError
-from areal_sc.sources.session import session_module
+from areal_sc.sources import session
+from areal_sc.sources.reference import ObjectReference, reference_of, resolve, written_reference
+from areal_sc.sources.session import load_session, write_session
 from areal_sc.workflows.registry import SourceReader, SourceRegistry
 
 RunCell = Callable[..., None]
@@ -23,37 +30,35 @@ RunCell = Callable[..., None]
 
 @pytest.fixture
 def run_cell(monkeypatch: pytest.MonkeyPatch) -> RunCell:
-    """Runs text in a `__main__` without a file, and keeps it as a notebook does."""
+    """Runs text in a `__main__` without a file, as a notebook, and Python's own prompt, do."""
     main = types.ModuleType("__main__")
-    cells: list[str] = [""]
-    vars(main)["In"] = cells
     monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(session, "_loaded", {})
 
     def run(text: str, *, fails: bool = False) -> None:
-        name = f"/tmp/ipykernel_0/{hash(text)}.py"
-        monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(True), name))
-        cells.append(text)
         if fails:
             with pytest.raises(ZeroDivisionError):
-                exec(compile(text, name, "exec", dont_inherit=True), vars(main))
+                exec(compile(text, "<stdin>", "exec", dont_inherit=True), vars(main))
         else:
-            exec(compile(text, name, "exec", dont_inherit=True), vars(main))
+            exec(compile(text, "<stdin>", "exec", dont_inherit=True), vars(main))
 
     return run
 
 
-def copied(*names: str) -> dict[str, Any]:
-    """The namespace of the module, made from nothing."""
-    module = types.ModuleType("copy_of_session")
-    sys.modules[module.__name__] = module  # dataclasses look it up
-    try:
-        exec(compile(session_module(names), "<copy>", "exec", dont_inherit=True), vars(module))
-    finally:
-        del sys.modules[module.__name__]
-    return vars(module)
+def defined(name: str) -> Any:
+    return vars(sys.modules["__main__"])[name]
 
 
-def test_a_reward_comes_with_all_that_it_uses_and_nothing_else(run_cell: RunCell) -> None:
+def sent(folder: Path, *names: str) -> list[Any]:
+    """What a worker makes of these definitions."""
+    location = write_session(folder, [defined(name) for name in names])
+    session._loaded.clear()  # each of them is another worker's
+    return load_session(folder, location)
+
+
+def test_a_reward_comes_with_all_that_it_uses_and_nothing_else(
+    run_cell: RunCell, tmp_path: Path
+) -> None:
     run_cell(
         "import re, os.path as paths\nfrom string import *\nfrom math import (sqrt as root)\n"
         "import xml.dom\n"
@@ -71,15 +76,16 @@ def test_a_reward_comes_with_all_that_it_uses_and_nothing_else(run_cell: RunCell
         "    assert xml.dom.Node and xml.sax.parse and paths.join\n"
         "    return half(root(4.0)) + len(found[0]) + len(digits)\n"
     )
-    found = copied("reward")
-    assert found["reward"]({}, "AAb") == 1.0 + 2 + 10
-    assert "ascii_letters" not in found
-    assert "smtplib" not in found
-    assert "unused" not in found
-    assert "raised" not in found
+    (reward,) = sent(tmp_path, "reward")
+    assert reward({}, "AAb") == 1.0 + 2 + 10
+    assert {"ascii_letters", "smtplib", "unused", "raised"}.isdisjoint(reward.__globals__)
+    (file,) = tmp_path.iterdir()
+    assert b"smtplib" not in file.read_bytes()
 
 
-def test_classes_come_with_bases_decorators_defaults_and_their_own_kind(run_cell: RunCell) -> None:
+def test_classes_come_with_bases_decorators_defaults_and_their_own_kind(
+    run_cell: RunCell, tmp_path: Path
+) -> None:
     run_cell("import enum\nfrom dataclasses import dataclass, field\nfrom typing import Any")
     run_cell("class Color(enum.Enum):\n    red = 1\n    blue = 2\n")
     run_cell("class Base:\n    def shade(self) -> 'Color':\n        return Color.blue\n")
@@ -87,66 +93,60 @@ def test_classes_come_with_bases_decorators_defaults_and_their_own_kind(run_cell
         "@dataclass\nclass Paint(Base):\n    color: Color = Color.red\n"
         "    names: list[Any] = field(default_factory=list)\n"
     )
-    found = copied("Paint")
-    paint = found["Paint"]()
-    assert paint.color is found["Color"].red
-    assert paint.shade() is found["Color"].blue
-    assert paint == found["Paint"](found["Color"].red, [])
+    paint_class, color = sent(tmp_path, "Paint", "Color")
+    paint = paint_class()
+    assert paint.color is color.red
+    assert paint.shade() is color.blue
+    assert paint == paint_class(color.red, [])
 
 
-def test_the_definition_that_holds_is_the_one_that_is_copied(run_cell: RunCell) -> None:
+def test_the_definition_that_holds_is_the_one_that_is_sent(
+    run_cell: RunCell, tmp_path: Path
+) -> None:
     run_cell("def reward(p, c):\n    return 1.0\n")
     run_cell("LIMIT = 3\ndef reward(p, c):\n    return 2.0 * LIMIT\n")
     run_cell("1 / 0\ndef reward(p, c):\n    return 3.0\n", fails=True)
     run_cell("LIMIT += 1\n")
-    assert copied("reward")["reward"]({}, "") == 8.0
+    assert sent(tmp_path, "reward")[0]({}, "") == 8.0
     run_cell("from dataclasses import dataclass\n")
     for size in (1, 2, 1):  # the first cell once more
         run_cell(f"@dataclass\nclass Size:\n    value: int = {size}\n")
-    assert copied("Size")["Size"]().value == 1
+    assert sent(tmp_path, "Size")[0]().value == 1
 
 
-def test_a_cell_may_hold_what_is_no_python_and_what_awaits(run_cell: RunCell) -> None:
-    run_cell("import math\nasync def reward(p, c):\n    return math.pi\n")
-    cells: list[str] = vars(sys.modules["__main__"])["In"]
-    cells.extend(["%%html\n<b>", "await something()\nimport math\n"])
-    assert asyncio.run(copied("reward")["reward"]({}, "")) == math.pi
-
-
-def test_an_object_that_cannot_be_written_down_is_named(run_cell: RunCell) -> None:
-    run_cell("client = object()\nscale = float('inf')\nnames = [type('Name', (str,), {})('a')]\n")
-    run_cell("def inner(c):\n    return client\n\ndef reward(p, c):\n    return inner(c)\n")
-    with pytest.raises(
-        WorkflowError, match=r"inner uses client, .*of type object.*%%writefile rewards\.py"
-    ):
-        session_module(["reward"])
-    run_cell("def other(p, c):\n    return names\n")
-    with pytest.raises(WorkflowError, match=r"other uses names, .*list"):
-        session_module(["other"])
-    run_cell("def third(p, c):\n    return scale\n")
-    assert copied("third")["third"]({}, "") == math.inf
-
-
-def test_a_name_that_means_something_else_by_now_is_not_taken_for_what_it_was(
-    run_cell: RunCell,
+def test_lambdas_closures_and_values_that_are_not_plain_are_sent(
+    run_cell: RunCell, tmp_path: Path
 ) -> None:
+    run_cell("import math\nasync def waits(p, c):\n    return math.pi\n")
+    assert asyncio.run(sent(tmp_path, "waits")[0]({}, "")) == math.pi
+    run_cell("def scaled(by):\n    return lambda p, c: by * len(c)\n\ntwice = scaled(2.0)\n")
+    assert sent(tmp_path, "twice")[0]({}, "abc") == 6.0
     run_cell("from fractions import Fraction as half\nhalf = half(1, 2)\ndef other(x): return x\n")
-    run_cell("def reward(p, c): return half\n")
-    with pytest.raises(WorkflowError, match=r"reward uses half, .*of type Fraction"):
-        session_module(["reward"])
+    run_cell("scale, names = float('inf'), [type('Name', (str,), {})('a')]\n")
+    run_cell("def reward(p, c): return half, scale, names\n")
+    assert sent(tmp_path, "reward")[0]({}, "") == (Fraction(1, 2), math.inf, ["a"])
     run_cell("def half(x): return 1\n\nhalf = other\n")
-    with pytest.raises(WorkflowError, match=r"reward uses half, .*of type function"):
-        session_module(["reward"])
+    assert sent(tmp_path, "reward")[0]({}, "")[0](7) == 7
 
 
-def test_a_session_without_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python's own prompt, and `python -c`."""
-    main = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    exec(compile("def reward(p, c): ...", "<stdin>", "exec"), vars(main))
-    with pytest.raises(WorkflowError, match=r"from rewards import reward`") as caught:
-        session_module(["reward"])
-    assert "`rewards.py`" in str(caught.value)
+def test_what_cannot_be_sent_is_named_with_what_to_do(run_cell: RunCell, tmp_path: Path) -> None:
+    run_cell("import threading\nclient = threading.Lock()\n")
+    run_cell("def inner(c):\n    return client or reward\n")
+    run_cell("def reward(p, c):\n    return inner(c)\n")
+    with pytest.raises(
+        WorkflowError, match=r"inner uses client, .*of type lock.*%%writefile rewards\.py"
+    ) as caught:
+        write_session(tmp_path, [defined("reward")])
+    assert "`from rewards import inner`" in str(caught.value)
+    run_cell("class Mine:\n    def reward(self):\n        return client\n")
+    run_cell(
+        "def make():\n    lock = threading.Lock()\n    return lambda p, c: lock\nmade = make()"
+    )
+    with pytest.raises(WorkflowError, match=r"Mine uses client, .*of type lock"):
+        write_session(tmp_path, [defined("Mine")])
+    with pytest.raises(WorkflowError, match=r"uses lock, .*of type lock"):
+        write_session(tmp_path, [defined("made")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_workers_find_a_session_by_its_file(run_cell: RunCell, tmp_path: Path) -> None:
@@ -164,15 +164,83 @@ def test_workers_find_a_session_by_its_file(run_cell: RunCell, tmp_path: Path) -
     first = main["Mine"](main["reward"], {"target": "__main__:reward"})
     number = registry.register_workflow(first)
     assert registry.register_workflow(main["Mine"](main["reward"], first.limits)) == number
-    mine: Any = SourceReader(tmp_path).workflow(number)
-    assert type(mine).__name__ == "Mine"
-    assert mine.reward({}, "b") == 1.0
-    assert mine.limits == first.limits  # an argument that only looks like a reference
-    assert Path(sys.modules[type(mine).__module__].__file__ or "").parent == tmp_path / "sources"
-    # a reward process gets it from a worker, where it has a file
-    (tmp_path / "other").mkdir()
-    other = SourceRegistry(tmp_path / "other", "rollout")
-    assert other.register_workflow(SingleTurnWorkflow(mine.reward))
-    assert not list((tmp_path / "other" / "sources").glob("*.py"))
+    (file,) = (tmp_path / "sources").glob(".session_*")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    here: Any = SourceReader(tmp_path).workflow(number)  # a dry run's
+    assert type(here) is main["Mine"]
+    program = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from areal_sc.sources.reference import ObjectReference, resolve, written_reference\n"
+        "from areal_sc.workflows.registry import SourceReader\n"
+        "folder, number, wire = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])\n"
+        "if wire:\n"
+        "    reward = resolve(ObjectReference.from_wire(wire), folder / 'sources')\n"
+        "    print(reward({}, 'b'), reward({}, 'c'))\n"
+        "else:\n"
+        "    mine = SourceReader(folder).workflow(number)\n"
+        "    assert type(mine).__name__ == 'Mine' and mine.reward({}, 'b') == 1.0\n"
+        # an argument that only looks like a reference
+        "    assert mine.limits == {'target': '__main__:reward'}\n"
+        "    print(json.dumps(written_reference(mine.reward, folder / 'sources')))\n"
+    )
+
+    def in_process(wire: str) -> str:
+        arguments = [str(tmp_path), str(number), wire]
+        return subprocess.check_output([sys.executable, "-c", program, *arguments], text=True)
+
+    # a reward process gets it from a worker
+    assert in_process(in_process("null")).split() == ["1.0", "0.0"]
     run_cell("KINDS = ()\n")
     assert registry.register_workflow(main["Mine"](main["reward"], first.limits)) != number
+
+
+def test_a_worker_whose_main_module_has_a_file_passes_a_session_on(
+    run_cell: RunCell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_cell("class Double:\n    def __call__(self, p, c): return 2.0\n")
+    (double,) = sent(tmp_path, "Double")
+    agent = types.ModuleType("__main__")
+    agent.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", agent)
+    wire = written_reference(double, tmp_path)
+    session._loaded.clear()
+    assert resolve(ObjectReference.from_wire(wire), tmp_path)()({}, "") == 2.0
+
+
+def test_a_reference_names_a_digest_alone(run_cell: RunCell, tmp_path: Path) -> None:
+    run_cell("def reward(p, c): return 1.0\n")
+    wire = json.dumps(written_reference(SingleTurnWorkflow(defined("reward")), tmp_path))
+    (file,) = tmp_path.iterdir()
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert file.name == f".session_{digest}"
+    assert f'"session_{digest}:0"' in wire
+    assert str(tmp_path) not in wire
+    assert reference_of(defined("reward")).target == "__main__:reward"  # for a comparison
+
+
+class Trap:
+    """Says so when somebody loads it."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was loaded",)
+
+
+def test_a_file_is_loaded_only_as_it_was_written(run_cell: RunCell, tmp_path: Path) -> None:
+    run_cell("def reward(p, c): return 1.0\n")
+    location = write_session(tmp_path, [defined("reward")])
+    session._loaded.clear()
+    (file,) = tmp_path.iterdir()
+    header = file.read_bytes().partition(b"\n")[0]
+    file.write_bytes(header + b"\n" + pickle.dumps([Trap()]))
+    with pytest.raises(WorkflowError, match=r"is damaged: its SHA-256 is wrong"):
+        load_session(tmp_path, location)
+    for elsewhere in (None, tmp_path / "other"):
+        with pytest.raises(WorkflowError, match=r"not share the run folder: put it into a file"):
+            load_session(elsewhere, location)
+    older = json.dumps(json.loads(header) | {"python": "cpython-39"}).encode()
+    content = older + b"\n" + pickle.dumps([Trap()])
+    location = f"session_{hashlib.sha256(content).hexdigest()}"
+    (tmp_path / f".{location}").write_bytes(content)
+    with pytest.raises(WorkflowError, match=r"written by cpython-39.*run cpython-.*into a file"):
+        load_session(tmp_path, location)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_sc.config.schema import Device, SchedulerConfig
-from areal_sc.nodes.node_files import ShippedFiles
-from areal_sc.nodes.spec import WorkerOrder
-from areal_sc.shipping.calls import Shipped
+from areal_sc.nodes.spec import Shipped, WorkerOrder
+from areal_sc.shipping.worker_side import ShippedFiles
 from areal_sc.transport.rpc.transport import ZmqTransport
 
 

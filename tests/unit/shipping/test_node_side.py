@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import stat
@@ -14,21 +15,25 @@ import pytest
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import ConfigError, TransportError
 from areal_sc.nodes.joining import read_address
-from areal_sc.nodes.node_folder import NodeFolder
-from areal_sc.nodes.spec import Welcome, WorkerOrder
+from areal_sc.nodes.node_folder import NodeFolder, sees_folder
+from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import node_cache
-from areal_sc.shipping.calls import Shipped, TreeHolder
+from areal_sc.shipping.node_side import FolderInPlace
 from areal_sc.system.file_lock import take_lock
 from areal_sc.transport.security.keys import RunKeys
 from areal_sc.transport.security.passes import Caller, Passes
 
 NONCE = "0123"
+FACTS = NodeFacts("node", "token", 0, "/memory", "", "incarnation")
 
 
-def folder_of(tmp_path: Path, nonce: str = NONCE, run_id: str = "run") -> NodeFolder:
-    config = SchedulerConfig(run_dir=str(tmp_path / "run"), node_folder=str(tmp_path / "node"))
-    return NodeFolder(config, run_id, nonce)
+def config_of(tmp_path: Path) -> SchedulerConfig:
+    return SchedulerConfig(run_dir=str(tmp_path / "run"), node_folder=str(tmp_path / "node"))
+
+
+def folder_of(tmp_path: Path, run_id: str = "run") -> FolderInPlace:
+    return FolderInPlace(config_of(tmp_path), run_id)
 
 
 def test_who_reads_the_nonce_shares_the_folder(tmp_path: Path) -> None:
@@ -36,11 +41,11 @@ def test_who_reads_the_nonce_shares_the_folder(tmp_path: Path) -> None:
     folder.path.mkdir()
     folder.nonce_path.write_text(NONCE)
     for nonce in (NONCE, ""):  # an agent on the script's machine is told none
-        node = folder_of(tmp_path, nonce)
-        assert node.is_shared
-        assert node.config.run_dir == str(folder.path)
-        assert node.shown("/x") == "/x"
-    assert not (tmp_path / "node").exists()
+        assert sees_folder(config_of(tmp_path), nonce)
+    node = NodeFolder(config_of(tmp_path))
+    assert node.is_shared
+    assert node.config.run_dir == str(folder.path)
+    assert node.shown("/x") == "/x"
 
 
 @pytest.mark.parametrize("seen", [None, "", "012", "01234", "another start's"])
@@ -50,6 +55,7 @@ def test_any_other_node_has_a_folder_of_its_own_until_the_run_ends(
     if seen is not None:
         (tmp_path / "run").mkdir()
         RunFolder(tmp_path / "run").nonce_path.write_text(seen)
+    assert not sees_folder(config_of(tmp_path), NONCE)
     node = folder_of(tmp_path)
     assert not node.is_shared
     here = Path(node.config.run_dir)
@@ -58,7 +64,7 @@ def test_any_other_node_has_a_folder_of_its_own_until_the_run_ends(
     own = tmp_path / "node" / f"areal_sc-{os.geteuid()}"
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert node.shown("/x").endswith(":/x")
-    node.remove()
+    asyncio.run(node.close())
     assert not here.exists()
 
 
@@ -70,7 +76,7 @@ def test_each_start_of_the_script_says_where_it_is(tmp_path: Path) -> None:
         node.note(Welcome(f"tcp://10.0.0.{number}:1", f"tcp://10.0.0.{number}:2"))
         assert read_address(here.join_path) == f"tcp://10.0.0.{number}:1"
         assert read_address(here.files_path) == f"tcp://10.0.0.{number}:2"
-    node.remove()
+    asyncio.run(node.close())
     with pytest.raises(TransportError, match="cannot write"):  # nor can it on a full disk
         node.note(Welcome("tcp://10.0.0.3:1", "tcp://10.0.0.3:2"))
 
@@ -100,7 +106,7 @@ def test_what_killed_agents_left_goes_and_what_living_ones_have_stays(
     with pytest.raises(ConfigError, match="another agent of this run is on this node"):
         folder_of(tmp_path, run_id="living")
     for node in (living, other):
-        node.remove()
+        asyncio.run(node.close())
 
 
 def test_a_folder_that_cannot_be_had_is_named_with_its_setting(tmp_path: Path) -> None:
@@ -121,9 +127,10 @@ async def test_weights_do_not_go_by_a_folder_that_only_one_node_sees(
     node.script_config.run_dir = "/r"
     node.note(Welcome("tcp://127.0.0.1:2", "tcp://127.0.0.1:1"))
     orders = [order_of(weight_update={"method": "disk", "folder": folder})]
+    launch = Launch(orders, keys, timeout_s=1.0)
     if is_refused:
         with pytest.raises(ConfigError, match="set that to a folder that all nodes see"):
-            await node.bring_first(orders, keys, TreeHolder("", ""))
+            await node.bring_first(launch, FACTS)
     else:
-        assert await node.bring_first(orders, keys, TreeHolder("", "")) == Shipped("/r")
-    node.remove()
+        assert await node.bring_first(launch, FACTS) == Shipped("/r")
+    await node.close()

@@ -1,8 +1,4 @@
-"""A worker's files: in the run folder, or brought to its node. The agent's side is `node_folder`.
-
-What a worker writes for the run, a snapshot or a model, it brings back before it says that it is
-written. So controllers need not know which of the two it is.
-"""
+"""The files of a worker whose node does not see the run folder. The agent's side is `node_side`."""
 
 from __future__ import annotations
 
@@ -27,9 +23,9 @@ from areal_sc.errors import (
     WorkflowError,
 )
 from areal_sc.nodes.joining import read_address
-from areal_sc.nodes.spec import WorkerOrder
+from areal_sc.nodes.node_folder import WorkerFiles
+from areal_sc.nodes.spec import Shipped, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
 from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
@@ -38,51 +34,8 @@ from areal_sc.system.durable import remove, write_atomic
 from areal_sc.transport.rpc.transport import Transport
 
 
-class SharedFiles:
-    """A worker's files where the run folder is shared: all is there already.
-
-    Attributes:
-        are_shared: whether they are.
-    """
-
-    are_shared = True
-
-    def placed(self, order: WorkerOrder) -> WorkerOrder:
-        """What a worker is to do, with paths of this machine."""
-        return order
-
-    def place(self, path: str) -> str:
-        """Where a path of the script's machine is on this one."""
-        return path
-
-    def script_path(self, path: Path) -> str:
-        """Where a path of the run folder here is on the script's machine."""
-        return str(path)
-
-    async def bring_source(self, number: int) -> None:
-        """Returns when that source of prompts, or workflow, can be built.
-
-        Raises: WorkflowError: it cannot be had.
-        """
-
-    async def bring_snapshot(self, folder: Path) -> None:
-        """Returns when a snapshot, if there is one, is in its folder.
-
-        Raises: CheckpointError: it cannot be read. WaitTimeout, ConfigError: that is not known, as
-            it did not come in time, or the node has no room for it.
-        """
-
-    async def bring_back(self, folder: Path, names: Sequence[str] | None) -> None:
-        """Returns when files of a folder are in the run folder of the script.
-
-        Args:
-            names: None: all of them.
-        Raises: CheckpointError.
-        """
-
-
-class ShippedFiles(SharedFiles):
-    """A worker's files where the run folder is not shared.
+class ShippedFiles(WorkerFiles):
+    """Brings files to the node, and back.
 
     Args:
         shipped: what was brought already.
@@ -234,8 +187,3 @@ class ShippedFiles(SharedFiles):
                 more = more[: more.rfind(b"\n") + 1]
             file.seek(offset)
             file.write(more)
-
-
-def files_of(shipped: Shipped | None, config: SchedulerConfig, transport: Transport) -> SharedFiles:
-    """A worker's files, shared or shipped, as the agent has found out."""
-    return SharedFiles() if shipped is None else ShippedFiles(shipped, config, transport)
