@@ -157,6 +157,7 @@ class TrainingGroups(Groups):
 
     def begin_version(self, version: int) -> None:
         """The version is the current one; `admit` follows when workers may get it."""
+        self.step.tell_weights()
         self.kept_rows.release(self.ledger, version)
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()

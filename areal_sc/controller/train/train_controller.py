@@ -282,7 +282,6 @@ class TrainController(Controller):
             self.note_reader(rollout)
             await rollout.record_version_async(version, self._ranks.step.trained_rows)
             self._ranks.advance(version)
-            self._ranks.step.are_weights_told = True
             rollout.receive_weights(weights)
 
         async def publish() -> None:
@@ -300,7 +299,6 @@ class TrainController(Controller):
 
         async def announce(weights: WeightsReference) -> None:
             self.note_reader(rollout)
-            self._ranks.step.are_weights_told = True
             rollout.receive_weights(weights)
 
         async def share() -> None:
