@@ -80,9 +80,7 @@ class Controller:
         """
         lost: list[str] = []
         probe = LagProbe()
-        heartbeats = ours.heartbeats(
-            self._transport, self._workers, lambda error: lost.append(str(error))
-        )
+        heartbeats = ours.heartbeats(self._transport, self._workers, lost)
         tasks = [asyncio.create_task(heartbeats)]
         try:
             await asyncio.sleep(HEARTBEAT_WARM_UP_S)  # every node is connected to

@@ -25,14 +25,15 @@ from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
+from areal_sc.rejection import Rejection
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workflows.base import Prompts, Trajectory, Workflow
-from areal_sc.workflows.rejection import Rejection
-from areal_sc.workflows.rewards import RewardPool
-from areal_sc.workflows.sources import SourceReader
+from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.registry import SourceReader
 from areal_sc.workflows.text import encode_text
 
 MAX_ROWS: Final = 1000
@@ -157,7 +158,7 @@ class TaskLook:
             tell(f"model {self._config.path}: not there yet, so no prompt is looked at")
             return
         # before the tokenizer is read: that loads torch, which begins threads
-        rewards = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+        rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
         look = self._look(source, make_readable, rewards, folder)
         with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
             thread.submit(asyncio.run, look).result()
@@ -175,8 +176,13 @@ class TaskLook:
         self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
     ) -> None:
         reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
-        log_path = self._run_dir / "reward.log"
-        pool = RewardPool(rewards, num_processes=1, timeout_s=limit_s, log_path=log_path)
+        pool = RewardPool(
+            rewards,
+            num_processes=1,
+            timeout_s=limit_s,
+            log_path=self._run_dir / "reward.log",
+            sources=reader.folder,
+        )
         try:
             if self._tokenizer is None:
                 self._read_tokenizer(model)

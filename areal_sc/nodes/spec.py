@@ -12,7 +12,6 @@ from msgspec import Meta, Struct, msgpack
 
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys
 
@@ -148,6 +147,23 @@ def snapshot_name(role: str) -> str:
 
 
 """What a TrainController is called unless it is given a role."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What a worker needs to know of files that its node does not share.
+
+    Where they are served is not told once: that changes with each start of the script. The agent
+    keeps it in `.files` of what stands in for the run folder.
+
+    Attributes:
+        run_dir: on the script's machine.
+        places: from paths of the script's machine to those of the node, as far as they were brought
+            before the worker began.
+    """
+
+    run_dir: str
+    places: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from msgspec.structs import asdict
 
 from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller
 from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
 from areal_sc.workers.operations import Operation
-from areal_sc.workflows.rejection import Rejection
 
 SAMPLE_TIMEOUT_S: Final = 10.0
 """Samples that are not there by then are missing."""

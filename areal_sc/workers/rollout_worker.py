@@ -40,6 +40,9 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.nodes.spec import WorkerSpec
+from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
@@ -55,9 +58,6 @@ from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
-from areal_sc.workflows.prompts import row_of, row_to_wire
-from areal_sc.workflows.rejection import Rejection, RejectionKind
-from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.text import describe_unknown
 
 logger = logging.getLogger(__name__)
@@ -77,12 +77,13 @@ class RolloutWorker(Worker):
         super().__init__(spec, agent)
         config = self.handle.config
         # Forked before any thread exists in this process.
-        self._reward_server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+        self._reward_server = ForkServer("areal_sc.rewards.process:run_reward_process")
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
+            sources=self.sources.folder,
         )
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None

@@ -71,7 +71,7 @@ def test_ranks_that_hang_are_started_again_and_the_step_is_repeated(
 async def test_a_worker_that_is_stopped_before_it_serves_is_noticed_soon(tmp_path: Path) -> None:
     scheduler = scheduler_in(tmp_path, startup_timeout_s=LIMIT_S)
     runtime = Runtime.create(scheduler.keys)
-    fleet = Fleet(scheduler, runtime, on_lost=lambda *_: None)
+    fleet = Fleet(scheduler, runtime, lambda event: None)
     try:
         stopped = [replace(order, engine="stopped") for order in orders(1)]
         with pytest.raises(WorkerStartError, match=r"its process \d+ is stopped \(SIGSTOP\)"):

@@ -46,9 +46,8 @@ from areal_sc.errors import (
     WorkerLost,
     WorkerStartError,
 )
-from areal_sc.fleet.fleet import Fleet
-from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.worker_life import Progressed
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
@@ -73,7 +72,6 @@ class Ranks:
     Args:
         needs: what the rollout controllers say of rows.
         on_rows_needed: is told from which step on rows may be asked for again.
-        on_given_up: is told why the run cannot go on.
         on_steps_lost: is told why the ranks do nothing before `load`.
 
     Attributes:
@@ -85,13 +83,14 @@ class Ranks:
     def __init__(
         self,
         config: ActorConfig,
-        fleet: Fleet,
+        recovery: Recovery,
         publisher: Publisher,
         needs: Set[NeedsRun],
         on_rows_needed: Callable[[RowsNeeded], None],
-        on_given_up: Callable[[WorkerError], None],
         on_steps_lost: Callable[[str], None],
     ) -> None:
+        self._recovery = recovery
+        self._fleet = fleet = recovery.fleet
         every_steps = config.memory_every_steps
         self.history = TrainHistory(
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
@@ -99,53 +98,38 @@ class Ranks:
         self.calls = RankCalls(fleet, publisher, self.history)
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(
-            fleet, self.history, every_steps, self._tell_rows, self.lose_hung
+            fleet, self.history, every_steps, self.tell_rows, self.lose_hung
         )
         self._config = config
-        self._fleet = fleet
         self._publisher = publisher
         self._on_rows_needed = on_rows_needed
-        self._on_given_up = on_given_up
         self._on_steps_lost = on_steps_lost
-        self._recovery: Recovery | None = None
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._announced = -1
         self._steps_lost = ""  # why; the ranks live, and wait for `load`
         self._are_as_built = False
         self._renew: Callable[[WeightsReference], None] = lambda _: None
 
-    async def start(self, lineage: int) -> Recovery:
-        """The ranks meet, and build their engines; returns what restarts them from then on."""
+    async def start(self, lineage: int) -> None:
+        """The ranks meet, and build their engines; from then on they are started again."""
         members = self._fleet.members
         if any(member.is_adopted for member in members):
             await self._fleet.kill(members)
             await self._fleet.restart(members)
         self.calls.layout = await meet(self._fleet, lineage)
         self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
-        return self._begin_recovery()
+        self._recovery.begin(self._bring_back)
 
-    def take_over(self, found: FoundRanks) -> Recovery:
+    def take_over(self, found: FoundRanks) -> None:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
         self.calls.layout = RankLayout.of(found.positions)
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
-        return self._begin_recovery()
+        self._recovery.begin(self._bring_back)
 
-    def _begin_recovery(self) -> Recovery:
-        members = self._fleet.members
-        self._recovery = Recovery(
-            self._fleet,
-            {members[0].order.role: members},
-            self._fleet.config.max_deaths,
-            self._bring_back,
-            self._on_given_up,
-            self._tell_rows,
-        )
-        return self._recovery
-
-    def note_loss(self) -> None:
-        """A rank has died, and will be started again: what goes on ends."""
+    def end_calls(self) -> None:
+        """A rank has died: what goes on ends, and is repeated once they are there again."""
         while self._bodies:  # each is ended once
             body, _ = self._bodies.popitem()
             body.reschedule(asyncio.get_running_loop().time())
@@ -169,11 +153,10 @@ class Ranks:
         """
         was_full = False
         while True:
-            if self._recovery is not None:
-                await self._recovery.wait_until_ready(self._fleet.members[0])
+            await self._recovery.wait_until_ready(self._fleet.members[0])
             if self._steps_lost and not is_load:
                 raise StepsLost(self._steps_lost)
-            num_restarts = self._num_restarts
+            num_restarts = self._recovery.num_restarts
             scope = asyncio.timeout(None)
             try:
                 async with scope:
@@ -203,7 +186,7 @@ class Ranks:
     async def lose_hung(self, error: Exception) -> WorkerLost | None:
         """Ranks are started again if the error is that one has not replied in time; or None."""
         members = self._fleet.members
-        if not isinstance(error, RpcTimeout) or self._recovery is None:
+        if not isinstance(error, RpcTimeout):
             return None
         if all(member.name != error.silent for member in members):
             return None
@@ -228,7 +211,7 @@ class Ranks:
         await self.repeated(load, is_load=True)
         self._steps_lost, self._announced = "", -1
         self.history.begin(lineage, source)
-        self._tell_rows()
+        self.tell_rows()
 
     def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
         """Workers are told of the weights of a version.
@@ -241,15 +224,14 @@ class Ranks:
     def advance(self, version: int) -> None:
         """The ranks have made a new version: something useful."""
         self.history.advance(version)
-        if self._recovery is not None:
-            self._recovery.note_progress(self._fleet.members[0])
+        self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
         self.memory.begin_when_due()
-        self._tell_rows()
+        self.tell_rows()
 
     def note_durable(self, version: int) -> None:
         """The snapshot of a version is whole, on the disk."""
         self.history.note_durable(version)
-        self._tell_rows()
+        self.tell_rows()
 
     def tell(self, status: RoleStatus) -> None:
         """Adds which history of weights this is."""
@@ -285,7 +267,7 @@ class Ranks:
     async def update(self, update: Updated) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be."""
         self.history.note_update(update)
-        self._tell_rows()
+        self.tell_rows()
         return await self.calls.update(update)
 
     def undo_step(self) -> None:
@@ -304,29 +286,24 @@ class Ranks:
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
         self._fleet.lose(first, first.worker.incarnation, cause)
 
-    def _tell_rows(self) -> None:
+    def tell_rows(self) -> None:
         """Tells which rows are needed: those of steps that are being repeated are not given up."""
-        is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
+        is_being_repeated = not any(life.is_ready for life in self._fleet.lives)
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
         self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
 
-    @property
-    def _num_restarts(self) -> int:
-        return 0 if self._recovery is None else self._recovery.num_restarts
-
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""
-        if self._recovery is None:
-            return False
+        recovery = self._recovery
         give_up_s = asyncio.get_running_loop().time() + LOSS_NOTICE_S
-        while len(self._fleet.members) > 1 and self._num_restarts == num_restarts:
+        while len(self._fleet.members) > 1 and recovery.num_restarts == num_restarts:
             if asyncio.get_running_loop().time() > give_up_s:
                 break
             await asyncio.sleep(0.05)
-        first = self._fleet.members[0]
-        return self._num_restarts != num_restarts or not self._recovery.is_ready(first)
+        is_ready = self._fleet.members[0].life.is_ready
+        return recovery.num_restarts != num_restarts or not is_ready
 
-    async def _bring_back(self, _: Sequence[Member]) -> None:
+    async def _bring_back(self, _: str) -> None:
         """New lives of all ranks come to where the lives before were.
 
         Where that is not possible, further new lives stay as they are built.

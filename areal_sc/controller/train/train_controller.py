@@ -51,19 +51,18 @@ from areal_sc.errors import (
     ArealError,
     ConfigError,
     MetadataError,
-    WorkerLost,
 )
-from areal_sc.fleet.member import Member
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights import WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workflows.row_file import PromptSource
 
 MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -99,7 +98,7 @@ class TrainController(Controller):
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
-        super().__init__(engine, scheduler, role, runtime)
+        super().__init__(engine, scheduler, role, runtime, unit=role)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
         self._common = common_of(scheduler)
@@ -108,11 +107,10 @@ class TrainController(Controller):
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config,
-            self.fleet,
+            self._recovery,
             self._publisher,
             self._common.needs,
             self._tell_rows_needed,
-            self._give_up,
             self._tell_steps_lost,
         )
         self._tell_more = self._ranks.tell
@@ -145,13 +143,12 @@ class TrainController(Controller):
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)
         if self.found is not None:
-            recovery = self._ranks.take_over(self.found)
+            self._ranks.take_over(self.found)
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
             lineage = self._common.enter_lineage(self.role, self._folder)
             await self.place.begin(lineage, 0)
-            recovery = await self._ranks.start(lineage)
-        self._recover_by(recovery)
+            await self._ranks.start(lineage)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -427,9 +424,15 @@ class TrainController(Controller):
         for rollout in self._readers:
             rollout.lose_steps(why)
 
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        super()._note_loss(member, loss)
-        self._ranks.note_loss()
+    def _hear(self, event: FleetEvent) -> None:
+        match event:
+            case UnitLost():
+                self._ranks.end_calls()
+                self._ranks.tell_rows()
+            case UnitSilent() | UnitServes():
+                self._ranks.tell_rows()
+            case RunFailed(cause):
+                self._give_up(cause)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)

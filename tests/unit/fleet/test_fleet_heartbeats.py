@@ -20,10 +20,12 @@ from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import NodeLost, WorkerLost, WorkerStartError
+from areal_sc.fleet.events import Wished
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Died, LifeEvent
 from areal_sc.nodes.spec import WATCH, News, Watch, WorkerOrder
 from areal_sc.workers.calls import PING, STATS
 
@@ -40,13 +42,22 @@ class WatchedFleet:
         self.cluster.num_nodes = -(-num_workers // 2)
         self.lost: dict[str, tuple[float, WorkerLost]] = {}
         runtime = Runtime(transport=SimulatedTransport(self.cluster))
-        self.fleet = Fleet(self.cluster, runtime, on_lost=self._note_lost)
+        self.fleet = Fleet(self.cluster, runtime, self._note_lost)
         self._num_workers = num_workers
 
-    def _note_lost(self, member: Member, error: WorkerLost) -> None:
-        assert member.failure is error
-        assert member.name not in self.lost, "told twice"
-        self.lost[member.name] = (self.cluster.now_s, error)
+    def _note_lost(self, event: LifeEvent | Wished) -> None:
+        if isinstance(event, Died):
+            name, error = event.unit, event.cause
+            assert isinstance(error, WorkerLost)
+            (member,) = (it for it in self._members if it.name == name)
+            assert member.failure is error
+            assert name not in self.lost, "told twice"
+            self.lost[name] = (self.cluster.now_s, error)
+
+    @property
+    def _members(self) -> list[Member]:
+        """Also of workers that are still being launched."""
+        return [member for node in self.fleet.nodes for member in node.members]
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[WatchedFleet]:

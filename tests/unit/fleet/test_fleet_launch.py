@@ -48,7 +48,7 @@ def test_nothing_is_left_of_a_launch_that_fails(
         cluster = BrokenCluster(tmp_path, Behavior())
         cluster.num_nodes = num_nodes
         runtime = Runtime(transport=SimulatedTransport(cluster))
-        fleet = Fleet(cluster, runtime, on_lost=lambda *_: None)
+        fleet = Fleet(cluster, runtime, lambda event: None)
         orders = [
             WorkerOrder("rollout", index, "LocalGenerator", {}, Device.cpu, 1) for index in range(3)
         ]
@@ -79,7 +79,7 @@ def test_a_close_leaves_the_workers_of_a_later_start_alone(
         cluster = SimulatedCluster(tmp_path, Behavior())
         cluster.terms[None] = RunTerm.begin(tmp_path)
         runtime = Runtime(transport=cluster.transport())
-        fleet = Fleet(cluster, runtime, on_lost=lambda *_: None)
+        fleet = Fleet(cluster, runtime, lambda event: None)
         await fleet.launch([WorkerOrder("rollout", 0, "LocalGenerator", {}, Device.cpu, 1)])
         if is_superseded:
             RunTerm.begin(tmp_path)  # it has told no worker of it yet
@@ -96,7 +96,7 @@ def test_a_life_that_is_lost_before_a_call_to_it_is_sent_is_left_out(tmp_path: P
     async def ask() -> None:
         cluster = SimulatedCluster(tmp_path, Behavior())
         runtime = Runtime(transport=cluster.transport(), new_id=cluster.new_id)
-        fleet = Fleet(cluster, runtime, on_lost=lambda *_: None)
+        fleet = Fleet(cluster, runtime, lambda event: None)
         orders = [WorkerOrder("rollout", i, "LocalGenerator", {}, Device.cpu, 1) for i in range(2)]
         await fleet.launch(orders)
         kept, lost = fleet.members

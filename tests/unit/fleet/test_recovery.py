@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from simulation.workers import SimulatedWorker
 
 from areal_sc.config.schema import Device
 from areal_sc.errors import CrashLoop, NodeLost, PeerLost, WorkerError, WorkerLost, WorkerStartError
+from areal_sc.fleet.events import FleetEvent, RunFailed
 from areal_sc.fleet.fleet import Fleet
-from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Progressed
 from areal_sc.nodes.spec import NodeFacts, WorkerOrder
 from areal_sc.schedulers.base import Node
 from areal_sc.workers.calls import PING
@@ -84,17 +85,25 @@ class Guarded:
         self.brought_up: list[str] = []
         self.failures: list[WorkerError] = []
         self.given_up: list[WorkerError] = []
-        self.fleet = Fleet(
-            cluster, Runtime(SimulatedTransport(cluster), cluster.new_id), on_lost=self._note_loss
-        )
-        self.recovery: Recovery | None = None
+        self.recovery = self._recovery_of("")
 
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        if self.recovery is not None:
-            self.recovery.note_loss(member, loss)
+    def _recovery_of(self, unit: str) -> Recovery:
+        self.cluster.config.max_deaths = self.max_deaths
+        runtime = Runtime(SimulatedTransport(self.cluster), self.cluster.new_id)
+        return Recovery(self.cluster, runtime, self._hear, unit)
 
-    async def _bring_up(self, members: Sequence[Member]) -> None:
+    @property
+    def fleet(self) -> Fleet:
+        return self.recovery.fleet
+
+    def _hear(self, event: FleetEvent) -> None:
+        if isinstance(event, RunFailed):
+            assert isinstance(event.cause, WorkerError)
+            self.given_up.append(event.cause)
+
+    async def _bring_up(self, unit: str) -> None:
         await asyncio.sleep(0.5)
+        members = [member for member in self.fleet.members if member.life.unit == unit]
         for member in members:
             await self.fleet.call(member, PING, None)
         if self.failures:
@@ -103,18 +112,16 @@ class Guarded:
 
     @asynccontextmanager
     async def started(self, num_workers: int, *, is_one_unit: bool = False) -> AsyncIterator[None]:
-        self.cluster.config.max_deaths = self.max_deaths
+        if is_one_unit:
+            self.recovery = self._recovery_of("ranks")
         await self.fleet.launch(
             [
                 WorkerOrder(self.role, index, "LocalGenerator", {}, Device.cpu, 1)
                 for index in range(num_workers)
             ]
         )
-        members = self.fleet.members
-        units = {"ranks": members} if is_one_unit else {m.name: [m] for m in members}
-        self.recovery = Recovery(
-            *(self.fleet, units, self.max_deaths, self._bring_up, self.given_up.append)
-        )
+        names = {member.name for member in self.fleet.members}
+        self.recovery.begin(self._bring_up)
         try:
             yield
         finally:
@@ -123,14 +130,12 @@ class Guarded:
             await asyncio.sleep(2 * LOST_AFTER_S)
             left = {task.get_name() for task in asyncio.all_tasks() if "restart" in task.get_name()}
             assert not left
-            assert all(w.exit_status for w in self.cluster.workers.values() if w.name in units)
+            assert all(w.exit_status for w in self.cluster.workers.values() if w.name in names)
 
     def is_ready(self, index: int) -> bool:
-        assert self.recovery
-        return self.recovery.is_ready(self.fleet.members[index])
+        return self.fleet.members[index].life.is_ready
 
     async def wait_until_ready(self, limit_s: float) -> None:
-        assert self.recovery
         async with asyncio.timeout(limit_s):
             for member in self.fleet.members:
                 is_served = False
@@ -141,9 +146,8 @@ class Guarded:
                         is_served = True
 
     def progress(self) -> None:
-        assert self.recovery
         for member in self.fleet.members:
-            self.recovery.note_progress(member)
+            self.recovery.tell(Progressed(member.life.unit))
 
 
 def test_a_killed_worker_serves_again_at_its_address_and_the_others_go_on(tmp_path: Path) -> None:
@@ -206,7 +210,6 @@ def test_a_lost_rank_takes_the_others_along(tmp_path: Path) -> None:
                 await guarded.fleet.call(guarded.fleet.members[0], PING, None)
             await guarded.wait_until_ready(2 * START_S)
             assert len(cluster.lives) == 9
-            assert guarded.recovery
             assert guarded.recovery.num_restarts == 2
 
     run_virtual(scenario())

@@ -31,8 +31,8 @@ from areal_sc.planning.figures import (
 from areal_sc.planning.forecast import Forecaster
 from areal_sc.planning.lengths import Lengths, fit_lengths
 from areal_sc.planning.simulated_run import Forecast, SimulatedRun
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.advice import NUM_STEPS, Adviser
-from areal_sc.trainer.metrics import StepMetrics
 
 MakeStep = Callable[..., StepMetrics]
 

@@ -15,7 +15,6 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.controller.rollout.scaling import LOOK_S
 from areal_sc.errors import ConfigError, NodeLost, WorkerStartError
-from areal_sc.fleet.supervisor import UnitState
 from areal_sc.schedulers.base import Node
 
 LEAVING_S = 10.0
@@ -64,8 +63,8 @@ def test_a_run_begins_with_the_first_node_and_the_others_join_singly() -> None:
             status = run.rollout._status()
             assert [wait.what for wait in status.waits].count("the cluster") == 3
             states = {worker.name: worker.state for worker in status.workers}
-            assert states["rollout/0"] == UnitState.ready
-            assert [states[f"rollout/{i}"] for i in (1, 2, 3)] == [UnitState.starting] * 3
+            assert states["rollout/0"] == "ready"
+            assert [states[f"rollout/{i}"] for i in (1, 2, 3)] == ["starting"] * 3
             assert len(status.agents) == 1
             run.cluster.asked["asked-1"].set()
             await run.until(lambda: len(run.living) == 2)
@@ -225,7 +224,7 @@ def test_one_that_dies_is_replaced_and_dropped_if_its_worker_was_to_leave() -> N
             await run.until(lambda: len(run.living) == 2)
             await run.until(lambda: len(run.living) == 3)
             assert run.cluster.given_back == []
-            await run.until(lambda: all(it.is_up for it in run.rollout._workers.set.states))
+            await run.until(lambda: all(it.life.is_up for it in run.rollout._workers.set.states))
             await run.rollout.scale_async(2)
             run.cluster.lose_machine("asked-1")
             for _ in range(5):  # its rows are trained, or generated again
@@ -308,7 +307,7 @@ def test_however_long_another_machine_takes_the_run_waits_for_it(machine: str) -
             began_s = run.cluster.now_s
             run.cluster.lose_machine(machine)
             if machine == "generator":
-                await run.until(lambda: not run.rollout._workers.set.states[0].is_up)
+                await run.until(lambda: not run.rollout._workers.set.states[0].life.is_up)
             for _ in range(4):
                 await run.step(checks_business=False)
             assert run.cluster.now_s > began_s + LONG_S

@@ -17,7 +17,7 @@ from simulation.workers import SimulatedRolloutWorker
 from areal_sc.config.schema import AdmissionMode
 from areal_sc.controller.rollout.batch_samples import chosen_groups
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.samples import Place, Sample, read_samples
+from areal_sc.records.samples import Place, Sample, read_samples
 from areal_sc.workers import calls
 
 NUM_STEPS = 6

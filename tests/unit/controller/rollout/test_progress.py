@@ -17,8 +17,8 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.errors import TooManyRejections
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workers.calls import EpisodesReport
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 
 def notices_of(generation_s: Any, duration_s: float, **changes: Any) -> list[tuple[float, str]]:

@@ -6,8 +6,8 @@ from areal_sc.controller.ledger.group import Group, GroupState
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.errors import TooManyRejections, WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+from areal_sc.rejection import Rejection, RejectionKind, describe_counts
 from areal_sc.workers.calls import RejectedEpisodes
-from areal_sc.workflows.rejection import Rejection, RejectionKind, describe_counts
 
 
 def group(state: GroupState, batch: BatchMetadata | None = None) -> Group:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from simulation.behavior import Behavior
+from simulation.lives import serving_life
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
@@ -18,6 +19,7 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.weights.weight_updates import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import WorkerStore
+from areal_sc.fleet.worker_life import Life, LifeState
 from areal_sc.metadata import (
     BatchMetadata,
     Columns,
@@ -37,6 +39,7 @@ LINEAGE = 3
 class FakeMember:
     name: str
     is_adopted: bool = True
+    life: Life = field(default_factory=serving_life)
     worker: Any = field(default_factory=lambda: SimpleNamespace(address="tcp://a:1"))
 
 
@@ -59,7 +62,7 @@ class FakeFleet:
             self.given_up.append(args)
         if method is ADOPTED_SHARDS:
             if self.dying is not None:
-                self.dying.is_up = False
+                self.dying.life.state = LifeState.lost
             return dict.fromkeys(members, ("b.1",))
         said = method is DESCRIBE_ROLLOUT
         return {member: self.says[member] if said else None for member in members}

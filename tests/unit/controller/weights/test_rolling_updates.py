@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulation.lives import serving_life
 
 from areal_sc.config.schema import (
     RolloutConfig,
@@ -20,6 +21,7 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.weights.weight_updates import NO_VERSION
 from areal_sc.engines.handles import make_generator
+from areal_sc.fleet.worker_life import Tell
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS
 
@@ -32,6 +34,7 @@ class UpdatingFleet:
     config = SchedulerConfig(run_dir="unused")
 
     def __init__(self) -> None:
+        self.tell: Tell = lambda event: None
         self.updating: dict[str, asyncio.Future[None]] = {}
         self.updated: list[tuple[str, int]] = []
         self.members: list[Any] = []
@@ -58,10 +61,10 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     background = Background(10.0, lambda: "")
     workers = RolloutWorkers(make_generator(config), fleet, background, lambda run: True)
     report = SimpleNamespace(node="node", store_room_bytes=0, incarnation="life")
-    life = {"worker": report, "is_adopted": False, "has_lived": True}
+    facts = {"worker": report, "is_adopted": False, "has_lived": True}
     workers.track(
         [
-            SimpleNamespace(name=f"rollout/{i}", index=i, **life)  # type: ignore[misc]
+            SimpleNamespace(name=f"rollout/{i}", index=i, life=serving_life(), **facts)  # type: ignore[misc]
             for i in range(config.num_workers)
         ]
     )

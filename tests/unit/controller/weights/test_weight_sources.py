@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from simulation.behavior import Behavior
+from simulation.lives import serving_life
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
@@ -28,6 +29,7 @@ from areal_sc.controller.weights.weight_sources import (
 )
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ShardGone, StoreFull
+from areal_sc.fleet.worker_life import LifeState, Tell
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
 
@@ -48,6 +50,7 @@ class Cluster:
 
     def __init__(self, num_nodes: int, per_node: int, *, first_node: int = 1) -> None:
         self.config = SchedulerConfig(run_dir="unused")
+        self.tell: Tell = lambda event: None
         self.copying: dict[str, str] = {}
         self.reading: dict[str, str] = {}
         self.copied: list[tuple[str, str]] = []
@@ -75,6 +78,7 @@ class Cluster:
                 index=i,
                 is_adopted=False,
                 has_lived=True,
+                life=serving_life(),
                 worker=SimpleNamespace(
                     node=f"node-{first_node + i // per_node}",
                     store_room_bytes=3 << 20,
@@ -138,7 +142,8 @@ class Cluster:
 
     def lose(self, name: str) -> None:
         member = next(member for member in self.members if member.name == name)
-        self.workers.note_loss(member)
+        member.life.state = LifeState.lost
+        self.workers.leave_out(name)
 
 
 async def turn() -> None:
