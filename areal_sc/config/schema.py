@@ -215,6 +215,7 @@ class ActorConfig(Section):
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
+    is_frozen: bool = setting(False, "only computes, as a reference does: no optimizer")
     engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)

@@ -136,12 +136,23 @@ class TrainHandle:
         gathered_bytes: int = 0,
         is_offloaded: bool = False,
     ) -> WorkerPlan:
-        """The process of one rank.
+        """The process of one rank. One that is frozen publishes nothing and has no snapshots.
 
         Args:
             share: numbers of the model that it publishes, and has in snapshots.
             shape: of the model.
+            parameter_bytes, optimizer_bytes: of a rank that trains; a frozen one has neither
+                gradients, as large as the parameters, nor an optimizer.
         """
+        if self.config.is_frozen:
+            return WorkerPlan(
+                role="train",
+                index=index,
+                device=device,
+                parameter_bytes=parameter_bytes // 2,
+                gathered_bytes=gathered_bytes,
+                is_offloaded=is_offloaded,
+            )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
         num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
         state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * share

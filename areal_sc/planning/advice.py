@@ -20,8 +20,8 @@ from areal_sc.planning.figures import (
 )
 from areal_sc.planning.forecast import Forecaster
 from areal_sc.planning.simulated_run import Forecast
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.sizing.machine import this_machine
-from areal_sc.trainer.metrics import StepMetrics
 
 SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""

@@ -33,11 +33,13 @@ class FoundAgent:
         joining: as it would join.
         workers: that run there.
         config: the agent was started with it.
+        calls_format: as in `NodeDescription`.
     """
 
     joining: Joining
     workers: list[LivingWorker]
     config: SchedulerConfig
+    calls_format: int
 
     @property
     def shares_folder(self) -> bool:
@@ -110,7 +112,7 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
         if (told := answered.get(address)) is not None:
             what = place.job, place.node, place.pid, told.facts, told.facts.key
             joining = Joining(*what, restart=place.restart, step=place.step)
-            found.append(FoundAgent(joining, told.workers, told.config))
+            found.append(FoundAgent(joining, told.workers, told.config, told.calls_format))
     return found
 
 

@@ -110,7 +110,10 @@ class LocalScheduler(OpenRun):
                 logger.warning("agent=%d does not answer; it is killed", agent.pid)
                 agent.kill()  # not asked: it would delete what its successor can use
             elif not self._is_like(found):
-                logger.warning("agent=%d was started with other settings; it ends", agent.pid)
+                logger.warning(
+                    "agent=%d has other settings, or another version of areal_sc; it ends",
+                    agent.pid,
+                )
                 agent.end(self.config.shutdown_timeout_s)
             else:
                 logger.info("agent=%d workers=%d are taken over", agent.pid, len(found.workers))
@@ -129,7 +132,8 @@ class LocalScheduler(OpenRun):
         The first one of a run chose the folder of shared memory, which a later one is told.
         """
         wanted = (self._agent_config(facts) for facts in (None, found.facts))
-        return settings_of_agents(found.config) in map(settings_of_agents, wanted)
+        own = settings_of_agents(found.config, found.calls_format)
+        return own in map(settings_of_agents, wanted)
 
     def _agent_config(self, facts: NodeFacts | None) -> SchedulerConfig:
         """Settings of an agent; of one that succeeds another, what that has told."""

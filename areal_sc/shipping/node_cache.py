@@ -45,6 +45,7 @@ from areal_sc.shipping.trees import digest_of
 from areal_sc.system.durable import commit_folder, remove
 from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.shards.memory_folder import folder_on_node
 
 LARGE_BYTES: Final = 64 << 20
 """Trees of this size come from other nodes, too, and from the script's machine in turn."""
@@ -58,11 +59,6 @@ _END_LIMIT_S: Final = 10.0
 logger = logging.getLogger(__name__)
 
 
-def own_folder(node_folder: str) -> Path:
-    """The folder of this user, below `scheduler.node_folder`."""
-    return Path(node_folder).expanduser().absolute() / f"areal_sc-{os.geteuid()}"
-
-
 class NodeCache:
     """Trees on this node, of all runs of this user.
 
@@ -71,7 +67,7 @@ class NodeCache:
     """
 
     def __init__(self, node_folder: str) -> None:
-        self.path = own_folder(node_folder)
+        self.path = folder_on_node(node_folder)
         self._trees = self.path / "trees"
         self._uses: dict[str, HeldLock] = {}
 

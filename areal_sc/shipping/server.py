@@ -25,6 +25,7 @@ from msgspec import json
 
 from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportError
 from areal_sc.log import setup_logging
+from areal_sc.run.named_paths import find_named_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping import names
 from areal_sc.shipping.calls import (
@@ -46,7 +47,6 @@ from areal_sc.shipping.calls import (
     WrittenFile,
     WrittenPiece,
 )
-from areal_sc.shipping.named_paths import find_named_path
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import Trees, digest_of

@@ -27,6 +27,7 @@ PROMISED = {
     "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
     "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
+    "chaos_models": {"num_kills", "store_growth_ref", "store_growth_imitator"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
@@ -55,6 +56,7 @@ IN_ALLOCATION = {"slurm_start"}
 
 ZERO = {
     "autoscale": {"rows_lost", "rows_trained_twice", "groups_missing", "staleness_over_bound"},
+    "chaos_models": {"rows_lost", "rows_trained_twice", "steps_missing"},
     "chaos": {
         *("rows_lost", "rows_trained_twice", "rows_of_other_content", "false_zero_rewards"),
         *("groups_begun_again", "workers_restarted_by_script", "leftovers"),

@@ -31,8 +31,8 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
-from areal_sc.trainer.metrics import Summary
-from areal_sc.workflows.base import declare_reward
+from areal_sc.records.metrics import Summary
+from areal_sc.rewards.base import declare_reward
 
 TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
 """Their files are written to an empty folder, and their commands run there, in this order."""

@@ -90,7 +90,7 @@ async def next_start(run_dir: Path, **changes: Any) -> AsyncIterator[Fleet]:
     """A fleet that launches nothing yet, of a script that is started again."""
     scheduler = scheduler_in(run_dir, **changes)
     runtime = Runtime.create(scheduler.keys, scheduler.term)
-    fleet = Fleet(scheduler, runtime, on_lost=lambda *_: None)
+    fleet = Fleet(scheduler, runtime, lambda event: None)
     try:
         yield fleet
     finally:

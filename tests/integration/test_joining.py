@@ -30,6 +30,7 @@ from areal_sc.errors import (
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import Invitation
 from areal_sc.nodes.spec import (
+    CALLS_FORMAT,
     DESCRIBE,
     END,
     JOIN,
@@ -244,7 +245,9 @@ async def test_a_script_that_starts_while_the_run_is_ended_from_outside_loses_no
     own, is_ending = KeyPair.create(), asyncio.Event()
     agent = RpcServer(
         [
-            DESCRIBE.served_by(lambda _: NodeDescription(unseen, SchedulerConfig(), [])),
+            DESCRIBE.served_by(
+                lambda _: NodeDescription(unseen, SchedulerConfig(), [], CALLS_FORMAT)
+            ),
             END.served_by(lambda _: is_ending.set()),
         ],
         node_id="agent",

@@ -17,19 +17,19 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
-from areal_sc.controller.rollout.group_deaths import GroupDeaths, rejected_reply
+from areal_sc.controller.rollout.groups import Groups
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
+from areal_sc.rejection import Rejection, describe_counts
 from areal_sc.workers.calls import (
     RUN_EVALUATION,
     EvaluationReply,
     GroupAttempt,
-    GroupReply,
     RunEvaluation,
 )
-from areal_sc.workflows.rejection import describe_counts
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +37,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class OutsideGroups:
-    """Runs prompts beside training, which takes none of their rows; `new_id` names batches.
-
-    Args:
-        make_readable: returns when workers can read a row of a dataset.
+class OutsideGroups(Groups):
+    """Runs prompts beside training, which takes none of their rows.
 
     Attributes:
         num_open: groups, and prompts of evaluations, that are waiting or run.
-        num_finished: those that gave something.
     """
 
     def __init__(
@@ -53,20 +49,13 @@ class OutsideGroups:
         config: RolloutConfig,
         workers: RolloutWorkers,
         rejections: Rejections,
-        make_readable: MakeReadable,
         background: Background,
+        make_readable: MakeReadable,
         new_id: Callable[[], str],
     ) -> None:
-        self._config = config
-        self._workers = workers
-        self._rejections = rejections
-        self._make_readable = make_readable
-        self._background = background
-        self._new_id = new_id
+        super().__init__(config, workers, rejections, background, make_readable, new_id)
         self.num_open = 0
-        self.num_finished = 0
         self._num_groups = 0
-        self._suspects = asyncio.Lock()
         self._lost: set[int] = set()  # groups whose rows are gone
         self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
@@ -98,24 +87,7 @@ class OutsideGroups:
         """Runs groups for `RolloutController.rollout_batch_async` on `version` or later ones."""
 
         async def run(group: Group) -> BatchMetadata | None:
-            await self._make_readable(group.prompt.dataset, group.prompt.index)
-            deaths = GroupDeaths(group.prompt, self._suspects)
-            reply: GroupReply | None = None
-            was_full = False
-            while reply is None:
-                async with deaths.turn:
-                    worker = await self._workers.set.take(version)
-                    try:
-                        reply = await self._workers.run_group(worker, group, source)
-                    except WorkerLost as death:
-                        self._begin_attempt(group)
-                        if rejection := deaths.note(death):
-                            reply = rejected_reply(group, rejection, self._config.group_size)
-                    except StoreFull as error:
-                        if was_full or not await self._workers.yield_memory(error):
-                            raise
-                        was_full = True
-                        self._begin_attempt(group)
+            reply = await self._reply(group, source, lambda: self._workers.set.take(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
                 self._workers.on_room()
@@ -144,7 +116,7 @@ class OutsideGroups:
                 missing = [group for group in groups if group.group_id in self._lost]
                 for group in missing:
                     self._lost.remove(group.group_id)
-                    self._begin_attempt(group)
+                    self._begin_again(group)
         except BaseException:
             self._let_go(group_ids)
             raise
@@ -168,7 +140,10 @@ class OutsideGroups:
         if group_ids:
             self._workers.sweep()
 
-    def _begin_attempt(self, group: Group) -> None:
+    def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
+        group.worker = worker.name
+
+    def _begin_again(self, group: Group, *_: object) -> None:
         group.attempt += 1
         self._needed[group.group_id] = group.attempt
 
@@ -180,21 +155,18 @@ class OutsideGroups:
 
             async def run(index: int) -> EvaluationReply:
                 prompt = source.prompt(index, self._config.seed)
-                await self._make_readable(prompt.dataset, prompt.index)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
-                deaths = GroupDeaths(prompt, self._suspects)
-                reply: EvaluationReply | None = None
-                while reply is None:
-                    async with deaths.turn:
-                        worker = await held.worker()
-                        try:
-                            reply = await self._workers.call(worker, RUN_EVALUATION, episode)
-                        except WorkerLost as death:
-                            logger.warning("an evaluated prompt is lost with %s", worker.name)
-                            if rejection := deaths.note(death):
-                                reply = EvaluationReply(None, rejection=rejection)
+
+                async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
+                    reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                    if reply.rejection is None:
+                        self._workers.note_progress(worker)
+                    return reply
+
+                reply = await self._outlive(prompt, held.worker, evaluate, _tell_lost_prompt)
+                if isinstance(reply, Rejection):
+                    reply = EvaluationReply(None, rejection=reply)
                 if reply.rejection is None:
-                    self._workers.on_progress(worker.member)
                     self.num_finished += 1
                 else:
                     self._rejections.note(reply.rejection)
@@ -231,3 +203,7 @@ class OutsideGroups:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(results, *tasks, return_exceptions=True)
+
+
+def _tell_lost_prompt(worker: RolloutWorkerState, error: WorkerLost | StoreFull) -> None:
+    logger.warning("an evaluated prompt is lost with %s: %s", worker.name, error)

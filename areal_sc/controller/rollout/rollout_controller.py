@@ -40,20 +40,18 @@ from areal_sc.controller.rollout.weights_reader import WeightsReader
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import RunFolderError, StoreFull, WorkerError, WorkerLost
-from areal_sc.fleet.member import Member
-from areal_sc.fleet.recovery import Recovery
+from areal_sc.errors import RunFolderError, StoreFull, WorkerError
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
+from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
-from areal_sc.run.run_status import LEAVING, RoleStatus
-from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.row_file import PromptSource
 
 
 class RolloutController(WeightsReader):
@@ -64,8 +62,6 @@ class RolloutController(WeightsReader):
     Attributes:
         groups: those of training, and their ledger.
         rejections: what was thrown away.
-        on_scaled: told of each change of the number of workers: before, from now on, why; called
-            on the thread of the event loop.
     """
 
     engine: GeneratorHandle
@@ -73,7 +69,6 @@ class RolloutController(WeightsReader):
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
-        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
         engine = engine.with_context()
         super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
         self.config: RolloutConfig = engine.config
@@ -85,23 +80,23 @@ class RolloutController(WeightsReader):
         )
         self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
-        new_id = self._runtime.new_id
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
-        self.groups = TrainingGroups(
+        shared = (
             self.config,
             self._workers,
             self.rejections,
             self._background,
             self._sources.make_readable,
-            self._journal.durable,
-            new_id,
+            self._runtime.new_id,
         )
-        self._tell_more = self._tell_groups
+        self.groups = TrainingGroups(*shared, self._journal.durable)
+        self._outside = OutsideGroups(*shared)
+        self._tell_more = self.groups.tell
         self._scaling = Scaling(
             self.config,
-            self.fleet,
+            self._recovery,
             self._workers,
             self.groups,
             self._background,
@@ -109,24 +104,13 @@ class RolloutController(WeightsReader):
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
-            self._give_up,
         )
-        self._scaling.on_scaled = lambda *change: self.on_scaled(*change)
         self.groups.on_batch = self._scaling.note_batch
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
-        self._outside = OutsideGroups(
-            self.config,
-            self._workers,
-            self.rejections,
-            self._sources.make_readable,
-            self._background,
-            new_id,
-        )
         self._checked: set[RolloutSource] = set()
         self._task_look = TaskLook(self.config, self._folder.path)
-        self._workers.on_progress = self._note_progress
         self._workers.on_rows_lost = self._lose_rows
         self._watch = ProgressWatch(
             self._workers,
@@ -167,25 +151,15 @@ class RolloutController(WeightsReader):
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
         await self._workers.initialize()
-        recovery = Recovery(
-            self.fleet,
-            {member.name: [member] for member in self.fleet.members if member.has_lived},
-            self.fleet.config.max_deaths,
-            self._workers.bring_up,
-            self._give_up,
-            self._workers.set.recount_soon,
-        )
-        self._workers.set.is_ready = recovery.is_ready
-        self._recover_by(recovery)
-        self._scaling.begin(recovery, spares)
+        self._recovery.begin(self._workers.bring_up)
+        self._scaling.begin(spares)
         self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
         common_of(self.scheduler).needs.discard(self._needs)
         self.groups.end()
-        if self._recovery is not None:
-            await self._recovery.close()
+        await self._recovery.close()
         await self._background.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
@@ -361,23 +335,19 @@ class RolloutController(WeightsReader):
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)
 
-    def _tell_groups(self, status: RoleStatus) -> None:
-        self.groups.tell(status)
-        leaving = {state.name for state in self._workers.set.leaving}
-        for worker in status.workers:
-            worker.state = LEAVING if worker.name in leaving else worker.state
-
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        self._workers.note_loss(member)
-        super()._note_loss(member, loss)
+    def _hear(self, event: FleetEvent) -> None:
+        match event:
+            case UnitLost(unit):
+                self._workers.leave_out(unit)
+                self._workers.set.recount_soon()
+            case UnitSilent() | UnitServes():
+                self._workers.set.recount_soon()
+            case RunFailed(cause):
+                self._give_up(cause)
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
         self._background.fail(self.worker_lost or cause)
-
-    def _note_progress(self, member: Member) -> None:
-        if self._recovery is not None:
-            self._recovery.note_progress(member)
 
     def _lose_rows(self, runs: Sequence[calls.GroupAttempt]) -> None:
         self._outside.lose_rows(runs)

@@ -38,6 +38,7 @@ from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import Built, Dismissed, Progressed
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers import calls
@@ -63,7 +64,6 @@ class RolloutWorkers:
         set: the workers.
         updates: their weights.
         on_room: called whenever room in a store is free again.
-        on_progress: called with each worker that has given rows, or an evaluated episode.
         on_rows_lost: called with the runs whose shards are gone with a worker.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
@@ -76,14 +76,13 @@ class RolloutWorkers:
         needs: Needs[GroupAttempt],
     ) -> None:
         self.on_room: Callable[[], None] = lambda: None
-        self.on_progress: Callable[[Member], None] = lambda member: None
         self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
         self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
         self._background = background
-        self.set = WorkerSet(engine.config, background, needs)
+        self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
         self._is_ledger_known = True
@@ -120,12 +119,15 @@ class RolloutWorkers:
             self._fleet.call_living(method, None, adopted, timeout_s=limit_s),
         )
 
-    def note_loss(self, member: Member) -> None:
-        """The worker is left out of everything until `bring_up`; what it runs fails by itself."""
+    def leave_out(self, unit: str) -> None:
+        """A lost worker is left out of everything until `bring_up`; what it runs fails by itself.
+
+        One that has had no life yet is left out anyway.
+        """
         for state in self._states:
-            if state.member is member:
-                state.is_up = state.are_rows_known = False
-                self.updates.note_loss(state)
+            if state.name == unit and state.member.has_lived:
+                state.are_rows_known = False
+                self.updates.leave_out(state)
                 self.set.recount(state)
                 self._background.start(self._give_up_rows(state), f"rows of {state.name}")
         self._background.notify()
@@ -145,18 +147,9 @@ class RolloutWorkers:
         self.on_rows_lost(lost)
         self._background.notify()
 
-    async def bring_up(self, members: Sequence[Member]) -> None:
-        """Workers that were started again do their work again when this returns."""
-        await asyncio.gather(*(self._bring_up(s) for s in self._states if s.member in members))
-
-    async def _bring_up(self, state: RolloutWorkerState) -> None:
-        try:
-            await self._bring_back(state)
-        except BaseException:  # it is killed, and started again
-            self.note_loss(state.member)
-            raise
-
-    async def _bring_back(self, state: RolloutWorkerState) -> None:
+    async def bring_up(self, unit: str) -> None:
+        """A worker that was started again does its work again when this returns."""
+        state = next(state for state in self._states if state.name == unit)
         member = state.member
         what = "the start to read what an earlier one has left, and which rows it needs"
         await self._background.wait_until(lambda: self._is_ledger_known, what)
@@ -168,7 +161,7 @@ class RolloutWorkers:
         while is_paused != self._is_paused:
             is_paused = self._is_paused
             await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
-        state.is_up = state.has_served = True
+        self._fleet.tell(Built(unit))
         self.set.renew()
         self.sweep_one(state)
         await self.updates.bring_to_newest(state)
@@ -183,7 +176,7 @@ class RolloutWorkers:
 
     @property
     def up_members(self) -> list[Member]:
-        return [state.member for state in self._states if state.is_up]
+        return [state.member for state in self._states if state.life.is_up]
 
     async def pause(self, is_paused: bool) -> None:
         """Generation stops, also that of workers that come up later, or goes on."""
@@ -213,8 +206,8 @@ class RolloutWorkers:
 
     def let_go(self, state: RolloutWorkerState) -> None:
         """The worker leaves, and is none of these any more."""
-        state.is_up = False
-        self.updates.note_loss(state)
+        self._fleet.tell(Dismissed(state.life.unit))
+        self.updates.leave_out(state)
         self.set.remove(state)
 
     async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
@@ -271,7 +264,7 @@ class RolloutWorkers:
                 logger.info("worker=%s no report of episodes: %s", state.name, error)
                 return None
 
-        up = [state for state in self._states if state.is_up]
+        up = [state for state in self._states if state.life.is_up]
         reports = await asyncio.gather(*map(ask, up))
         return {state.name: report for state, report in zip(up, reports, strict=True)}
 
@@ -313,11 +306,15 @@ class RolloutWorkers:
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:
-            self.on_progress(state.member)
+            self.note_progress(state)
         if reply.warning and not self._has_warned:
             self._has_warned = True  # others would say the same
             logger.warning("%s", reply.warning)
         return reply
+
+    def note_progress(self, state: RolloutWorkerState) -> None:
+        """The worker has done something useful: it gave rows, or an evaluated episode."""
+        self._fleet.tell(Progressed(state.life.unit))
 
     async def _played(
         self, state: RolloutWorkerState, request: calls.RunGroup, run: GroupAttempt
@@ -363,7 +360,7 @@ class RolloutWorkers:
 
     def sweep_one(self, state: RolloutWorkerState) -> bool:
         """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
-        if not state.is_up or goes_on(state.sweep) or not state.store.has_dead:
+        if not state.life.is_up or goes_on(state.sweep) or not state.store.has_dead:
             return False
         state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
         return True

@@ -32,7 +32,7 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
-from areal_sc.controller.rollout.group_deaths import GroupDeaths, rejected_reply
+from areal_sc.controller.rollout.groups import Groups
 from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, Rejections, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
@@ -47,18 +47,15 @@ from areal_sc.workers.calls import GroupAttempt, GroupReply
 logger = logging.getLogger(__name__)
 
 
-class TrainingGroups:
+class TrainingGroups(Groups):
     """Admits groups, runs them, and forms the batch of each policy version.
 
     Args:
-        make_readable: returns when workers can read a row of a dataset.
         durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
-        new_id: names batches.
 
     Attributes:
         version: the policy version that admission and batch forming count from.
         admission: how many groups may begin.
-        num_finished: groups that gave rows, since the start of this process.
         run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
         on_batch: called when the batch of the next step is formed.
@@ -72,23 +69,17 @@ class TrainingGroups:
         rejections: Rejections,
         background: Background,
         make_readable: MakeReadable,
-        durable: Callable[[], Awaitable[None]],
         new_id: Callable[[], str],
+        durable: Callable[[], Awaitable[None]],
     ) -> None:
+        super().__init__(config, workers, rejections, background, make_readable, new_id)
         self.ledger = Ledger()
         self.kept_rows = KeptRows()
         self.version = 0
-        self.num_finished = 0
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
         self.begun_step = -1
-        self._config = config
-        self._workers = workers
-        self._rejections = rejections
-        self._background = background
-        self._make_readable = make_readable
         self._durable = durable
-        self._new_id = new_id
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
@@ -97,7 +88,6 @@ class TrainingGroups:
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._batch: BatchMetadata | None = None  # of the current version, once it is formed
-        self._suspects = asyncio.Lock()
         self._lost: set[int] = set()  # groups of that batch whose rows are gone
         self._steps_lost = ""  # why no batch can be trained
         self._restored: dict[int, Group] = {}  # queued groups without a task
@@ -361,48 +351,41 @@ class TrainingGroups:
 
     async def _run(self, group: Group, source: RolloutSource) -> None:
         """From queued to finished or rejected."""
-        await self._make_readable(group.prompt.dataset, group.prompt.index)
-        deaths = GroupDeaths(group.prompt, self._suspects)
-        reply: GroupReply | None = None
-        was_full = False
-        while reply is None:
-            async with deaths.turn:
-                await self._durable()  # its admission, or new attempt, before a worker hears of it
-                worker = await self._workers.set.take(group.admitted_version)
-                self.ledger.start(group.group_id, worker.name)
-                try:
-                    reply = await self._workers.run_group(worker, group, source)
-                except WorkerLost as death:  # says nothing of the group, unless it is to blame
-                    self.run_again[worker.name] += 1
-                    self.ledger.requeue(group.group_id, f"{worker.name} was lost")
-                    if rejection := deaths.note(death):
-                        reply = rejected_reply(group, rejection, self._config.group_size)
-                except StoreFull as error:
-                    if was_full or not await self._workers.yield_memory(error):
-                        raise
-                    was_full = True
-                    self.ledger.requeue(group.group_id, f"{worker.name} had no room for its rows")
-        self._end(group, worker, reply)
+
+        async def take() -> RolloutWorkerState:
+            await self._durable()  # its admission, or new attempt, before a worker hears of it
+            return await self._workers.set.take(group.admitted_version)
+
+        self._end(group, await self._reply(group, source, take))
 
     async def _join(self, group: Group, worker: RolloutWorkerState) -> None:
         """Awaits a run that an earlier start of the script has begun, and ends it like `_run`."""
         try:
             reply = await self._workers.run_group(worker, group, None)
-        except WorkerLost:
-            self.run_again[worker.name] += 1
-            self.ledger.requeue(group.group_id, f"{worker.name} was lost")
-        except StoreFull as error:
-            if not await self._workers.yield_memory(error):
+        except (WorkerLost, StoreFull) as error:
+            if isinstance(error, StoreFull) and not await self._workers.yield_memory(error):
                 raise
-            self.ledger.requeue(group.group_id, f"{worker.name} had no room for its rows")
+            self._begin_again(group, worker, error)
+            self._restored[group.group_id] = group
+            self.admit()
         else:
-            self._end(group, worker, reply)
-            return
-        self._restored[group.group_id] = group
-        self.admit()
+            self._end(group, reply)
 
-    def _end(self, group: Group, worker: RolloutWorkerState, reply: GroupReply) -> None:
-        self.admission.note_end(worker.name, reply.num_waiting)
+    def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
+        self.ledger.start(group.group_id, worker.name)
+
+    def _begin_again(
+        self, group: Group, worker: RolloutWorkerState, error: WorkerLost | StoreFull
+    ) -> None:
+        cause = "had no room for its rows"
+        if isinstance(error, WorkerLost):
+            self.run_again[worker.name] += 1
+            cause = "was lost"
+        self.ledger.requeue(group.group_id, f"{worker.name} {cause}")
+
+    def _end(self, group: Group, reply: GroupReply) -> None:
+        if group.worker is not None:  # None: the group is to blame for deaths of workers
+            self.admission.note_end(group.worker, reply.num_waiting)
         self._rejections.add_group(reply.rejected, self._config.group_size)
         if reply.batch is None:
             self.ledger.reject(group.group_id, main_cause(reply.rejected))
@@ -410,7 +393,7 @@ class TrainingGroups:
             self.num_finished += 1
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
-            self._workers.sweep_one(worker)
+            self._workers.sweep()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()
 

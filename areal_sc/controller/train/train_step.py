@@ -47,17 +47,18 @@ class TrainStep:
         is_one_forward = self._ppo.num_minibatches == 1 and self.num_updates == 0
         return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
 
-    def computed(self, batch: BatchMetadata) -> BatchMetadata:
-        """The batch without advantages, where tokens without one go through the model as well."""
-        if self._loss.is_zero_without_advantage:
-            return batch
-        fields = [name for name in batch.fields if name != "advantages"]
-        return batch.select(fields).without_advantages()
+    def split(
+        self, batch: BatchMetadata, loss: NamedLoss | None = None, num_minibatches: int = 0
+    ) -> list[list[list[int]]]:
+        """Row numbers of each share of each minibatch: [share][minibatch][row].
 
-    def split(self, batch: BatchMetadata) -> list[list[list[int]]]:
-        """Each share's rows of each minibatch; its log-probabilities stay with it, too."""
-        num_minibatches = min(self._ppo.num_minibatches, len(batch.episodes))
-        return self._ranks.calls.layout.split(self.computed(batch), num_minibatches)
+        Args:
+            loss, num_minibatches: of the update; else those of PPO, for what is computed: so
+                log-probabilities stay with the share that trains on them.
+        """
+        most = num_minibatches or self._ppo.num_minibatches
+        learning = seen_by_loss(batch, loss or self._loss)
+        return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
 
     def note_update(self, batch: BatchMetadata) -> None:
         """The ranks will train on these rows, even if the call is given up."""
@@ -81,7 +82,7 @@ class TrainStep:
         Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
             was formed anew after they were made.
         """
-        if self._rows and not self._ranks.history.has_updates:
+        if self._rows and not self._ranks.history.is_updating:
             cause = "train workers died, and could not read them again"
         elif rollout.has_taken_back(self.rows):
             cause = "prepare_batch has formed another batch since"
@@ -98,6 +99,14 @@ class TrainStep:
             "The weights are those of that version: call prepare_batch again, which forms its "
             "batch anew, and train on that one"
         )
+
+
+def seen_by_loss(batch: BatchMetadata, loss: NamedLoss) -> BatchMetadata:
+    """The batch without advantages, where tokens without one go through the model as well."""
+    if loss.is_zero_without_advantage:
+        return batch
+    fields = [name for name in batch.fields if name != "advantages"]
+    return batch.select(fields).without_advantages()
 
 
 def trained_content(batch: BatchMetadata) -> list[Any]:

@@ -35,7 +35,7 @@ class MegatronPPOActor(TrainHandle):
         return Device.cpu if is_on_cpu() else self.config.device, 1
 
     def check(self, count_devices: Callable[[], int] | None) -> None:
-        for name in ("cpu_offload", "compile_layers"):
+        for name in ("cpu_offload", "compile_layers", "is_frozen"):
             if getattr(self.config, name):
                 raise ConfigError(
                     f"actor.{name}: expected false with actor.engine=megatron, got true; "

@@ -44,6 +44,7 @@ from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.update_metrics import UpdateMetrics
 from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import threads_of_rank
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.weights import BucketLayout
@@ -268,10 +269,13 @@ class RankEngine(ABC):
                 the denominator all the same.
         Returns: see `UpdateMetrics.summary`.
         Raises: ValueError: a field that every loss needs is missing, a row is over the micro-batch
-            limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
+            limit, or the ranks have different numbers of minibatches. ConfigError: no such loss,
+            or the model is frozen.
             WorkflowError: on all ranks: on one of them the loss raised, asked for a field that the
             rows lack, or returned something else than a loss does.
         """
+        if self.config.is_frozen:
+            raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
         minibatches = [with_token_advantages(rows) for rows in minibatches]
         is_zero_elsewhere = isinstance(loss, NamedLoss) and loss.is_zero_without_advantage
