@@ -240,7 +240,7 @@ def test_the_plan_is_shown_as_it_is(tried: tuple[Path, str]) -> None:
     workers = [line for line in given.splitlines() if re.match(r"worker |\w+/0 ", line)]
     assert len(workers) == 3
     assert [line for line in given.splitlines()[:3] if line not in tried[1]] == []
-    assert "not counted: activations, and what CUDA and libraries take for themselves" in tried[1]
+    assert "not counted: what CUDA and libraries take for themselves" in tried[1]
 
 
 def test_each_metric_of_a_run_is_explained_and_no_other(tried: tuple[Path, str]) -> None:

@@ -544,7 +544,7 @@ def test_a_machine_that_is_not_there_against_a_count_by_hand(
     assert len(by_place) == 8
     held = 16 * 7_615_616_512 / 4
     vocabulary = 3 * (80 << 30) / 32  # pieces of the output layer: values, gradients, their copy
-    # 8,192 tokens: the input of 28 layers, and twice one layer of 12,800 + 4 * 18,944 + ... numbers
+    # 8,192 tokens: the input of 28 layers, one layer of 116,224 numbers a token, hidden states
     layer = 2 * 8192 * (8 * 3584 + 3 * 3584 + 2 * 512 + 4 * 18944)
     logits = 4 * 4 * 1024 * 152064
     activations = 28 * 2 * 8192 * 3584 + layer + 4 * 8192 * 3584 + logits

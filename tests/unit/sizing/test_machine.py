@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from areal_sc.sizing.machine import available_memory_bytes, this_machine, visible_cuda_memory
+from areal_sc.sizing.machine import (
+    available_memory_bytes,
+    this_machine,
+    threads_of_rank,
+    visible_cuda_memory,
+)
 
 GIB = 1 << 30
 
@@ -105,6 +111,18 @@ def test_what_a_wrapper_of_nvidia_smi_says_is_no_device(tmp_path: Path) -> None:
 def write(root: Path, name: str, text: str) -> None:
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text(text)
+
+
+def test_a_rank_on_a_gpu_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it has one, as many ranks share few cores; what is asked for holds for both."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)))
+    for num_ranks, expected in ((1, 128), (4, 32), (8, 16), (64, 16)):
+        assert threads_of_rank(0, num_ranks, is_cuda=True) == expected
+        assert threads_of_rank(0, num_ranks, is_cuda=False) == 1
+        assert threads_of_rank(3, num_ranks, is_cuda=True) == 3
+        assert threads_of_rank(3, num_ranks, is_cuda=False) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    assert threads_of_rank(0, 8, is_cuda=True) == 1
 
 
 def test_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path) -> None:
