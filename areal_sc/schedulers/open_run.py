@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from areal_sc.config.loading.differences import OF_SCRIPT
+from areal_sc.config.loading.differences import OF_ONE_SCHEDULER, OF_SCRIPT
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError, TransportError
 from areal_sc.run.agent_files import living_agents
 from areal_sc.run.run_folder import RunFolder
@@ -102,5 +101,5 @@ def keys_of(folder: RunFolder) -> RunKeys | None:
 def settings_of_agents(config: SchedulerConfig) -> dict[str, Any]:
     """The settings that agents and workers go by; the others are those of the script alone."""
     settings: dict[str, Any] = to_builtins(config)
-    others = OF_SCRIPT | ({"slurm"} if config.type == SchedulerType.local.value else set())
+    others = OF_SCRIPT | (OF_ONE_SCHEDULER - {config.type})
     return {key: value for key, value in settings.items() if key not in others}
