@@ -321,7 +321,8 @@ async def test_nobody_else_gets_anything_from_where_agents_join(
 def test_whatever_is_said_to_an_agent_first_it_gets_on_or_says_so(given: bytes) -> None:
     program = (
         "from areal_sc.nodes.joining import read_introduction\n"
-        "key, secret, nonce = read_introduction()\n"
+        "from areal_sc.transport.security.keys import KeyPair\n"
+        "key, secret, nonce = read_introduction(KeyPair.create())\n"
         "print(len(key) + len(secret) + len(nonce))"
     )
     done = subprocess.run(
