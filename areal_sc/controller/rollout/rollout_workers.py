@@ -289,6 +289,7 @@ class RolloutWorkers:
         Raises: WorkerLost: as of `call`; nothing has come of the run, and nothing will.
         """
         run = GroupAttempt(group.group_id, group.attempt)
+        incarnation = state.member.worker.incarnation
         state.store.begin(run)
         self.set.recount(state)
         request = calls.RunGroup(
@@ -305,6 +306,9 @@ class RolloutWorkers:
         )
         try:
             reply = await asyncio.shield(call)
+            if reply.run != run:
+                cause = f"answered for {reply.run}, asked for {run}"
+                raise self._fleet.lose(state.member, incarnation, cause)
         except asyncio.CancelledError:
             if not self._background.is_closing:
                 end = self._give_up(state, run, call)
