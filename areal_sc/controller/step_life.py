@@ -173,12 +173,16 @@ class StepLife:
             number: of the update in this step, from 0.
         Raises: BatchLost: the updates before this one were undone.
         """
-        if self._is_undone and number:
-            raise self.begin_anew("train workers died, and could not read them again")
+        if number:
+            self._check_updates()
         with self._changing():
             if self._is_undone:
                 self._forget_updates()
             self._updates.setdefault(number, rows)
+
+    def _check_updates(self) -> None:
+        if self._is_undone:
+            raise self.begin_anew("train workers died, and could not read them again")
 
     def undo(self) -> None:
         """The ranks have gone back to where the step begins: rows of it cannot be read again."""
@@ -207,8 +211,11 @@ class StepLife:
             self._recorded = self.version + 1
 
     def publish(self, version: int) -> None:
-        """The step is done: the next one begins from the version that it has made."""
-        assert not self._is_undone, "an undone step makes no version"
+        """The step is done: the next one begins from the version that it has made.
+
+        Raises: BatchLost: its updates were undone.
+        """
+        self._check_updates()
         with self._changing():
             self._begin(version)
 

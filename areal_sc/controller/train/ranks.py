@@ -229,9 +229,12 @@ class Ranks:
         self.tell_rows()
 
     def advance(self, version: int) -> None:
-        """The ranks have made a new version: something useful."""
-        self.history.advance(version)
+        """The ranks have made a new version: something useful.
+
+        Raises: BatchLost: they have lost it again; see `StepLife.publish`.
+        """
         self.step.publish(version)
+        self.history.advance(version)
         self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
         self.memory.begin_when_due()
         self.tell_rows()

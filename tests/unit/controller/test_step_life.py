@@ -94,11 +94,15 @@ def test_the_second_update_of_a_step_whose_first_was_undone_is_refused() -> None
     assert life.state is StepState.training
 
 
-def test_an_undone_step_is_not_recorded() -> None:
+def test_an_undone_step_makes_no_version() -> None:
+    """The ranks may die after the last update, while a disk or a journal is waited for."""
     life = trained_step()
     life.undo()
     with pytest.raises(AssertionError, match="undone"):
         life.record()
+    with pytest.raises(BatchLost, match="policy version 0 are gone"):
+        life.publish(1)
+    assert (life.version, life.state) == (0, StepState.formed)
 
 
 def test_the_ranks_of_a_model_and_those_who_generate_with_it_have_one_step() -> None:
