@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import make_actor as make_actor
     from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.preflight.load import load_config as load_config
+    from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
+    from areal_sc.sources.load_prompts import load_prompts as load_prompts
+    from areal_sc.sources.prompts import JsonlPrompts as JsonlPrompts
+    from areal_sc.sources.prompts import Prompts as Prompts
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
     from areal_sc.trainer.evaluations import Evaluations as Evaluations
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from areal_sc.trainer.run import Run as Run
-    from areal_sc.trainer.trackers.base import Tracker as Tracker
-    from areal_sc.workflows.base import Prompts as Prompts
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
-    from areal_sc.workflows.load_prompts import load_prompts as load_prompts
-    from areal_sc.workflows.prompts import JsonlPrompts as JsonlPrompts
     from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
 
 _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
     "Evaluations": "areal_sc.trainer.evaluations",
     "Run": "areal_sc.trainer.run",
-    "Tracker": "areal_sc.trainer.trackers.base",
+    "Tracker": "areal_sc.records.trackers.base",
     "FSDPPPOActor": "areal_sc.engines.handles",
     "FSDPSFTActor": "areal_sc.engines.handles",
     "GRPOConfig": "areal_sc.config.schema",
-    "JsonlPrompts": "areal_sc.workflows.prompts",
+    "JsonlPrompts": "areal_sc.sources.prompts",
     "LocalGenerator": "areal_sc.engines.handles",
     "PPOTrainer": "areal_sc.trainer.ppo_trainer",
-    "Prompts": "areal_sc.workflows.base",
+    "Prompts": "areal_sc.sources.prompts",
     "RolloutController": "areal_sc.controller.rollout.rollout_controller",
     "SGLangEngine": "areal_sc.engines.handles",
     "VLLMEngine": "areal_sc.engines.handles",
@@ -58,7 +58,7 @@ _HOMES = {
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.preflight.load",
-    "load_prompts": "areal_sc.workflows.load_prompts",
+    "load_prompts": "areal_sc.sources.load_prompts",
     "make_scheduler": "areal_sc.schedulers.factory",
     "make_actor": "areal_sc.engines.handles",
     "make_generator": "areal_sc.engines.handles",

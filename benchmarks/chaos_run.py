@@ -58,15 +58,11 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     """A worker that keeps books; see `areal_sc.workers.entry`."""
     import torch
 
-    from areal_sc.workers import entry
+    from areal_sc.workers import entry, train_worker
+    from areal_sc.workers.rank import Rank
     from areal_sc.workers.rollout_worker import RolloutWorker
-    from areal_sc.workers.train_worker import TrainWorker
 
-    play_group, seal, ppo_update = (
-        RolloutWorker._play_group,
-        RolloutWorker._seal,
-        TrainWorker.ppo_update,
-    )
+    play_group, seal, update = RolloutWorker._play_group, RolloutWorker._seal, train_worker.update
 
     async def booked_group(self: RolloutWorker, run: Any, group: Any) -> Any:
         note("begun", [{"group": group.group_id, "attempt": group.attempt}])
@@ -84,13 +80,13 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
         note("sealed", records)
         return batch
 
-    async def booked_update(self: TrainWorker, args: Any) -> dict[str, float]:
-        if args.operation in self.operations._noted:  # a repeat trains nothing
-            return await ppo_update(self, args)
+    async def booked_update(rank: Rank, args: Any) -> dict[str, float]:
+        if args.operation in rank.operations._noted:  # a repeat trains nothing
+            return await update(rank, args)
         began = time.time()
-        pulled = [await self.plane.puller.pull(batch) for batch in args.minibatches]
+        pulled = [await rank.plane.puller.pull(batch) for batch in args.batches]
         records = []
-        for batch, rows in zip(args.minibatches, pulled, strict=True):
+        for batch, rows in zip(args.batches, pulled, strict=True):
             start = 0
             for row, length in zip(batch.rows, rows.lengths, strict=True):
                 ids, logprobs = (
@@ -104,19 +100,19 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
                         "hash": row_hash(ids, logprobs),
                         "version": args.operation.version,
                         "lineage": args.operation.lineage,
-                        "update": int(args.operation.name.rpartition("/")[2]),
-                        "rank": self._rank,
+                        "update": int(args.operation.which),
+                        "rank": rank.number,
                         "began": began,
                     }
                 )
         del pulled
-        metrics = await ppo_update(self, args)
+        metrics = await update(rank, args)
         note("trained", records)
         return metrics
 
     RolloutWorker._play_group = booked_group  # type: ignore[method-assign]
     RolloutWorker._seal = booked_seal  # type: ignore[method-assign]
-    TrainWorker.ppo_update = booked_update  # type: ignore[method-assign]
+    train_worker.update = booked_update
     return entry.run_worker(spec_dict)
 
 

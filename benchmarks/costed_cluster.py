@@ -30,7 +30,7 @@ from areal_sc.engines.handles import FSDPPPOActor, LocalGenerator
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.weights import WeightsReference
-from areal_sc.workers import calls
+from areal_sc.workers import calls, rank_methods
 
 
 class CostedCluster(SimulatedCluster):
@@ -132,11 +132,11 @@ class CostedTrainWorker(SimulatedTrainWorker):
     async def read_shards(self, batch: BatchMetadata, duration: Any = 0.0) -> None:
         await self.spend(duration)
 
-    async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
-        num_tokens = sum(batch.num_tokens for batch in args.minibatches)
+    async def update(self, args: rank_methods.Update) -> dict[str, float]:
+        num_tokens = sum(batch.num_tokens for batch in args.batches)
         costs, devices = self.cluster.costs, self.cluster.training_devices
         self.cluster.behavior.training_s = costs.training_s(num_tokens, devices)
-        return await super().ppo_update(args)
+        return await super().update(args)
 
 
 @asynccontextmanager

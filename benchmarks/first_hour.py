@@ -30,8 +30,8 @@ import minimal
 import report
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Tracker, load_config
-from areal_sc.trainer.metrics_log import History
-from areal_sc.trainer.trackers.background import BackgroundTracker, Event
+from areal_sc.records.metrics_log import History
+from areal_sc.records.trackers.background import BackgroundTracker, Event
 
 ROOT = Path(__file__).resolve().parents[1]
 

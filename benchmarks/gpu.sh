@@ -1,43 +1,55 @@
 #!/bin/sh
-# Everything that is tested and measured on a GPU, one after the other, in 20 minutes at most.
+# Everything that is tested and measured on a GPU, one part after the other, in the order of what it
+# tells: 25 minutes in all, in several calls where a machine is lent for minutes.
 #
 #     benchmarks/gpu.sh FOLDER [--quick]
 #
-# FOLDER gets the output and the JSON of each, and the run folder of the main job. What needs SGLang
-# is left out without SGLANG_PYTHON, the interpreter of an environment that has it. PYTHON is the
-# interpreter of areal_sc (default: .venv/bin/python). Each part has a time limit of its own, and
-# what remains of LIMIT_S (default: 1140); one that is stopped has a minute to end. The exit code is
-# the number of failures.
+# A call takes LIMIT_S seconds at most (default: 520). It begins no part that may not end in time, and
+# the next call with the same FOLDER goes on where it has ended: a part that has NAME.status is not
+# run again. FOLDER gets of each part NAME.txt, NAME.json and NAME.status (its exit code), the run
+# folder of the main job, and summary.json with all numbers; the files named NAME.* are small, and all
+# that another machine needs to go on.
+#
+# What needs SGLang is left out without SGLANG_PYTHON, the interpreter of an environment that has it.
+# PYTHON is the interpreter of areal_sc (default: .venv/bin/python). WHEELS is a folder of wheels that
+# are installed first, for a machine without network whose python has torch and transformers. The exit
+# code is the number of parts that failed or are left.
 set -u
 folder=${1:?usage: benchmarks/gpu.sh FOLDER [--quick]}
 quick=${2:-}
-cd "$(dirname "$0")/.." || exit
-python=${PYTHON:-.venv/bin/python}
 mkdir -p "$folder"
-failures=0
-deadline=$(($(date +%s) + ${LIMIT_S:-1140}))
+folder=$(cd "$folder" && pwd)
+deadline=$(($(date +%s) + ${LIMIT_S:-520}))
+if [ -n "${WHEELS:-}" ]; then
+    site=/tmp/areal_sc_site
+    "${PYTHON:=python3}" -m pip install -q --no-index --no-deps --no-compile --upgrade \
+        --target "$site" "$WHEELS"/*.whl || exit
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+cd "$(dirname "$0")/.." || exit
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+python=${PYTHON:-.venv/bin/python}
+missing=0
 
 # measure NAME SECONDS COMMAND...
 measure() {
     name=$1 limit_s=$2
     shift 2
-    left_s=$((deadline - $(date +%s)))
-    if [ "$left_s" -lt "$limit_s" ]; then
-        limit_s=$left_s
+    status=$(cat "$folder/$name.status" 2>/dev/null)
+    if [ -n "$status" ]; then
+        echo "== $name: done before, exit code $status"
+    elif [ $((deadline - $(date +%s))) -lt "$limit_s" ]; then
+        echo "== $name: left for the next call, it may take $limit_s s"
+        status=1
+    else
+        echo "== $name: at most $limit_s s"
+        timeout --signal=INT --kill-after=30 "$limit_s" "$@" >"$folder/$name.txt" 2>&1
+        status=$?
+        echo $status >"$folder/$name.status"
+        tail -n 40 "$folder/$name.txt"
+        [ $status -eq 0 ] || echo "== $name: exit code $status"
     fi
-    if [ "$limit_s" -le 0 ]; then
-        echo "== $name: no time is left"
-        failures=$((failures + 1))
-        return
-    fi
-    echo "== $name: at most $limit_s s"
-    timeout --signal=INT --kill-after=60 "$limit_s" "$@" >"$folder/$name.txt" 2>&1
-    status=$?
-    cat "$folder/$name.txt"
-    if [ $status -ne 0 ]; then
-        echo "== $name: exit code $status"
-        failures=$((failures + 1))
-    fi
+    [ "$status" -eq 0 ] || missing=$((missing + 1))
 }
 
 # benchmark NAME SECONDS PROGRAM [ARGUMENTS...]
@@ -48,15 +60,23 @@ benchmark() {
         --json "$folder/$name.json" $quick "$@"
 }
 
-measure tests 400 "$python" -m pytest -q tests/gpu
-benchmark train_throughput 400 train_throughput
-benchmark generate_throughput 300 generate_throughput
-benchmark publication 300 weight_update --engine local
-measure letter_sort 900 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
+measure tests 240 "$python" -m pytest -q tests/gpu
+measure letter_sort 240 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
     "run_dir=$folder/letter_sort" --overwrite
+for shape in 0.5b 7b_layers; do
+    benchmark "mfu_$shape" 150 train_mfu --only "$shape"
+done
+benchmark publication 180 weight_update --engine local
+for shape in 0.5b_chunk 0.5b_compiled 7b_layers_chunk; do
+    benchmark "mfu_$shape" 150 train_mfu --only "$shape"
+done
+benchmark train_throughput 240 train_throughput
+benchmark generate_throughput 200 generate_throughput
 if [ -n "${SGLANG_PYTHON:-}" ]; then
-    benchmark engines 600 generate_throughput --against sglang --slots 64 \
+    benchmark engines 300 generate_throughput --against sglang --slots 64 \
         --sglang-python "$SGLANG_PYTHON"
-    benchmark weight_update 600 weight_update --servers 1 --sglang-python "$SGLANG_PYTHON"
+    benchmark weight_update 400 weight_update --servers 1 --sglang-python "$SGLANG_PYTHON"
 fi
-exit $failures
+"$python" benchmarks/gpu_summary.py "$folder" >"$folder/summary.txt" 2>&1 || cat "$folder/summary.txt"
+cat "$folder/summary.txt"
+exit $missing

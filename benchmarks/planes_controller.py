@@ -22,8 +22,8 @@ from planes_samples import LagProbe, percentiles
 from areal_sc.controller.train.rank_layout import RankLayout, with_sealed_field
 from areal_sc.ids import random_id
 from areal_sc.metadata import PromptReference, concat
-from areal_sc.workers import calls
-from areal_sc.workers.operations import Operation
+from areal_sc.workers import calls, rank_methods
+from areal_sc.workers.operations import Kind, Operation
 
 HEARTBEAT_WARM_UP_S = 2.5
 """Longer than the interval of heartbeats."""
@@ -80,9 +80,7 @@ class Controller:
         """
         lost: list[str] = []
         probe = LagProbe()
-        heartbeats = ours.heartbeats(
-            self._transport, self._workers, lambda error: lost.append(str(error))
-        )
+        heartbeats = ours.heartbeats(self._transport, self._workers, lost)
         tasks = [asyncio.create_task(heartbeats)]
         try:
             await asyncio.sleep(HEARTBEAT_WARM_UP_S)  # every node is connected to
@@ -131,14 +129,17 @@ class Controller:
         shares = LAYOUT.split(batch, NUM_MINIBATCHES)
         share_rows = [list(chain.from_iterable(share)) for share in shares]
         read, field = batch.select(["input_ids"]), "proximal_logprobs"
-        parts = [calls.Compute(read.take(rows), "logprobs", field) for rows in share_rows]
-        replies = await _call_each(ranks, calls.COMPUTE, parts)
+        parts = [rank_methods.Compute(read.take(rows), "logprobs", field) for rows in share_rows]
+        replies = await _call_each(ranks, rank_methods.COMPUTE, parts)
         shards = [reply.shard for reply in replies]
         whole = with_sealed_field(batch, field, share_rows, shards)
         whole = whole.with_advantages([0.25] * num_rows)
-        operation = Operation(1, 1_000, "ppo_update")
-        updates = [calls.PPOUpdate(operation, tuple(map(whole.take, share))) for share in shares]
-        await _call_each(ranks, calls.PPO_UPDATE, updates)
+        operation = Operation(1, 1_000, Kind.update)
+        updates = [
+            rank_methods.Update(operation, 0, tuple(map(whole.take, share)), advances=False)
+            for share in shares
+        ]
+        await _call_each(ranks, rank_methods.UPDATE, updates)
 
 
 async def _call_each(

@@ -16,10 +16,11 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
+from areal_sc.fleet.events import Wished
 from areal_sc.fleet.found_workers import FoundWorkers
-from areal_sc.fleet.member import Member, OnLost
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Died, LifeEvent, Lives
 from areal_sc.ids import random_id
 from areal_sc.metadata import BatchMetadata, Columns, RowMetadata, RowRun, ShardMetadata
 from areal_sc.nodes.spec import (
@@ -231,24 +232,31 @@ def agents_of(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
 async def heartbeats(
     transport: ZmqTransport,
     workers: Sequence[Mapping[str, str]],
-    on_lost: OnLost,
+    lost: list[str],
 ) -> None:
     """A controller's watch over the workers, until it is cancelled.
 
     Args:
+        lost: gets the cause of each loss.
         workers: of each `name`, `incarnation`, `address`, `node` and `agent`.
     """
+
+    def note(event: LifeEvent | Wished) -> None:
+        if isinstance(event, Died):
+            lost.append(str(event.cause))
+
     scheduler = Nodes(SchedulerConfig(), RunKeys.create(), agents_of(workers))
     watches = {}
     for node in await scheduler.nodes():
         orders = [WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)]
         watches[node.name] = NodeWorkers(
-            *(node, "rollout", orders, FoundWorkers(), scheduler, Runtime(transport), on_lost)
+            *(node, "rollout", orders, FoundWorkers(), scheduler, Runtime(transport)),
+            *(Lives(scheduler.config.max_deaths), note),
         )
     for worker in workers:
         watch = watches[worker["node"]]
         order = WorkerOrder("rollout", 0, "", {}, Device.cpu, 0)
-        watch.add(Member(order, report_of(worker), watch.agent.connection))  # nobody calls it
+        watch.add(order, report_of(worker), watch.agent.connection)  # nobody calls it
     async with asyncio.TaskGroup() as tasks:
         for number, watch in enumerate(watches.values(), start=1):
             hold_s = scheduler.config.heartbeat_interval_s * number / len(watches)

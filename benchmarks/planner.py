@@ -40,9 +40,9 @@ from areal_sc.planning.advice import Plan, make_plan
 from areal_sc.planning.cores import SharedCores, shared_cores
 from areal_sc.planning.figures import Figures, OperatingPoint, newest_figures
 from areal_sc.planning.forecast import Forecaster
+from areal_sc.records.metrics import StepMetrics
+from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.trainer.metrics import StepMetrics
-from areal_sc.trainer.metrics_log import History
 
 ROOT = Path(__file__).resolve().parents[1]
 

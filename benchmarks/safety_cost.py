@@ -27,7 +27,7 @@ from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
 from areal_sc.controller.ledger.journal import Journal
-from areal_sc.trainer.metrics_log import History
+from areal_sc.records.metrics_log import History
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -35,7 +35,7 @@ from areal_sc.config.schema import AdmissionMode
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.staleness import StalenessStats
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.steps import of_groups
 
 MAX_WORKERS = 64

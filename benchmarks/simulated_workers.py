@@ -31,7 +31,7 @@ from areal_sc.nodes.spec import WorkerReport
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import make_shard_id
 from areal_sc.weights import ShardReference, WeightsReference
-from areal_sc.workers import calls
+from areal_sc.workers import calls, rank_methods
 
 WORKERS_PER_NODE = 8
 LAUNCH_PACE_S = 0.005
@@ -69,17 +69,18 @@ class SimulatedWorker:
             calls.RUN_GROUP.served_by(self.run_group),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
             calls.COPY_WEIGHTS.served_by(self.copy_weights),
-            calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            calls.INITIALIZE_RANK.served_by(self.initialize),
-            calls.COMPUTE.served_by(self.seal),
-            calls.SEAL_WEIGHTS.served_by(self.seal),
-            calls.PPO_UPDATE.served_by(_update),
+            rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
+            rank_methods.INITIALIZE_RANK.served_by(self.initialize),
+            rank_methods.COMPUTE.served_by(self.seal),
+            rank_methods.SEAL_WEIGHTS.served_by(self.seal),
+            rank_methods.TRY_LOSS.served_by(_nothing),
+            rank_methods.UPDATE.served_by(_update),
         ]
 
     async def create_rendezvous(self, _: None) -> str:
         return ""
 
-    async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
+    async def initialize(self, rank: rank_methods.InitializeRank) -> RankPosition:
         return RankPosition(rank.rank, is_head=True)
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
@@ -133,7 +134,7 @@ async def _no_shards(_: None) -> tuple[str, ...]:
 async def _nothing(_: Any) -> None: ...
 
 
-async def _update(_: calls.PPOUpdate) -> dict[str, float]:
+async def _update(_: rank_methods.Update) -> dict[str, float]:
     return {"loss": 0.0, "entropy": 0.0, "grad_norm": 0.0}
 
 

@@ -52,7 +52,7 @@ def start_workers(num_workers: int, run_dir: str) -> tuple[float, float]:
 
     async def launch() -> tuple[float, float]:
         runtime = Runtime.create(scheduler.keys, scheduler.term)
-        fleet = Fleet(scheduler, runtime, on_lost=lambda member, loss: None)
+        fleet = Fleet(scheduler, runtime, lambda event: None)
         engine_config = to_plain(RolloutConfig(path="/no/model", num_workers=num_workers))
         order = WorkerOrder(ROLLOUT_ROLE, 0, "LocalGenerator", engine_config, Device.cpu, 1 << 20)
         await scheduler.nodes()

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_sc.workflows.base import Prompts
+from areal_sc.sources.prompts import Prompts
 
 LETTERS = string.ascii_lowercase
 END = "$"

@@ -28,7 +28,8 @@ from areal_sc import (
     run_script,
     start,
 )
-from areal_sc.workflows.base import EpisodeEngine, RewardFunction
+from areal_sc.rewards.base import RewardFunction
+from areal_sc.workflows.base import EpisodeEngine
 from areal_sc.workflows.text import decode_completion, encode_text
 from areal_sc.workflows.transcript import Transcript
 

@@ -2,7 +2,8 @@
 
 What is computed with tensors of both is an error, as it is on a GPU; copies from one to the other
 are none. So a computation that is right here is right about devices, and its numbers are those of
-the CPU. Streams, and copies that overlap with other work, are not pretended.
+the CPU. Pinned memory is ordinary memory that is known by its address. Streams, and copies that
+overlap with other work, are not pretended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ _COPIES = (
     torch.ops.aten._foreach_copy_.default,
     torch.ops.aten._to_copy.default,
 )
+
+_pinned: list[torch.Tensor] = []
+"""Pinned memory, which is kept: its addresses would come again."""
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Pins the memory of a tensor on the host, for good."""
+    _pinned.append(memory)
+
+
+def pinned_sizes() -> list[int]:
+    """Bytes of each piece of memory that was ever pinned."""
+    return [memory.nbytes for memory in _pinned]
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    address = tensor.data_ptr()
+    return any(0 <= address - memory.data_ptr() < memory.nbytes for memory in _pinned)
 
 
 def install() -> None:
@@ -79,6 +98,10 @@ class _Everywhere(TorchDispatchMode):
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if kwargs.pop("pin_memory", False):
+        memory = func(*args, **kwargs)
+        pin(memory)
+        return memory
     tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
     there = {id(it.values): it for it in tensors if isinstance(it, OnDevice)}
     is_mixed = any(it.dim() and not isinstance(it, OnDevice) for it in tensors)

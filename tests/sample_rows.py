@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_sc.samples import Place, Sample
+from areal_sc.records.samples import Place, Sample
 
 
 def sample(step: int = 1, **changes: Any) -> Sample:

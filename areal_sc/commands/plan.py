@@ -22,9 +22,9 @@ from areal_sc.planning.advice import Plan, make_plan
 from areal_sc.planning.cores import shared_cores
 from areal_sc.planning.figures import MIN_STEPS
 from areal_sc.planning.simulated_run import Forecast
+from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import to_json
-from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.quantities import short_duration
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The settings of what follows a run: evaluations, samples (see `areal_sc.samples`), trackers."""
+"""The settings of what follows a run: evaluations, samples (`records.samples`), trackers."""
 
 from __future__ import annotations
 

@@ -216,6 +216,7 @@ class ActorConfig(Section):
     random_init: bool = setting(
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
+    is_frozen: bool = setting(False, "only computes, as a reference does: no optimizer")
     engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
@@ -229,7 +230,9 @@ class ActorConfig(Section):
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at one time", ge=1)
-    num_threads: int = setting(1, "CPU threads a rank", ge=1)
+    num_threads: int = setting(
+        0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
+    )
     store_bytes: int = setting(4 << 30, "limit of one rank's tensor store", ge=1)
     seed: int = shared("${seed}", 0, "seed of initial weights and shuffles", ge=0)
     memory_every_steps: int = shared(
@@ -327,7 +330,9 @@ class TransportConfig:
         4, "chunks requested from one owner and not yet received", ge=1
     )
     call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
-    write_timeout_s: float = setting(3600.0, "deadline of what waits for the run's disk", gt=0)
+    write_timeout_s: float = setting(
+        3600.0, "deadline of what waits for the run's disk, or reads the model", gt=0
+    )
     pull_timeout_s: float = setting(300.0, "deadline of a pull", gt=0)
     stalled_peer_timeout_s: float = setting(30.0, "drop a peer that is silent for so long", gt=0)
 

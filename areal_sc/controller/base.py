@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,18 +23,18 @@ from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import role_status
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
-from areal_sc.errors import RunFolderError, StaleTerm, WorkerError, WorkerLost
-from areal_sc.fleet.fleet import Fleet
+from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
+from areal_sc.fleet.events import FleetEvent
 from areal_sc.fleet.member import Member
-from areal_sc.fleet.recovery import OnOutage, Recovery
+from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import STATS
-from areal_sc.workflows.row_file import PromptSource
-from areal_sc.workflows.sources import SourceRegistry
+from areal_sc.workflows.registry import SourceRegistry
 
 C = TypeVar("C", bound="Controller")
 P = ParamSpec("P")
@@ -67,15 +68,12 @@ class Controller(ABC):
         fleet: its workers.
         worker_lost: why the run cannot go on, once one of its workers was given up, or its journal
             has failed.
-        on_outage: told when workers are lost, and when they do their work again; called on the
-            thread of the event loop.
         is_dry_run: nothing is started, and calls that would wait for workers end the process.
     """
 
     is_dry_run = False
     worker_lost: WorkerError | RunFolderError | None = None
     _control_loop: ControlLoop | None = None
-    _recovery: Recovery | None = None  # from when the workers do their work
     _call: Wait | None = None  # of the script, that goes on
 
     def __init__(
@@ -84,15 +82,17 @@ class Controller(ABC):
         scheduler: Scheduler,
         role: str,
         runtime: Runtime | None,
+        unit: str = "",
     ) -> None:
+        """Args: unit: as of `Lives`."""
         self.engine = engine
         self.scheduler = scheduler
         self.is_dry_run = scheduler.config.dry_run
         self.role = role
         self._owns_transport = runtime is None
         self._runtime = runtime or Runtime.create(scheduler.keys, scheduler.term)
-        self.fleet = Fleet(scheduler, self._runtime, on_lost=self._note_loss)
-        self.on_outage: OnOutage = lambda unit, cause: None
+        self._recovery = Recovery(scheduler, self._runtime, self._hear, unit)
+        self.fleet = self._recovery.fleet
         self._tell_more: Callable[[RoleStatus], None] = lambda status: None
         self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
@@ -111,13 +111,8 @@ class Controller(ABC):
         """
         return False
 
-    def _order(
-        self, index: int, config: ActorConfig | RolloutConfig, search_path: str = ""
-    ) -> WorkerOrder:
-        """A worker with this configuration of the engine.
-
-        Args: index, search_path: see `WorkerOrder`.
-        """
+    def _order(self, index: int, config: ActorConfig | RolloutConfig) -> WorkerOrder:
+        """A worker with this configuration of the engine."""
         device, num_devices = self.engine.devices
         return WorkerOrder(
             role=self.role,
@@ -127,7 +122,6 @@ class Controller(ABC):
             device=device,
             store_bytes=config.store_bytes,
             num_devices=num_devices,
-            search_path=search_path,
         )
 
     @property
@@ -149,15 +143,11 @@ class Controller(ABC):
         for path in {str(order.engine_config["path"]) for order in orders}:
             if _is_folder(path):
                 self._sources.name_model(path)
-        for code in {order.search_path for order in orders} - {""}:
-            self._sources.name_code(code)
 
     async def close_async(self) -> None:
         """Ends the workers."""
         self.scheduler.status.leave(self.role)
-        if self._recovery is not None:
-            await self._recovery.close()
-            self._recovery = None
+        await self._recovery.close()
         try:
             await self.fleet.close()
         finally:
@@ -168,7 +158,7 @@ class Controller(ABC):
     @property
     def num_restarts(self) -> int:
         """Restarts of its workers that were decided on so far."""
-        return 0 if self._recovery is None else self._recovery.num_restarts
+        return self.fleet.lives.num_restarts
 
     @property
     def num_bytes(self) -> int:
@@ -204,21 +194,19 @@ class Controller(ABC):
         if control_loop is not None:
             self.worker_lost = None  # that of an earlier start
 
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        if isinstance(loss.__cause__, StaleTerm):
-            self._give_up(loss)
-        elif self._recovery is not None:
-            self._recovery.note_loss(member, loss)
-        elif not member.is_adopted:  # of those `_recover_by` takes care
-            self._give_up(loss)
+    @abstractmethod
+    def _hear(self, event: FleetEvent) -> None:
+        """Has the parts of the controller act on what becomes of its workers."""
 
-    def _recover_by(self, recovery: Recovery) -> None:
-        """Lost workers are started again from now on, those of an earlier start, too, that died."""
-        self._recovery = recovery
-        recovery.on_outage = self.on_outage
-        for member in self.fleet.members:
-            if member.failure is not None and member.has_lived:
-                self._note_loss(member, member.failure)
+    @contextmanager
+    def heard_by(self, listener: Callable[[FleetEvent], None]) -> Iterator[None]:
+        """Within the context a listener is told what becomes of the workers, on the thread of the
+        event loop."""
+        self._recovery.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._recovery.listeners.remove(listener)
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         """The run cannot go on: every call that waits ends with the cause."""
@@ -237,7 +225,7 @@ class Controller(ABC):
     def _status(self) -> RoleStatus:
         """For people who look from outside."""
         calls = [] if self._call is None else [self._call]
-        status = role_status(self.fleet, self._recovery, self.version, calls)
+        status = role_status(self.fleet, self._recovery.newest_outage, self.version, calls)
         self._tell_more(status)
         return status
 

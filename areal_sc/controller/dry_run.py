@@ -14,25 +14,31 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.base import Completion
+from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
+from areal_sc.nodes.spec import TRAIN_ROLE
+from areal_sc.rejection import Rejection
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.sizing.machine import resolved_device, this_machine
+from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.worker_plan import RunPlan
+from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workflows.base import Prompts, Trajectory, Workflow
-from areal_sc.workflows.rejection import Rejection
-from areal_sc.workflows.rewards import RewardPool
-from areal_sc.workflows.sources import SourceReader
+from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.registry import SourceReader
 from areal_sc.workflows.text import encode_text
 
 MAX_ROWS: Final = 1000
@@ -55,12 +61,38 @@ def end() -> SystemExit:
     return SystemExit(0)
 
 
-def look_at_loss(loss: NamedLoss) -> None:
-    """Raises: ConfigError: it cannot be used."""
-    from areal_sc.algorithms.loss_trial import try_loss
+def look_at_model(
+    role: str, handle: TrainHandle, loss: NamedLoss, *, is_on_this_machine: bool
+) -> None:
+    """Tries the loss, unless the model is frozen; shows what a further model takes of this machine.
 
-    try_loss(loss)
-    tell(f"loss {loss.name}: tried on one row")
+    Raises: ConfigError: the loss cannot be used. ModelError: the model's folder is there, and
+        cannot be read.
+    """
+    if not handle.config.is_frozen:
+        from areal_sc.algorithms.loss_trial import try_loss
+
+        try_loss(loss)
+        tell(f"loss {loss.name}: tried on one row")
+    if is_on_this_machine and role != TRAIN_ROLE:  # that one's memory was told before
+        _tell_memory(role, handle)
+
+
+def _tell_memory(role: str, handle: TrainHandle) -> None:
+    folder = cached_model(handle.config.path, handle.config.revision)
+    shape, machine = read_model_shape(folder) if folder else None, this_machine()
+    kind, _ = handle.devices
+    is_cpu = resolved_device(kind, machine.num_cuda_devices, "actor.device") == Device.cpu
+    plans = [
+        replace(plan, role=role)
+        for rank in range(handle.num_workers)
+        for plan in handle.plan_worker(
+            rank, shape or ModelShape(), ["cpu" if is_cpu else f"cuda:{rank}"], machine
+        )
+    ]
+    tell(f"model {role}{', frozen' if handle.config.is_frozen else ''}, beside the others:")
+    for line in RunPlan(tuple(plans), {}, shape is not None).lines():
+        tell(f"  {line}")
 
 
 class _Model:
@@ -157,7 +189,7 @@ class TaskLook:
             tell(f"model {self._config.path}: not there yet, so no prompt is looked at")
             return
         # before the tokenizer is read: that loads torch, which begins threads
-        rewards = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+        rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
         look = self._look(source, make_readable, rewards, folder)
         with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
             thread.submit(asyncio.run, look).result()
@@ -175,8 +207,13 @@ class TaskLook:
         self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
     ) -> None:
         reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
-        log_path = self._run_dir / "reward.log"
-        pool = RewardPool(rewards, num_processes=1, timeout_s=limit_s, log_path=log_path)
+        pool = RewardPool(
+            rewards,
+            num_processes=1,
+            timeout_s=limit_s,
+            log_path=self._run_dir / "reward.log",
+            sources=reader.folder,
+        )
         try:
             if self._tokenizer is None:
                 self._read_tokenizer(model)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from typing import Final
 
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
-from areal_sc.fleet.recovery import Recovery
-from areal_sc.fleet.supervisor import UnitState
-from areal_sc.run.run_status import AgentStatus, RoleStatus, Wait, WorkerStatus
+from areal_sc.fleet.worker_life import Life, LifeState
+from areal_sc.run.run_status import AgentStatus, Restart, RoleStatus, Wait, WorkerStatus
+
+_WORDS: Final = {
+    LifeState.serving: "ready",
+    LifeState.silent: "suspect",
+    LifeState.given_up: "given up",
+}
+"""What people read of a state; see `WorkerStatus`."""
 
 
 def role_status(
-    fleet: Fleet, recovery: Recovery | None, version: int, waits: Iterable[Wait]
+    fleet: Fleet, restart: Restart | None, version: int, waits: Iterable[Wait]
 ) -> RoleStatus:
     """The status of the workers of one role; called on the event loop of their controller."""
     now, loop_s = time.time(), asyncio.get_running_loop().time()
@@ -33,12 +40,12 @@ def role_status(
         worker = member.worker
         return WorkerStatus(
             name=member.name,
-            state=recovery.state(member) if recovery else UnitState.starting,
+            state=_word(member.life),
             pid=worker.pid,
             host=hosts.get(worker.node, worker.node),
             incarnation=worker.incarnation,
             heard=now - (loop_s - member.beat_s),
-            restarts=recovery.num_restarts_with(member) if recovery else 0,
+            restarts=member.life.num_restarts,
         )
 
     return RoleStatus(
@@ -47,5 +54,12 @@ def role_status(
         waits=[*waits, *coming],
         agents=agents,
         workers=list(map(status_of, fleet.members)),
-        restart=recovery.newest_outage if recovery else None,
+        restart=restart,
     )
+
+
+def _word(life: Life) -> str:
+    if life.is_leaving:
+        return "leaving"
+    is_again = life.is_down and life.state in (LifeState.lost, LifeState.launching)
+    return "restarting" if is_again else _WORDS.get(life.state, "starting")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
+
+from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -50,23 +53,14 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """Embedded or remote generation. Coroutines run on the worker's event loop."""
+    """What every engine that generates has. Coroutines run on the worker's event loop.
+
+    What else a worker asks of it stands in the protocols below, each of which is a subject of its
+    own. An engine has those that a run needs: `able` refuses the others by name.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights that the next token is sampled from."""
-        ...
-
-    async def start(self) -> None:
-        """Loads the model; returns when it can generate."""
-        ...
-
-    async def close(self) -> None:
-        """Ends everything that it started."""
-        ...
 
     async def generate(
         self,
@@ -83,8 +77,49 @@ class GenerationEngine(Protocol):
         """
         ...
 
-    def cancel_group(self, prefix_group: str) -> None:
-        """Ends the group's running requests; each returns its partial answer as `cancelled`."""
+
+@runtime_checkable
+class RunsBesideWorker(Protocol):
+    """An engine that computes, or has processes, beside the worker's event loop."""
+
+    async def start(self) -> None:
+        """Loads the model; returns when it can generate."""
+        ...
+
+    async def close(self) -> None:
+        """Ends everything that it started."""
+        ...
+
+    async def pause(self) -> None:
+        """Stops generation; running requests keep their tokens."""
+        ...
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        ...
+
+
+@runtime_checkable
+class CountsRequests(Protocol):
+    """An engine that tells what it does."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place, as all are taken."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since start, `generated_tokens` and `cancelled_tokens` (lost) among them."""
+        ...
+
+
+@runtime_checkable
+class FollowsWeights(Protocol):
+    """An engine whose weights are those of a policy that is trained."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that the next token is sampled from."""
         ...
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
@@ -98,6 +133,11 @@ class GenerationEngine(Protocol):
         """The same, by a Hugging Face folder, which stays until the next publication is done."""
         ...
 
+
+@runtime_checkable
+class JoinsWeightGroup(Protocol):
+    """An engine that receives broadcast weights (`weight_update.method: collective`)."""
+
     async def update_weights_from_group(
         self,
         version: int,
@@ -107,7 +147,7 @@ class GenerationEngine(Protocol):
         again: TensorSource,
         give_up: Callable[[], Awaitable[None]],
     ) -> None:
-        """The same, by what rank 0 of a weight group broadcasts meanwhile.
+        """Replaces all weights by what rank 0 of a weight group broadcasts meanwhile.
 
         Args:
             buckets: in the order of the broadcasts.
@@ -137,23 +177,6 @@ class GenerationEngine(Protocol):
         """Whether these ranks compute on GPUs."""
         ...
 
-    async def pause(self) -> None:
-        """Stops generation; running requests keep their tokens."""
-        ...
-
-    async def resume(self) -> None:
-        """Goes on after `pause`."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a place, as all are taken."""
-        ...
-
-    def stats(self) -> Mapping[str, float]:
-        """Counters since start, `generated_tokens` and `cancelled_tokens` (lost) among them."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
@@ -169,25 +192,12 @@ class RankPosition:
 
 
 class TrainEngine(Protocol):
-    """One rank of the trained model. Called from one thread; every rank gets the same calls.
+    """What every rank of a trained model has. Called from one thread; every rank gets the same
+    calls.
 
-    Attributes:
-        shares_files: whether every rank sees the folders that it is told to write to; set before
-            `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
-            the one of rank 0 with an export.
-        node: names the machine whose memory this rank sees; set before `initialize`.
+    What else a worker asks of it stands in the protocols below; an engine has those that a run
+    needs.
     """
-
-    shares_files: bool
-    node: str
-
-    def create_rendezvous(self, host: str) -> str:
-        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
-
-        Args:
-            host: address of this machine that the other ranks can reach.
-        """
-        ...
 
     def initialize(
         self, rank: int | None = None, world_size: int = 1, init_method: str = "env://"
@@ -229,6 +239,52 @@ class TrainEngine(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class ManyRanks(Protocol):
+    """An engine whose ranks compute together.
+
+    Attributes:
+        shares_files: whether every rank sees the folders that it is told to write to; set before
+            `initialize`. Otherwise a machine may have its own, each with a part of a snapshot, and
+            the one of rank 0 with an export.
+        node: names the machine whose memory this rank sees; set before `initialize`.
+    """
+
+    shares_files: bool
+    node: str
+
+    def create_rendezvous(self, host: str) -> str:
+        """On rank 0: opens the ranks' meeting point; returns the `init_method` of all ranks.
+
+        Args:
+            host: address of this machine that the other ranks can reach.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leaves the other ranks; what is being written is finished first."""
+        ...
+
+
+@runtime_checkable
+class PublishesParts(Protocol):
+    """An engine whose weights are sealed in the stores of its ranks."""
+
+    def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
+        """What this rank publishes of the parameters: without values, and then the values.
+
+        Under Hugging Face names, 1-D, in the dtype of publication. What the ranks give of a name,
+        one after the other in their order, are the values of the whole parameter. The values may
+        be live; all ranks must go through all of them together.
+        """
+        ...
+
+
+@runtime_checkable
+class PublishesWhole(Protocol):
+    """An engine whose weights are broadcast (`weight_update.method: collective`)."""
+
     @property
     def is_cuda(self) -> bool:
         """Whether this rank computes on a GPU."""
@@ -242,18 +298,14 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
-        """What this rank publishes of the parameters: without values, and then the values.
-
-        Under Hugging Face names, 1-D, in the dtype of publication. What the ranks give of a name,
-        one after the other in their order, are the values of the whole parameter. The values may
-        be live; all ranks must go through all of them together.
-        """
-        ...
-
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values; on any rank by itself."""
         ...
+
+
+@runtime_checkable
+class SavesState(Protocol):
+    """An engine that writes its model and its state, and goes on from them."""
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         """Takes the weights as they are now. The future: when the folder has been written.
@@ -280,6 +332,16 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Leaves the other ranks; what is being written is finished first."""
-        ...
+
+T = TypeVar("T")
+
+
+def able(engine: object, what: type[T]) -> T:
+    """The engine, if it has the members of a protocol.
+
+    Raises: ConfigError: it has not, so the run cannot use what needs them.
+    """
+    if isinstance(engine, what):
+        return engine
+    needs = (inspect.getdoc(what) or "").partition("\n")[0]
+    raise ConfigError(f"{type(engine).__name__} is no {what.__name__}: {needs}")

@@ -34,6 +34,9 @@ C = TypeVar("C", ActorConfig, RolloutConfig)
 
 FLOAT32_BYTES = 4
 ADAM_STATES = 2
+_LOGIT_COPIES = 4
+_SCORE_COPIES = 4
+"""Scores are scaled, capped, masked, and normalised; each step keeps its own."""
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
 _MEMORY_SNAPSHOTS = 2
@@ -126,17 +129,30 @@ class TrainHandle:
         index: int,
         device: str,
         share: int,
+        shape: ModelShape,
         *,
         parameter_bytes: int,
         optimizer_bytes: int,
         gathered_bytes: int = 0,
         is_offloaded: bool = False,
     ) -> WorkerPlan:
-        """The process of one rank.
+        """The process of one rank. One that is frozen publishes nothing and has no snapshots.
 
         Args:
             share: numbers of the model that it publishes, and has in snapshots.
+            shape: of the model.
+            parameter_bytes, optimizer_bytes: of a rank that trains; a frozen one has neither
+                gradients, as large as the parameters, nor an optimizer.
         """
+        if self.config.is_frozen:
+            return WorkerPlan(
+                role="train",
+                index=index,
+                device=device,
+                parameter_bytes=parameter_bytes // 2,
+                gathered_bytes=gathered_bytes,
+                is_offloaded=is_offloaded,
+            )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
         num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
         state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * share
@@ -148,11 +164,37 @@ class TrainHandle:
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
             gathered_bytes=gathered_bytes,
+            activation_bytes=self._activation_bytes(shape),
             is_offloaded=is_offloaded,
             store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
             copy_bytes=state_bytes,
             snapshot_bytes=num_snapshots * state_bytes,
         )
+
+    def _activation_bytes(self, shape: ModelShape) -> int:
+        """What the largest micro-batch leaves for its backward pass, and the output layer's logits.
+
+        One layer more than are kept goes through its backward pass. A chunk's logits exist four
+        times: as they are, exponentials, their gradient, and that of the entropy.
+        """
+        config, layer = self.config, shape.layer
+        parallel, width = config.parallel, DTYPE_BYTES[config.dtype]
+        num_tokens = -(-config.max_tokens_per_micro_batch // parallel.sequence)
+        chunk = min(config.logprob_chunk_tokens, num_tokens)
+        logit_bytes = _LOGIT_COPIES * FLOAT32_BYTES * chunk * (shape.vocabulary or 0)
+        logit_bytes = -(-logit_bytes // parallel.tensor)
+        if layer is None:
+            return logit_bytes
+        kept = width * num_tokens * layer.activation_values
+        if layer.stores_scores:  # of one row, the longest that there may be
+            kept += (
+                _SCORE_COPIES * FLOAT32_BYTES * layer.heads * config.max_tokens_per_micro_batch**2
+            )
+        kept = -(-kept // parallel.tensor)
+        num_layers = -(-layer.num_layers // parallel.pipeline)
+        inputs = width * num_tokens * layer.hidden
+        of_layers = num_layers * (inputs if config.activation_checkpointing else kept) + kept
+        return of_layers + FLOAT32_BYTES * num_tokens * layer.hidden + logit_bytes
 
     def check_snapshot(self, folder: Path) -> None:
         """Reads all of a snapshot.

@@ -7,6 +7,7 @@ This is the only place that knows which engines there are. Another one is a fold
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -60,8 +61,13 @@ _HANDLES: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def make_actor(config: ActorConfig) -> TrainHandle:
-    """The training engine that `actor.engine` names."""
+def make_actor(config: ActorConfig, *, is_frozen: bool = False) -> TrainHandle:
+    """The training engine that `actor.engine` names.
+
+    Args:
+        is_frozen: of a model that only computes, as a reference does; as `actor.is_frozen`.
+    """
+    config = replace(config, is_frozen=is_frozen or config.is_frozen)
     return _TRAINERS[TrainEngineKind(config.engine)](config)
 
 

@@ -1,10 +1,11 @@
-"""Attention by its formula, for what fused kernels do not know: soft caps and sinks."""
+"""Attention by torch's kernels, and by its formula for what these do not know."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,39 @@ class AttentionRule:
     def is_plain(self) -> bool:
         """Whether a fused kernel computes it, with a mask for the window."""
         return self.softcap is None and self.sinks is None
+
+
+def attend_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_seen: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """[B, H, Q, D_value] by a kernel that does not store scores.
+
+    On CUDA the kernel that takes fewer key than query heads, FlashAttention, has neither float32
+    nor masks. Torch would compute the scores of whole rows then, [B, H, Q, L] in each layer, and
+    keep them; with one key head a query head it has another kernel.
+
+    Args: as `attend_by_scores`; is_seen: None: all, or with `is_causal` those before.
+    """
+    has_few_heads = query.shape[1] != key.shape[1]
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if has_few_heads and query.device.type != "cpu" and not (is_half and is_seen is None):
+        key, value = with_all_heads(key, query), with_all_heads(value, query)
+        has_few_heads = False
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=is_seen,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=has_few_heads,
+    )
 
 
 def attend_by_scores(

@@ -126,8 +126,11 @@ class _GroupMember:
                     raise RuntimeError(f"it took more than {limit_s:g} s")
             begun.result().wait()
         except RuntimeError as error:
+            own = (
+                f" (NCCL {_nccl_version()} here; all ranks need the same)" if self._is_nccl else ""
+            )
             raise EngineFailed(
-                f"a broadcast in weight group {self.name} failed: {error}"
+                f"a broadcast in weight group {self.name} failed{own}: {error}"
             ) from error
 
     def _begin(self, flat: torch.Tensor) -> Future[Any]:
@@ -281,6 +284,10 @@ def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):  # read when a group is made
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The agent of one node, through all its lives, as the controller of one role sees it.
 
     launch ──► connection to the newest life; of a node that is on its way, once `come` is done
-    lost  ──► Supervisor ── Restart ──► pause, Scheduler.renew, new connection ──► serves
-                              └──────── GiveUp ───► NodeLost, for every launch from then on
+    lost   ──► Deaths ── again ──► pause, Scheduler.renew, new connection ──► serves
+                 └────── too often ──► NodeLost, for every launch from then on
 
 consumes     launches; `replace`, by whoever watches the node
 waits for    the agent's replies; while it is started again, launches wait for that
@@ -34,17 +34,7 @@ from areal_sc.errors import (
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.member import NoConnection
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.fleet.supervisor import (
-    Action,
-    GiveUp,
-    Lost,
-    Progressed,
-    RestartUnit,
-    Started,
-    StartFailed,
-    Supervisor,
-    UnitServes,
-)
+from areal_sc.fleet.worker_life import Deaths
 from areal_sc.log import log_tail
 from areal_sc.nodes.spec import (
     LAUNCH,
@@ -82,9 +72,9 @@ class NodeAgent:
         self._node = node
         self._scheduler = scheduler
         self._runtime = runtime
-        self._unit = node.name  # the machine may be another one later
+        self._first_name = node.name  # the machine may be another one later
         self._num_devices = node.facts.num_devices
-        self._supervisor = Supervisor([self._unit], scheduler.config.max_deaths)
+        self._deaths = Deaths(scheduler.config.max_deaths)
         self._serves = asyncio.Event()
         self._failure: NodeLost | None = None
         self._past_bytes = 0
@@ -122,7 +112,7 @@ class NodeAgent:
             raise WorkerStartError(
                 launched.failure, log_path=launched.log_path, log_tail=launched.log_tail
             )
-        self._supervisor.on(Progressed(self._unit))
+        self._deaths.number = 0  # it has done something useful
         for worker in launched.workers:
             logger.info("worker=%s pid=%d address=%s", worker.name, worker.pid, worker.address)
         return launched.workers
@@ -204,39 +194,45 @@ class NodeAgent:
         """
         path, name = self._node.log_path, self._node.name
         lost = WorkerLost.with_log(f"the agent of node {name} {cause}", path, log_tail(path))
-        action = self._supervisor.on(Lost(self._incarnation, lost))
         logger.warning("node=%s its agent is started again, since it %s", name, cause)
-        await self._renew(action)
+        await self._renew(lost)
 
     async def come(self) -> None:
         """Returns when the first agent of a node serves that is on its way.
 
         Raises: NodeLost: it was started too often in vain.
         """
-        await self._renew(RestartUnit(self._unit, 0.0))
+        await self._renew(None)
 
-    async def _renew(self, action: Action | None) -> None:
-        """Raises: NodeLost: as `replace`."""
-        node = self._node
-        while isinstance(action, RestartUnit):
-            await asyncio.sleep(action.after_s)
+    async def _renew(self, death: WorkerError | None) -> None:
+        """Returns when an agent serves.
+
+        Args:
+            death: of the agent before; None: there was none.
+        Raises: NodeLost: as `replace`.
+        """
+        node, is_final = self._node, False
+        pause_s = 0.0 if death is None else self._deaths.note()
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
             try:
                 await self._scheduler.renew(node, self._incarnation)
+                death = self._lack_of_devices()
+                is_final = death is not None
             except StaleTerm:
                 raise
             except ArealError as error:
                 logger.warning("node=%s has no agent: %s", node.name, error)
                 lost = WorkerLost(f"node {node.name} cannot be used: {error}")
-                cause = error if isinstance(error, WorkerError) else lost
-                action = self._supervisor.on(StartFailed(self._unit, cause))
-            else:
-                action = self._judge_devices()
-        if isinstance(action, GiveUp):
-            last = action.cause
+                death = error if isinstance(error, WorkerError) else lost
+            if death is None:
+                break
+            pause_s = self._deaths.note(is_final=is_final)
+        if death is not None:
             self._failure = NodeLost(
-                f"node {node.name} was lost {action.num_deaths} times in a row: {last}",
-                log_path=last.log_path,
-                log_tail=last.log_tail,
+                f"node {node.name} was lost {self._deaths.number} times in a row: {death}",
+                log_path=death.log_path,
+                log_tail=death.log_tail,
             )
             self._serves.set()
             raise self._failure
@@ -244,16 +240,15 @@ class NodeAgent:
         self._past_bytes = self.num_bytes
         self._connect()
 
-    def _judge_devices(self) -> Action | None:
+    def _lack_of_devices(self) -> WorkerLost | None:
         """Workers keep the numbers of their devices; another machine may lack some."""
         num_devices = self._node.facts.num_devices
         if num_devices >= self._num_devices:
             return None
-        lacks = WorkerLost(
-            f"{self._node.name}, in place of {self._unit}: expected at least {self._num_devices} "
-            f"CUDA devices, got {num_devices}; lend machines that are alike"
+        return WorkerLost(
+            f"{self._node.name}, in place of {self._first_name}: expected at least "
+            f"{self._num_devices} CUDA devices, got {num_devices}; lend machines that are alike"
         )
-        return self._supervisor.on(StartFailed(self._unit, lacks, is_final=True))
 
     async def close(self) -> None:
         """Ends the connection; the agent is the scheduler's."""
@@ -265,6 +260,4 @@ class NodeAgent:
         self.connection = self._runtime.transport.connect(
             facts.address, "agent", facts.incarnation, server_key=facts.key
         )
-        self._supervisor.on(Started(self._unit, frozenset([facts.incarnation])))
-        self._supervisor.on(UnitServes(self._unit))
         self._serves.set()

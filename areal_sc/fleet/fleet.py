@@ -23,10 +23,11 @@ from typing import Any
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, IncarnationMismatch, PeerLost, RpcTimeout, WorkerLost
 from areal_sc.fleet.found_workers import FoundWorkers, take_found
-from areal_sc.fleet.member import Member, OnLost, OnSilence, OnWish
+from areal_sc.fleet.member import Member
 from areal_sc.fleet.node_room import NodeRoom
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Launching, Lives, Started, Tell
 from areal_sc.nodes.spec import ROLLOUT_ROLE, LivingWorker, WorkerOrder
 from areal_sc.schedulers.base import Node, Scheduler, placed
 from areal_sc.transport.rpc.method import A, Method, R
@@ -38,22 +39,30 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """Launches, watches and calls the workers of one role.
 
+    Args:
+        unit: as of `Lives`.
+
     Attributes:
         members: all workers, in order of their index.
-        on_silence: see `OnSilence`; `Recovery` sets it.
-        on_wish: see `OnWish`.
+        lives: where their units stand.
+        tell: takes what is seen of them.
     """
 
-    def __init__(self, scheduler: Scheduler, runtime: Runtime, on_lost: OnLost) -> None:
+    def __init__(self, scheduler: Scheduler, runtime: Runtime, tell: Tell, unit: str = "") -> None:
+        self.tell = tell
         self._scheduler = scheduler
         self._runtime = runtime
-        self._on_lost = on_lost
+        self._unit = unit
         self._nodes: dict[NodeWorkers, asyncio.Task[None]] = {}
         self._past_bytes = 0  # of nodes without workers
         self._room = NodeRoom(scheduler)
         self.members: list[Member] = []
-        self.on_silence: OnSilence = lambda member: None
-        self.on_wish: OnWish = lambda wish: None
+        self._forget()
+
+    def _forget(self) -> None:
+        """A further start begins with new lives."""
+        self.members.clear()
+        self.lives = Lives(self.config.max_deaths, self._unit)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -170,9 +179,7 @@ class Fleet:
     ) -> NodeWorkers:
         return NodeWorkers(
             *(node, role, orders, found),
-            *(self._scheduler, self._runtime, self._on_lost),
-            on_silence=lambda member: self.on_silence(member),
-            on_wish=lambda wish: self.on_wish(wish),
+            *(self._scheduler, self._runtime, self.lives, self.tell),
         )
 
     def _follow(self, node: NodeWorkers, first_hold_s: float) -> None:
@@ -214,10 +221,16 @@ class Fleet:
         Raises: WorkerStartError: one did not come up. None of a node's is left then; all may be
             started again. NodeLost: the agent of a node cannot be started again.
         """
+        units = {member.life.unit for member in members}
+        for unit in units:
+            self.tell(Launching(unit))
         restarts = [node.restart(part) for node, part in self._by_node(members)]
         for outcome in await asyncio.gather(*restarts, return_exceptions=True):
             if outcome is not None:
                 raise outcome
+        for unit in units:
+            lives = [it.worker.incarnation for it in members if it.life.unit == unit]
+            self.tell(Started(unit, frozenset(lives)))
 
     def _by_node(self, members: Sequence[Member]) -> list[tuple[NodeWorkers, list[Member]]]:
         parts = [(node, [m for m in node.members if m in members]) for node in self._nodes]
@@ -394,7 +407,7 @@ class Fleet:
         )
         await asyncio.gather(*(node.close(ends_workers=is_ours) for node in self._nodes))
         self._nodes.clear()
-        self.members.clear()
+        self._forget()
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_sc.errors import ArealError, PeerLost, WorkerLost
-from areal_sc.nodes.spec import Wish, WorkerOrder, WorkerReport
+from areal_sc.fleet.worker_life import Life
+from areal_sc.nodes.spec import WorkerOrder, WorkerReport
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Connection
 
@@ -37,25 +37,30 @@ class Member:
     Attributes:
         order: for its newest life.
         worker: its newest life, as it told of itself.
+        life: where its unit stands.
         beat_s: loop time at which its process was last seen alive.
         is_blocked: its event loop had not turned for long at that time.
-        is_silent: it gives no signs of life, or is blocked, and is not lost yet.
         is_adopted: an earlier start of the script has started this life of it.
-        failure: why the worker is lost, while it is; a new life has none.
+        failure: why nothing is sent to its newest life any more, or not yet; calls raise it.
     """
 
     order: WorkerOrder
     worker: WorkerReport
     connection: Connection
+    life: Life
     beat_s: float = 0.0
     is_blocked: bool = False
-    is_silent: bool = False
     is_adopted: bool = False
     failure: WorkerLost | None = None
 
     @property
     def name(self) -> str:
         return self.worker.name
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it gives no signs of life, or is blocked, and is not lost yet."""
+        return self.worker.incarnation in self.life.silent
 
     @property
     def has_lived(self) -> bool:
@@ -71,13 +76,3 @@ class Member:
     def node(self) -> tuple[str, str]:
         """(node_id, node_addr), as shards name their owner."""
         return self.worker.name, self.worker.address
-
-
-OnLost = Callable[[Member, WorkerLost], None]
-"""Called once for each life of a worker that is lost."""
-
-OnWish = Callable[[Wish], None]
-"""Called with what others than the script ask an agent for: `leave` or `snapshot`."""
-
-OnSilence = Callable[[Member], None]
-"""Called when a worker falls silent, and when it is heard again; `is_silent` says which."""

@@ -29,12 +29,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from areal_sc.errors import ArealError, TransportError, WorkerLost
+from areal_sc.errors import ArealError, StaleTerm, TransportError, WorkerLost
 from areal_sc.fleet.agent_restarts import MAX_MISSED, NodeAgent
+from areal_sc.fleet.events import Wished
 from areal_sc.fleet.found_workers import FoundWorkers
-from areal_sc.fleet.member import Member, NoConnection, OnLost, OnSilence, OnWish
+from areal_sc.fleet.member import Member, NoConnection
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.silence import Silence
+from areal_sc.fleet.worker_life import Died, Joined, Lives, Tell
 from areal_sc.log import log_tail, tell_warning
 from areal_sc.nodes.spec import (
     WATCH,
@@ -69,6 +71,8 @@ class NodeWorkers:
         role: of all of them.
         orders: for workers that are to be started.
         found: workers of the role that run there already.
+        lives: of the role.
+        tell: takes what is seen of the workers.
 
     Attributes:
         node: where they are.
@@ -85,9 +89,8 @@ class NodeWorkers:
         found: FoundWorkers,
         scheduler: Scheduler,
         runtime: Runtime,
-        on_lost: OnLost,
-        on_silence: OnSilence = lambda member: None,
-        on_wish: OnWish = lambda wish: None,
+        lives: Lives,
+        tell: Tell,
     ) -> None:
         self.agent = NodeAgent(node, scheduler, runtime)
         self.members: list[Member] = []
@@ -100,11 +103,9 @@ class NodeWorkers:
         self._config = scheduler.config
         self._folder = RunFolder(scheduler.config.run_dir)
         self._runtime = runtime
-        self._on_lost = on_lost
-        self._silence = Silence(
-            self._config, role, lambda: self.node.name, self._folder.log_path, on_silence
-        )
-        self._on_wish = on_wish
+        self._lives = lives
+        self._tell = tell
+        self._silence = Silence(self._config, role, node, tell)
         self._past_bytes = 0
         self._ended: dict[str, EndedWorker] = {}  # by incarnation
         self._is_agent_heard = not self.agent.is_lost
@@ -133,7 +134,7 @@ class NodeWorkers:
         for found in self._found.adopted:
             assert found.report is not None
             connection = self._connect(found.report)
-            self.add(Member(found.order, found.report, connection, is_adopted=True))
+            self.add(found.order, found.report, connection, is_adopted=True)
         if self._found.unwanted:
             await self.agent.stop([worker.order.incarnation for worker in self._found.unwanted])
         if self.agent.is_lost:
@@ -142,7 +143,7 @@ class NodeWorkers:
         elif self._new_orders:
             workers = await self.agent.launch(self._new_orders)
             for order, worker in zip(self._new_orders, workers, strict=True):
-                self.add(Member(order, worker, self._connect(worker)))
+                self.add(order, worker, self._connect(worker))
 
     async def restart(self, members: Sequence[Member]) -> None:
         """Starts a new life of each, at the address of the one before, which is killed if need be.
@@ -165,14 +166,13 @@ class NodeWorkers:
         for member, worker in zip(members, workers, strict=True):
             await self._disconnect(member)
             member.worker, member.connection = worker, self._connect(worker)
-            member.failure, member.is_blocked, member.is_silent = None, False, False
-            member.is_adopted = False
+            member.failure, member.is_blocked, member.is_adopted = None, False, False
             self._watch(member)
 
     def expect(self, order: WorkerOrder) -> Member:
         """A further worker, which is a lost one until `restart` has given it a life."""
         report = WorkerReport(order.name, "", "", 0, self.facts.token)
-        member = Member(order, report, NoConnection(order.name))
+        member = Member(order, report, NoConnection(order.name), self._lives.of(order))
         member.failure = WorkerLost(f"worker {order.name} has not been started yet")
         self.members.append(member)
         return member
@@ -228,9 +228,19 @@ class NodeWorkers:
             worker.address, worker.name, worker.incarnation, keeps_trying=True
         )
 
-    def add(self, member: Member) -> None:
+    def add(
+        self,
+        order: WorkerOrder,
+        worker: WorkerReport,
+        connection: Connection,
+        *,
+        is_adopted: bool = False,
+    ) -> None:
         """The worker serves, and has to beat from now on."""
+        life = self._lives.of(order)
+        member = Member(order, worker, connection, life, is_adopted=is_adopted)
         self.members.append(member)
+        self._tell(Joined(life.unit, worker.incarnation, is_adopted))
         self._watch(member)
 
     def _watch(self, member: Member) -> None:
@@ -309,7 +319,7 @@ class NodeWorkers:
                 interrupts.ask_to_stop(f"{self.node.facts.incarnation}/{news.num_wishes}")
             else:
                 logger.info("node=%s is asked from outside: %s", self.node.name, wish)
-                self._on_wish(wish)
+                self._tell(Wished(wish))
 
     async def _note(self, news: News) -> None:
         for text in news.warnings:
@@ -399,4 +409,5 @@ class NodeWorkers:
         member.failure = WorkerLost.with_log(f"worker {member.name} {cause}", log_path, tail)
         member.failure.__cause__ = error
         member.connection.fail_pending(member.failure)
-        self._on_lost(member, member.failure)
+        life, is_final = member.worker.incarnation, isinstance(error, StaleTerm)
+        self._tell(Died(member.life.unit, life, member.failure, is_final))

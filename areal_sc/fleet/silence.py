@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.fleet.agent_restarts import MAX_MISSED
-from areal_sc.fleet.member import Member, OnSilence
+from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import Heard, Missed, Tell
 from areal_sc.nodes.beats import BLOCKED_WARNING_S
 from areal_sc.nodes.spec import Beat
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.schedulers.base import Node
 
 logger = logging.getLogger(__name__)
 
@@ -20,26 +22,13 @@ MANY_MISSED: Final = 2
 
 
 class Silence:
-    """Judges the workers of a role on a node.
+    """Judges the workers of a role on a node."""
 
-    Args:
-        place: name of the node, which may change.
-        log_path: of the worker of that name.
-    """
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        role: str,
-        place: Callable[[], str],
-        log_path: Callable[[str], Path],
-        on_silence: OnSilence,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, role: str, node: Node, tell: Tell) -> None:
         self._config = config
         self._role = role
-        self._place = place
-        self._log_path = log_path
-        self._on_silence = on_silence
+        self._node = node
+        self._tell = tell
 
     def of_turn(self, member: Member, beat: Beat) -> str | None:
         """Why a worker is lost whose event loop does not turn; None: it is not."""
@@ -54,7 +43,12 @@ class Silence:
         if is_blocked and not member.is_blocked:
             logger.warning(
                 "worker=%s %s (its log %s says where); it is lost after %g s",
-                *(member.name, what, self._log_path(member.name), limit_s),
+                *(
+                    member.name,
+                    what,
+                    RunFolder(self._config.run_dir).log_path(member.name),
+                    limit_s,
+                ),
             )
         member.is_blocked = is_blocked
         return None
@@ -67,8 +61,8 @@ class Silence:
         for member in living:
             is_late = member.beat_s < now_s - MANY_MISSED * interval_s
             if member.is_silent != (is_late or member.is_blocked):
-                member.is_silent = not member.is_silent
-                self._on_silence(member)
+                event = Heard if member.is_silent else Missed
+                self._tell(event(member.life.unit, member.worker.incarnation))
         lost = [member for member in living if member.beat_s < now_s - MAX_MISSED * interval_s]
         is_any_heard = len(lost) < len(living)
         # other roles have a watch of their own
@@ -77,5 +71,5 @@ class Silence:
             yield (
                 member,
                 f"missed {MAX_MISSED} heartbeats of {interval_s:g} s "
-                f"({others} on {self._place()} can be heard)",
+                f"({others} on {self._node.name} can be heard)",
             )

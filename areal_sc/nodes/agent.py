@@ -30,7 +30,7 @@ from areal_sc.errors import ArealError, ConfigError
 from areal_sc.log import setup_logging
 from areal_sc.nodes.joining import STARTER_VARIABLE, Invitation, announce, read_introduction
 from areal_sc.nodes.node_agent import Agent
-from areal_sc.nodes.node_folder import NodeFolder
+from areal_sc.nodes.node_folder import NodeFolder, sees_folder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.sizing.machine import count_cuda_devices
 from areal_sc.system.fork_server import ForkServer
@@ -87,7 +87,7 @@ def main(
             address_path = RunFolder(config.run_dir).join_path
             invitation = Invitation(address[0], address_path, script_key, secret)
         try:
-            node = NodeFolder(config, run_id, nonce)
+            node = _folder_of(config, run_id, nonce)
             agent = Agent(run_id, script_key, keys, fork_server, num_devices, node, invitation)
             asyncio.run(agent.serve())
         except ConfigError as error:
@@ -100,6 +100,14 @@ def main(
         logger.error("the agent ended: %s", error)
         return error.exit_code
     return 0
+
+
+def _folder_of(config: SchedulerConfig, run_id: str, nonce: str) -> NodeFolder:
+    if sees_folder(config, nonce):
+        return NodeFolder(config)
+    from areal_sc.shipping.node_side import FolderInPlace
+
+    return FolderInPlace(config, run_id)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from areal_sc.nodes.left_files import delete_left_files
 from areal_sc.nodes.node_folder import NodeFolder
 from areal_sc.nodes.script_heard import ScriptHeard
 from areal_sc.nodes.spec import (
+    CALLS_FORMAT,
     DESCRIBE,
     END,
     LAUNCH,
@@ -62,6 +63,7 @@ from areal_sc.nodes.spec import (
     News,
     NodeDescription,
     NodeFacts,
+    Shipped,
     Stop,
     Watch,
     Welcome,
@@ -74,14 +76,18 @@ from areal_sc.nodes.wishes import Wishes
 from areal_sc.nodes.worker_processes import WorkerProcesses
 from areal_sc.run.agent_files import AgentFile
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped, TreeHolder
 from areal_sc.system.file_lock import HeldLock
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
 from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
-from areal_sc.transport.shards.memory_folder import ArenaFolder, clean_leftovers
+from areal_sc.transport.shards.memory_folder import (
+    ArenaFolder,
+    clean_leftovers,
+    folder_on_node,
+    memory_root,
+)
 from areal_sc.transport.sockets.interface import Interface, host_of
 
 logger = logging.getLogger(__name__)
@@ -116,7 +122,11 @@ class Agent:
         self._fork_server = fork_server
         self._num_devices = num_devices
         self._folder = RunFolder(config.run_dir)
-        self._memory_root = node.memory_root()
+        self._memory_root = memory_root(
+            config.transport.shared_memory,
+            self._folder.path,
+            folder_on_node(config.node_folder),
+        )
         self._keys = keys
         # a script that is started again is where this folder says, be it the run's or not
         address_path = self._folder.join_path
@@ -183,8 +193,8 @@ class Agent:
             has_successor = self._fork_server.is_gone.is_set() and self._folder.is_taken
             await self._server.close()
             await self._fork_server.close()
-            await self._node.bring_logs_back()
             self._clean_up(has_successor=has_successor)
+            await self._node.close()
 
     async def describe(self, _: None) -> NodeDescription:
         """What the node is, and what runs there."""
@@ -196,7 +206,7 @@ class Agent:
             LivingWorker(worker.order, worker.reported.result() if worker.reported.done() else None)
             for worker in self._processes.living.values()
         ]
-        return NodeDescription(self._facts, self._node.script_config, workers)
+        return NodeDescription(self._facts, self._node.script_config, workers, CALLS_FORMAT)
 
     async def welcome(self, welcome: Welcome) -> None:
         """A further start of the script goes on with what runs here."""
@@ -221,8 +231,7 @@ class Agent:
         assert self._facts is not None
         if not self._node.is_shared and launch.keys:  # other nodes ask in the name of workers
             self._callers.take_passes(launch.keys[0].authority)
-        holder = TreeHolder(self._facts.address, self._facts.key)
-        shipped = await self._node.bring_first(launch.orders, launch.keys, holder)
+        shipped = await self._node.bring_first(launch, self._facts)
         orders = zip(launch.orders, launch.keys, strict=True)
         specs = [self._worker_spec(*it, shipped, term) for it in orders]
         try:
@@ -350,7 +359,6 @@ class Agent:
         finally:
             if self._file is not None:
                 self._file.path(self._folder.path).unlink(missing_ok=True)
-            self._node.remove()
 
 
 async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:

@@ -1,227 +1,122 @@
-"""Whether a node shares the script's files, and what it has if not: the agent's side. Decided here.
+"""The run folder on a node: the agent's side, and the worker's, where all is there already.
 
-    script   writes a nonce into the run folder, and tells it to the agents that it invites
-    agent    reads it there ──► the folder is shared, and so are the files: nothing is brought
-             does not ──► `NodeFolder.config.run_dir` stands in for the run folder; model and code
-                          are brought before workers start, the rest when a worker asks for it
-
-The worker's side is `node_files`. Where the files are served changes with each start of the script,
-and workers live longer. So what stands in for the folder says it, as the folder itself would.
+script   writes a nonce into the run folder, and tells it to the agents that it invites
+agent    reads it there ──► `NodeFolder`, `WorkerFiles`: the folder is shared, all is there
+         does not ──► `shipping.node_side` and `shipping.worker_side` stand in for these two
+                      classes, whose methods are all that agents and workers know of shipping
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import hmac
-import logging
-import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
-from areal_sc.config.schema import SchedulerConfig, WeightUpdateMethod
-from areal_sc.errors import ArealError, ConfigError, NotPermitted, TransportError, WaitTimeout
-from areal_sc.nodes.joining import JOIN_LIMIT_S, read_address
-from areal_sc.nodes.spec import Welcome, WorkerOrder
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped, TreeHolder
-from areal_sc.shipping.client import ScriptFiles, until_there
-from areal_sc.shipping.node_cache import NodeCache, RunHere, own_folder
-from areal_sc.system.durable import write_atomic
-from areal_sc.system.process import machine_id
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.rpc.transport import ZmqTransport
-from areal_sc.transport.security.curve import CurveClient
-from areal_sc.transport.security.passes import WorkerKeys
-from areal_sc.transport.shards.memory_folder import memory_root
 
-_STANDARD_ERROR: Final = Path("/proc/self/fd/2")
 
-logger = logging.getLogger(__name__)
+def sees_folder(config: SchedulerConfig, nonce: str) -> bool:
+    """Whether this machine sees the script's run folder.
+
+    Args:
+        nonce: as the script has told it; "": it is on this machine.
+    """
+    try:
+        found = RunFolder(config.run_dir).nonce_path.read_bytes() if nonce else b""
+    except OSError:
+        return False
+    return hmac.compare_digest(found, nonce.encode())
 
 
 class NodeFolder:
-    """The run folder as the agent of a node, and its workers, have it.
-
-    Args:
-        config: `run_dir` is that of the script.
-        run_id: of this start of the agent.
-        nonce: as the script has told it; "": it is on this machine.
+    """The run folder as the agent of a node has it.
 
     Attributes:
         config: `run_dir` is the one here.
         script_config: `run_dir` is that of the script.
         is_shared: whether these are the same.
-    Raises: ConfigError: there is no room for files on this node.
     """
 
-    def __init__(self, config: SchedulerConfig, run_id: str, nonce: str) -> None:
+    is_shared = True
+
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = self.script_config = config
-        self._is_told = asyncio.Event()
-        self.is_shared = not nonce or _reads(RunFolder(config.run_dir).nonce_path, nonce)
-        self._keys: dict[str, WorkerKeys] = {}  # by the worker that has them, or had
-        if self.is_shared:
-            return
-        self._cache = NodeCache(config.node_folder)
-        self._cache.make()
-        node = hashlib.sha256(machine_id().encode()).hexdigest()[:12]
-        self._run = RunHere(self._cache, run_id, node)
-        logger.info("run_dir=%s is not seen here: path=%s", config.run_dir, self._run.path)
-        self.config = replace(config, run_dir=str(self._run.path))
 
     def methods(self) -> list[Served]:
-        """What other nodes may ask this one for: trees that it has got."""
-        return [] if self.is_shared else self._cache.methods()
+        """What other nodes may ask this one for."""
+        return []
 
-    async def bring_first(
-        self, orders: Sequence[WorkerOrder], keys: Sequence[WorkerKeys], holder: TreeHolder
-    ) -> Shipped | None:
+    async def bring_first(self, launch: Launch, facts: NodeFacts) -> Shipped | None:
         """Returns when what workers begin with is here: model and code.
 
         Args:
-            keys: of the workers, in whose name the files are asked for.
-            holder: serves `methods`.
+            facts: where `methods` are served.
         Raises: ConfigError: they are too large, or weights would go by a folder that is not shared.
             TransportError. WaitTimeout.
         """
-        if self.is_shared or not orders:
-            return None
-        await self._wait_until_told()
-        for order in orders:
-            _check_weights_folder(order, self.script_config.run_dir)
-        self._keys |= {order.name: its for order, its in zip(orders, keys, strict=True)}
-        transport = ZmqTransport(client=CurveClient.of_worker(keys[0]))
-        paths = {path for order in orders for path in _paths_of(order)}
-        places: dict[str, str] = {}
-
-        async def bring() -> None:
-            async with ScriptFiles.opened(transport, self._files_address) as files:
-                for path in paths:
-                    await self._cache_path(files, path, places, holder)
-
-        try:
-            await until_there("model and code", bring, self.config.shipping_timeout_s)
-        finally:
-            await transport.close()
-        return Shipped(self.script_config.run_dir, places)
-
-    def memory_root(self) -> Path:
-        """The folder that the node's shared memory is under.
-
-        Raises: ConfigError: as `memory_root`.
-        """
-        own = own_folder(self.config.node_folder)
-        return memory_root(self.config.transport.shared_memory, Path(self.config.run_dir), own)
+        return None
 
     def note(self, welcome: Welcome) -> None:
-        """A script says where it is: workers, which live longer than it may, look it up.
+        """A script says where it is; a folder that is shared says it, too.
 
-        Raises: TransportError: it cannot be noted, and so not be found.
+        Raises: TransportError: it cannot be noted.
         """
-        if self.is_shared:
-            return  # the folder says it
-        folder = RunFolder(self.config.run_dir)
-        for path, address in (
-            (folder.join_path, welcome.address),
-            (folder.files_path, welcome.files),
-        ):
-            if read_address(path) != address:
-                try:
-                    write_atomic(path, address.encode())
-                except OSError as error:
-                    raise TransportError(f"cannot write {path}: {error.strerror}") from error
-        self._is_told.set()
-
-    async def _wait_until_told(self) -> None:
-        """The script calls before its answer to the agent's joining is here."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(JOIN_LIMIT_S):
-                await self._is_told.wait()
-        if not self._files_address:
-            raise TransportError("the script has not said where its files are")
-
-    @property
-    def _files_address(self) -> str:
-        return read_address(RunFolder(self.config.run_dir).files_path)
-
-    async def _cache_path(
-        self, files: ScriptFiles, path: str, places: dict[str, str], holder: TreeHolder
-    ) -> None:
-        limit_s = self.config.shipping_timeout_s
-        try:
-            place = await self._cache.bring(files, path, limit_s, holder)
-        except (TransportError, WaitTimeout):
-            raise  # some are errors of the system, too
-        except OSError as error:
-            raise TransportError(f"{path} cannot be brought to this node: {error}") from error
-        if place is not None:
-            places[path] = str(place)
 
     def shown(self, path: str) -> str:
         """A path of this node, for people elsewhere."""
-        return path if self.is_shared or not path else f"{socket.gethostname()}:{path}"
+        return path
 
-    async def bring_logs_back(self) -> None:
-        """To `logs/<node>/` of the run folder, as far as that works."""
-        refusal: NotPermitted | None = None
-        for keys in self._keys.values():
-            try:
-                return await self._bring_logs_back(keys)
-            except NotPermitted as error:  # the worker was started again elsewhere, say
-                refusal = error
-        if refusal is not None:
-            logger.warning("the logs of this node are not taken: %s", refusal)
-
-    async def _bring_logs_back(self, keys: WorkerKeys) -> None:
-        """Raises: NotPermitted: the keys are void."""
-        transport = ZmqTransport(client=CurveClient.of_worker(keys))
-        below = f"logs/{socket.gethostname()}"
-        logs = {it.name: it for it in sorted(RunFolder(self.config.run_dir).logs.iterdir())}
-        if _STANDARD_ERROR.resolve().is_relative_to(self._cache.path):
-            logs["agent.log"] = _STANDARD_ERROR
-        try:
-            # whoever ends the agent does not wait for long
-            async with asyncio.timeout(self.config.shutdown_timeout_s):
-                async with ScriptFiles.opened(transport, self._files_address) as files:
-                    for name, log in logs.items():
-                        await files.write_file(log, f"{below}/{name}", is_log=True)
-        except NotPermitted:
-            raise
-        except (ArealError, OSError) as error:  # the time limit's is an OSError, too
-            logger.warning("not all logs of this node came back to the run folder: %s", error)
-        finally:
-            await transport.close()
-
-    def remove(self) -> None:
-        """What stood in for the run folder; nothing of it is needed any more."""
-        if not self.is_shared:
-            self._run.remove()
+    async def close(self) -> None:
+        """The run has ended here. Never raises."""
 
 
-def _reads(path: Path, nonce: str) -> bool:
-    try:
-        return hmac.compare_digest(path.read_bytes(), nonce.encode())
-    except OSError:
-        return False
+class WorkerFiles:
+    """The files of a worker.
 
+    Attributes:
+        are_shared: whether they are those of the script.
+    """
 
-def _check_weights_folder(order: WorkerOrder, run_dir: str) -> None:
-    """Raises: ConfigError: new weights would be written where only this node sees them."""
-    update = order.engine_config.get("weight_update", {})
-    folder = Path(update.get("folder", ""))
-    is_own = not folder.is_absolute() or folder.is_relative_to(run_dir)
-    if update.get("method") == WeightUpdateMethod.disk and is_own:
-        raise ConfigError(
-            f"weight_update.method=disk: {socket.gethostname()} does not see the run folder, nor "
-            f"weight_update.folder={folder}: set that to a folder that all nodes see, or take "
-            "weight_update.method=pull"
-        )
+    are_shared = True
 
+    def placed(self, order: WorkerOrder) -> WorkerOrder:
+        """What a worker is to do, with paths of this machine."""
+        engine_config = dict(order.engine_config)
+        if isinstance(path := engine_config.get("path"), str):
+            engine_config["path"] = self.place(path)
+        return replace(order, engine_config=engine_config)
 
-def _paths_of(order: WorkerOrder) -> list[str]:
-    """What a worker needs of the script's machine when it begins, as far as the script named it."""
-    paths = str(order.engine_config.get("path")), order.search_path
-    return [path for path in paths if path.startswith("/")]
+    def place(self, path: str) -> str:
+        """Where a path of the script's machine is on this one."""
+        return path
+
+    def script_path(self, path: Path) -> str:
+        """Where a path of the run folder here is on the script's machine."""
+        return str(path)
+
+    async def bring_source(self, number: int) -> None:
+        """Returns when that source of prompts, or workflow, can be built.
+
+        Raises: WorkflowError: it cannot be had.
+        """
+
+    async def bring_snapshot(self, folder: Path) -> None:
+        """Returns when a snapshot, if there is one, is in its folder.
+
+        Raises: CheckpointError: it cannot be read. WaitTimeout, ConfigError: that is not known, as
+            it did not come in time, or the node has no room for it.
+        """
+
+    async def bring_back(self, folder: Path, names: Sequence[str] | None) -> None:
+        """Returns when files of a folder are in the run folder of the script.
+
+        So controllers need not know where the worker has written them.
+
+        Args:
+            names: None: all of them.
+        Raises: CheckpointError.
+        """

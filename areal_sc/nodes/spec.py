@@ -6,15 +6,18 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, msgpack
 
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping.calls import Shipped
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller, WorkerKeys
+
+CALLS_FORMAT: Final = 2
+"""Counts up when agents or workers of one version of this package cannot be called by another one.
+A start of the script ends those of another format that it finds."""
 
 Role = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,31}$")]
 """Such as `train` or `rollout`. It is part of file names, so nothing else comes over a socket."""
@@ -70,6 +73,11 @@ class Joining:
     restart: int = 0
     step: int = 0
 
+    @property
+    def shares_folder(self) -> bool:
+        """Whether it sees the run folder, or is of no use."""
+        return not isinstance(self.facts, NodeFacts) or self.facts.shares_folder
+
 
 @dataclass(frozen=True)
 class Welcome:
@@ -101,8 +109,6 @@ class WorkerOrder:
         devices: numbers of the node's CUDA devices that it gets.
         port: of its control socket; 0: any free one. A new life of a worker takes the one of the
             life before, whose shards it has adopted: so these keep their address.
-        search_path: folder of what its engine's settings name, such as a loss beside the user's
-            script; "": none.
     """
 
     role: Role
@@ -116,7 +122,6 @@ class WorkerOrder:
     life: int = 0
     devices: list[int] = field(default_factory=list)
     port: int = 0
-    search_path: str = ""
 
     @property
     def name(self) -> str:
@@ -140,6 +145,7 @@ class WorkerOrder:
 
 ROLLOUT_ROLE = "rollout"
 TRAIN_ROLE = "train"
+"""What a TrainController is called unless it is given a role."""
 
 
 def snapshot_name(role: str) -> str:
@@ -147,7 +153,21 @@ def snapshot_name(role: str) -> str:
     return "engine" if role == TRAIN_ROLE else f"engine-{role}"
 
 
-"""What a TrainController is called unless it is given a role."""
+@dataclass(frozen=True)
+class Shipped:
+    """What a worker needs to know of files that its node does not share.
+
+    Where they are served is not told once: that changes with each start of the script. The agent
+    keeps it in `.files` of what stands in for the run folder.
+
+    Attributes:
+        run_dir: on the script's machine.
+        places: from paths of the script's machine to those of the node, as far as they were brought
+            before the worker began.
+    """
+
+    run_dir: str
+    places: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -220,11 +240,13 @@ class NodeDescription:
 
     Attributes:
         config: the agent was started with it.
+        calls_format: of the agent and its workers; the first one that there was did not tell.
     """
 
     facts: NodeFacts
     config: SchedulerConfig
     workers: list[LivingWorker]
+    calls_format: int = 1
 
 
 class Beat(Struct, frozen=True, array_like=True):

@@ -20,8 +20,8 @@ from areal_sc.planning.figures import (
 )
 from areal_sc.planning.forecast import Forecaster
 from areal_sc.planning.simulated_run import Forecast
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.sizing.machine import this_machine
-from areal_sc.trainer.metrics import StepMetrics
 
 SUFFICES: Final = 1.02
 """A step may be longer by this factor than the shortest, if data are fresher for it."""
@@ -282,7 +282,7 @@ def _fewer_data(
     if num_cores is None:
         return None
     free = num_cores - config.rollout.num_threads * point.num_rollout_workers
-    data = max(1, free // (config.actor.num_threads * ranks_per_data))
+    data = max(1, free // ((config.actor.num_threads or 1) * ranks_per_data))
     return data if data * ranks_per_data < point.num_train_workers else None
 
 

@@ -12,7 +12,7 @@ from typing import Final
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.busy_time import TurnSums
 from areal_sc.engines.handles import make_generator
-from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.records.metrics import StepMetrics
 
 MIN_STEPS: Final = 8
 """Fewer say little: batches differ, and so do their answers."""

@@ -176,7 +176,7 @@ class SimulatedRun:
         self._point = point
         self._beside_s = beside_s
         self._cores = cores
-        self._threads = (config.actor.num_threads, config.rollout.num_threads)
+        self._threads = (config.actor.num_threads or 1, config.rollout.num_threads)
         per_worker = make_generator(config.rollout).num_servers
         num_servers = point.num_rollout_workers * per_worker
         part = min(1.0, MAX_SERVERS / num_servers)

@@ -26,11 +26,10 @@ from areal_sc.preflight.checks import check_models
 from areal_sc.preflight.plan import PlannedNode, plan, plans
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.slurm import commands
-from areal_sc.shipping.node_cache import own_folder
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.worker_plan import RunPlan, format_bytes
 from areal_sc.trainer.resume_checks import describe_resume
-from areal_sc.transport.shards.memory_folder import memory_root
+from areal_sc.transport.shards.memory_folder import folder_on_node, memory_root
 
 C = TypeVar("C", bound=GRPOConfig)
 
@@ -42,6 +41,11 @@ def without_traces(config: C) -> C:
     changes: dict[str, Any] = {"run_dir": folder, "resume": Resume.auto, "overwrite": False}
     scheduler = replace(config.scheduler, **changes)
     return replace(config, **changes, scheduler=scheduler, trackers=[])
+
+
+def other_machine(config: GRPOConfig, machine: Machine) -> Iterator[str]:
+    """What the run would start on a machine that is not there, whose model has no weights yet."""
+    yield from plan(config, lambda: machine).lines()
 
 
 def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
@@ -118,7 +122,7 @@ def _planned_nodes(job: JobPlan, reported_bytes: int | None) -> Iterator[Planned
 def _shared_memory_lines(config: GRPOConfig, planned: RunPlan) -> Iterator[str]:
     """How much of the node's shared memory stores and snapshots take at most."""
     run_dir, node_folder = RunFolder(config.run_dir).path, config.scheduler.node_folder
-    root = memory_root(config.transport.shared_memory, run_dir, own_folder(node_folder))
+    root = memory_root(config.transport.shared_memory, run_dir, folder_on_node(node_folder))
     needed = sum(worker.store_bytes + worker.snapshot_bytes for worker in planned.workers)
     line = f"shared memory in {root}: up to {format_bytes(needed)}"
     with suppress(OSError):  # it is made by the run

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 from areal_sc.config.loading.arguments import parse_arguments
 from areal_sc.config.loading.loader import compose_config, config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
+from areal_sc.hub import local_model
 from areal_sc.log import shown_before
 from areal_sc.preflight.checks import check_config, fetch_models
-from areal_sc.sizing.machine import count_cuda_devices
+from areal_sc.sizing.machine import Machine, count_cuda_devices
 from areal_sc.sizing.model_context import take_context
+from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.system.process import refuse_in_worker
 from areal_sc.system.telling import tolerate_other_encodings
 
@@ -111,8 +114,13 @@ def load_config(
         sys.stdout.write(config_text(config))
         raise SystemExit(0)
     if isinstance(config, GRPOConfig):
+        other = _other_machine(arguments)
+        if other is not None:
+            count_devices = lambda: other.num_cuda_devices  # noqa: E731
         take_context(config)
         warnings = check_config(config, count_devices)
+        if other is not None:
+            _show_plan(config, other, warnings)
         if not makes_model and fetch_models(config):
             take_context(config)
             warnings = check_config(config, count_devices)  # by what is known of the model now
@@ -127,6 +135,32 @@ def load_config(
             sys.stdout.flush()
             return without_traces(config)
     return config
+
+
+def _other_machine(arguments: argparse.Namespace) -> Machine | None:
+    """The machine that flags describe; None: this one."""
+    if arguments.gpus is None:
+        return None
+    host, gpu = (
+        None if gib is None else int(gib * (1 << 30))
+        for gib in (arguments.host_memory, arguments.gpu_memory)
+    )
+    return Machine(host, (gpu,) * arguments.gpus)
+
+
+def _show_plan(config: GRPOConfig, machine: Machine, warnings: Sequence[str]) -> NoReturn:
+    """Shows what would be started on a machine that is not there, and ends the process.
+
+    Raises: ConfigError: it does not fit. ModelError: there is no `config.json`.
+    """
+    from areal_sc.preflight.dry_run import other_machine
+
+    folder = local_model(config.actor.path, config.actor.revision)
+    check_model_folder(folder, needs_weights=False)
+    for warning in warnings:
+        _logger.warning("%s", warning)
+    sys.stdout.write("\n".join(other_machine(config, machine)) + "\n")
+    raise SystemExit(0)
 
 
 def _command_line() -> list[str]:

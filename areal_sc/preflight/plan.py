@@ -21,11 +21,17 @@ from areal_sc.sizing.model_folder import ModelShape, read_model_shape
 from areal_sc.sizing.worker_plan import HOST, RunPlan, WorkerPlan, format_bytes
 
 _LESS: Final = {
+    "activations": (
+        ": smaller actor.max_tokens_per_micro_batch and actor.logprob_chunk_tokens, and "
+        "actor.activation_checkpointing=true, need less"
+    ),
     "KV cache": ": at most rollout.max_running_sequences rows of rollout.max_context_tokens",
     "store up to": ": rows of two steps more than rollout.max_staleness, or versions of weights",
     "snapshots": ": checkpoint.memory_every_steps=0 needs a third of it",
 }
 """What the larger parts follow from."""
+
+_OFFLOADED: Final = ("parameters", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,15 @@ def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: Gener
         "smaller rollout.max_running_sequences, rollout.max_context_tokens and "
         "rollout.store_bytes need less"
     )
-    if any(w.role == TRAIN_ROLE and w.device != "cpu" for w in result.workers):
+    is_gpu_short = any(place != HOST for place in result.short_places)
+    if is_gpu_short and any(w.role == TRAIN_ROLE and w.device != "cpu" for w in result.workers):
         way_out += f"; training needs less on a GPU with {' or '.join(actor.ways_out)}"
     where = f" of {node}" if node else ""
     for place in result.short_places:
         role, what, num_bytes = result.largest_part(place)
         less = _LESS.get(what, "")
+        if place == HOST and what in _OFFLOADED and actor.config.cpu_offload:
+            less = ": actor.cpu_offload=false keeps them on the GPU"
         where += f"; most of {place} is '{what}' of {role}, {format_bytes(num_bytes)}{less}"
     raise ConfigError(
         f"the run does not fit into memory{where}; {way_out}\n" + "\n".join(result.lines())

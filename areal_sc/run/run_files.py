@@ -19,7 +19,7 @@ agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
 .joined          those of them that do not see the folder, and so have no file in `agents/`
-.nonce           who reads it shares the folder: see `workers.node_folder`
+.nonce           who reads it shares the folder: see `nodes.node_folder`
 sources/         how workers build the user's datasets and workflows
 previous/<n>/    what an earlier start left that had no snapshot to go on from
 rollout_workers  how many there are, once their number has changed

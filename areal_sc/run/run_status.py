@@ -14,7 +14,6 @@ import msgspec
 from areal_sc.errors import RunFolderError
 
 FORMAT: Final = 1
-LEAVING: Final = "leaving"
 SCRIPT: Final = "the script"
 """Name of whoever waits, where that is the script's own call."""
 
@@ -59,7 +58,7 @@ class WorkerStatus(msgspec.Struct):
     """A worker.
 
     Attributes:
-        state: as `UnitState` says, `starting`, or `leaving`.
+        state: `starting`, `ready`, `suspect` (it is silent), `restarting`, `leaving` or `given up`.
         heard: its last sign of life.
         restarts: since the controllers were started.
     """

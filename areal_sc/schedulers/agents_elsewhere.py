@@ -281,7 +281,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         others: list[FoundAgent] = []
         for it in find_agents(self.folder, self.keys):
             agent = self._agent_of(it.joining.job)
-            is_alike = settings_of_agents(it.config) == wanted
+            is_alike = settings_of_agents(it.config, it.calls_format) == wanted
             if agent is not None and is_alike and len(found) < num_nodes:
                 found.append((agent, it))
             else:

@@ -12,6 +12,7 @@ from msgspec import to_builtins
 from areal_sc.config.loading.differences import OF_ONE_SCHEDULER, OF_SCRIPT
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import RunFolderError, TransportError
+from areal_sc.nodes.spec import CALLS_FORMAT
 from areal_sc.run.agent_files import living_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
@@ -98,8 +99,12 @@ def keys_of(folder: RunFolder) -> RunKeys | None:
     return None
 
 
-def settings_of_agents(config: SchedulerConfig) -> dict[str, Any]:
-    """The settings that agents and workers go by; the others are those of the script alone."""
-    settings: dict[str, Any] = to_builtins(config)
+def settings_of_agents(config: SchedulerConfig, calls_format: int = CALLS_FORMAT) -> dict[str, Any]:
+    """What agents and workers go by; other settings are those of the script alone.
+
+    Args:
+        calls_format: of the agents.
+    """
+    settings: dict[str, Any] = {**to_builtins(config), "calls_format": calls_format}
     others = OF_SCRIPT | (OF_ONE_SCHEDULER - {config.type})
     return {key: value for key, value in settings.items() if key not in others}

@@ -6,7 +6,7 @@ has on the script's machine, and its name below that. Neither is opened unchecke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import NoneType
 from typing import Final
 
@@ -19,23 +19,6 @@ PIECE_LIMIT_S: Final = 60.0
 """For one message: a disk, or a network, that takes longer does not work."""
 LISTING_LIMIT_S: Final = 1800.0
 """All files of a model are read once, for their hashes."""
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """What a worker needs to know of files that its node does not share.
-
-    Where they are served is not told once: that changes with each start of the script. The agent
-    keeps it in `.files` of what stands in for the run folder.
-
-    Attributes:
-        run_dir: on the script's machine.
-        places: from paths of the script's machine to those of the node, as far as they were brought
-            before the worker began.
-    """
-
-    run_dir: str
-    places: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,7 +102,7 @@ class HeldTree:
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """A part of a file that comes back to the run folder.
+    """A part of a file that comes back to the run folder; the first one is empty.
 
     Attributes:
         name: below the run folder.

@@ -29,15 +29,8 @@ from typing import Final
 from areal_sc.errors import ConfigError, RunFolderError, WaitTimeout
 from areal_sc.ids import random_id
 from areal_sc.run.private_folder import make_private
-from areal_sc.shipping import names
-from areal_sc.shipping.calls import (
-    READ_TREE_PIECE,
-    TAKE_TURN,
-    HeldTree,
-    Listing,
-    TreeHolder,
-    TreePiece,
-)
+from areal_sc.shipping import calls, names
+from areal_sc.shipping.calls import HeldTree, Listing, TreeHolder, TreePiece
 from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
@@ -45,6 +38,7 @@ from areal_sc.shipping.trees import digest_of
 from areal_sc.system.durable import commit_folder, remove
 from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.shards.memory_folder import folder_on_node
 
 LARGE_BYTES: Final = 64 << 20
 """Trees of this size come from other nodes, too, and from the script's machine in turn."""
@@ -58,11 +52,6 @@ _END_LIMIT_S: Final = 10.0
 logger = logging.getLogger(__name__)
 
 
-def own_folder(node_folder: str) -> Path:
-    """The folder of this user, below `scheduler.node_folder`."""
-    return Path(node_folder).expanduser().absolute() / f"areal_sc-{os.geteuid()}"
-
-
 class NodeCache:
     """Trees on this node, of all runs of this user.
 
@@ -71,7 +60,7 @@ class NodeCache:
     """
 
     def __init__(self, node_folder: str) -> None:
-        self.path = own_folder(node_folder)
+        self.path = folder_on_node(node_folder)
         self._trees = self.path / "trees"
         self._uses: dict[str, HeldLock] = {}
 
@@ -144,8 +133,8 @@ class NodeCache:
             return await asyncio.to_thread(self._read, piece)
 
         return [
-            TAKE_TURN.served_to(lambda _, reader: turns.take(reader)),
-            READ_TREE_PIECE.served_to(read),
+            calls.TAKE_TURN.served_to(lambda _, reader: turns.take(reader)),
+            calls.READ_TREE_PIECE.served_to(read),
         ]
 
     def _read(self, piece: TreePiece) -> bytes:

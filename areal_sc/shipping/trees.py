@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import ConfigError
+from areal_sc.run.named_paths import Contents, NamedPath
 from areal_sc.shipping.calls import FileFact, Listing
-from areal_sc.shipping.named_paths import Contents, NamedPath
 
 MAX_CODE_BYTES: Final = 64 << 20
 MAX_FILES: Final = 10_000

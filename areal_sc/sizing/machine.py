@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_sc.config.schema import Device
@@ -15,6 +15,12 @@ from areal_sc.errors import ConfigError
 
 PROBE_TIMEOUT_S = 20.0
 """`nvidia-smi` takes seconds where the driver has to be loaded first."""
+
+_MOST_RANKS_OF_MACHINE = 8
+"""Machines with more GPUs are rare; where there are fewer, some cores stay free."""
+
+_SLICE_SHARE = 0.95
+"""A MIG slice that is named `1g.10gb` has 9.6 GiB, others about as much less than their names."""
 
 CommandOutput = Callable[[list[str]], str | None]
 """Runs a command; its standard output, or None when it is not there or fails."""
@@ -50,6 +56,21 @@ def count_cuda_devices() -> int:
     return len(visible_cuda_memory(os.environ, _command_output, Path("/dev")))
 
 
+def threads_of_rank(asked: int, num_ranks: int, *, is_cuda: bool) -> int:
+    """CPU threads of a training rank.
+
+    Many ranks without a GPU share few cores, and leave one to each. With a GPU the cores of its
+    machine are for the model's trial at the start, and for updates of what is offloaded.
+
+    Args:
+        asked: `actor.num_threads`; 0: as said above.
+        num_ranks: of the run.
+    """
+    if asked or not is_cuda:
+        return asked or 1
+    return max(1, len(os.sched_getaffinity(0)) // min(num_ranks, _MOST_RANKS_OF_MACHINE))
+
+
 def resolved_device(device: Device, num_cuda_devices: int, setting: str = "") -> Device:
     """`cpu` or `cuda`; `auto` is CUDA where there is a device, else the CPU.
 
@@ -78,20 +99,50 @@ def visible_cuda_memory(
         device_folder: `/dev`; its `nvidia<N>` are counted when `nvidia-smi` gives nothing.
     """
     memory = _installed_cuda_memory(command_output, device_folder)
+    cards = _cards(command_output) if memory else []
+    by_name = {card.name: num_bytes for card, num_bytes in zip(cards, memory, strict=False)}
+    by_name |= {name: num_bytes for card in cards for name, num_bytes in card.slices}
+    # a process gets one slice of a card that is cut, the first if it names none
+    first = {card.number: card.slices[0][1] for card in cards if card.slices}
+    memory = tuple(first.get(number, num_bytes) for number, num_bytes in enumerate(memory))
+    if environment.get("CUDA_DEVICE_ORDER") == "FASTEST_FIRST" and len(set(memory)) > 1:
+        memory = (None,) * len(memory)  # which of them is the fastest is not known
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return memory
+        return tuple(first.values())[:1] or memory
     selected: list[int | None] = []
     for entry in (part.strip() for part in visible.split(",")):
         if entry.startswith(("GPU-", "MIG-")):
             if not memory:
                 break
-            selected.append(memory[0] if len(set(memory)) == 1 else None)
+            same = memory[0] if len(set(memory)) == 1 else None
+            of_entry = (num_bytes for name, num_bytes in by_name.items() if name.startswith(entry))
+            selected.append(next(of_entry, same))
         elif entry.isdecimal() and int(entry) < len(memory):
             selected.append(memory[int(entry)])
         else:
             break  # CUDA ignores an invalid entry and all that follow it
     return tuple(selected)
+
+
+@dataclass(frozen=True)
+class _Card:
+    """One GPU, with the names and memory of its slices where it is cut (MIG)."""
+
+    number: int
+    name: str
+    slices: list[tuple[str, int]] = field(default_factory=list)
+
+
+def _cards(command_output: CommandOutput) -> list[_Card]:
+    """The GPUs in the order of `nvidia-smi`; none where it does not list them."""
+    cards = list[_Card]()
+    for line in (command_output(["nvidia-smi", "-L"]) or "").splitlines():
+        if card := re.match(r"GPU (\d+):.*\(UUID: (GPU-[^)]+)\)", line):
+            cards.append(_Card(int(card[1]), card[2]))
+        elif cards and (part := re.match(r"\s+MIG \S+\.(\d+)gb.*\(UUID: (MIG-[^)]+)\)", line)):
+            cards[-1].slices.append((part[2], int(_SLICE_SHARE * (int(part[1]) << 30))))
+    return cards
 
 
 def available_memory_bytes(root: Path) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from areal_sc.errors import CheckpointError, ModelError
+from areal_sc.sizing.model_formula import HEADS, LayerSizes, first_int, numbers_of_parameters
 
 _OTHER_THAN_TEXT = (
     *("vision", "visual", "vlm", "image", "video", "vq", "audio", "speech", "codec"),
@@ -21,7 +22,6 @@ _OTHER_THAN_TEXT = (
 """How sections of `config.json` begin that set up encoders of something else."""
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-_HEADS = ("num_attention_heads", "n_head")
 _EXPERTS = ".experts."
 _LAYER = re.compile(r"(?:\w+\.)*?\d+(?=\.)")
 """How the name of a tensor of a decoder layer begins: `model.layers.0`."""
@@ -40,6 +40,10 @@ class ModelShape:
         max_context_tokens: longest sequence that its positions cover.
         kv_values_per_token: numbers that the KV cache keeps of one token, over all layers.
         heads, kv_heads: of attention, in each layer.
+        vocabulary: number of tokens.
+        layer: sizes of a decoder layer.
+        has_weights: the folder has them; else parameters are counted by formula, as far as the
+            family is known.
     """
 
     num_parameters: int | None = None
@@ -51,6 +55,9 @@ class ModelShape:
     kv_values_per_token: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
+    vocabulary: int | None = None
+    layer: LayerSizes | None = None
+    has_weights: bool = True
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -172,11 +179,14 @@ def read_model_shape(path: str | Path) -> ModelShape | None:
         return None
     sizes = {name: prod(shape) for name, shape in read_stored_shapes(folder).items()}
     return ModelShape(
-        **(_numbers_of_parameters(sizes) if sizes else {}),
-        max_context_tokens=_first_int(config, "max_position_embeddings", "n_positions"),
+        **(_numbers_of_parameters(sizes) if sizes else numbers_of_parameters(config)),
+        max_context_tokens=first_int(config, "max_position_embeddings", "n_positions"),
         kv_values_per_token=_kv_values_per_token(config),
-        heads=_first_int(config, *_HEADS),
-        kv_heads=_first_int(config, "num_key_value_heads", *_HEADS),
+        heads=first_int(config, *HEADS),
+        kv_heads=first_int(config, "num_key_value_heads", *HEADS),
+        vocabulary=first_int(config, "vocab_size"),
+        layer=LayerSizes.of(config),
+        has_weights=bool(sizes),
     )
 
 
@@ -217,15 +227,5 @@ def _numbers_of_parameters(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _kv_values_per_token(config: dict[str, Any]) -> int | None:
-    layers = _first_int(config, "num_hidden_layers", "n_layer")
-    heads = _first_int(config, *_HEADS)
-    hidden = _first_int(config, "hidden_size", "n_embd")
-    if layers is None or heads is None or hidden is None:
-        return None
-    kv_heads = _first_int(config, "num_key_value_heads") or heads
-    head_size = _first_int(config, "head_dim") or hidden // heads
-    return 2 * layers * kv_heads * head_size
-
-
-def _first_int(config: dict[str, Any], *names: str) -> int | None:
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    layer = LayerSizes.of(config)
+    return None if layer is None else 2 * layer.num_layers * layer.keys

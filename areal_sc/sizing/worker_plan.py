@@ -26,6 +26,7 @@ class WorkerPlan:
         parameter_bytes: parameters, and their gradients where they are trained.
         optimizer_bytes: optimizer state.
         gathered_bytes: of other ranks' parameters and gradients, at most in a training step.
+        activation_bytes: of the largest micro-batch, logits included, at most in a training step.
         kv_bytes: KV cache when every slot is filled to the longest context; of a server
             all that it takes for it beforehand.
         store_bytes: most that the worker's tensor store holds; always in host memory.
@@ -40,6 +41,7 @@ class WorkerPlan:
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
     gathered_bytes: int = 0
+    activation_bytes: int = 0
     kv_bytes: int = 0
     store_bytes: int = 0
     copy_bytes: int = 0
@@ -61,6 +63,7 @@ class WorkerPlan:
             (self.held_place, "parameters"): self.parameter_bytes,
             (self.held_place, "optimizer"): self.optimizer_bytes,
             (self.place, "gathered"): self.gathered_bytes,
+            (self.place, "activations"): self.activation_bytes,
             (self.held_place, "KV cache"): self.kv_bytes,
             (HOST, "store up to"): self.store_bytes,
             (HOST, "snapshots"): self.copy_bytes + self.snapshot_bytes,
@@ -128,7 +131,7 @@ class RunPlan:
         """The plan as text, one line a worker and one a place."""
         lines = [
             f"{'worker':<12}{'device':<8}{'parameters':>12}{'optimizer':>12}{'gathered':>12}"
-            f"{'KV cache':>12}{'store up to':>12}{'snapshots':>12}"
+            f"{'activations':>12}{'KV cache':>12}{'store up to':>12}{'snapshots':>12}"
         ]
         for worker in self.workers:
             cells = (f"{format_bytes(size):>12}" for size in worker.parts.values())
@@ -138,7 +141,7 @@ class RunPlan:
             of = "an unknown amount" if available is None else format_bytes(available)
             short = " TOO LITTLE" if place in self.short_places else ""
             lines.append(f"{place}: needs about {format_bytes(needed)} of {of}{short}")
-        lines.append("not counted: activations, and what CUDA and libraries take for themselves")
+        lines.append("not counted: what CUDA and libraries take for themselves")
         if not self.is_model_known:
             lines.append("not counted: the model, which is not there yet")
         return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from areal_sc.trainer.metrics_log import History
+from areal_sc.records.metrics_log import History
 
 
 class BesideTraining:

@@ -9,12 +9,12 @@ from typing import Any
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.errors import ConfigError, StepsLost
+from areal_sc.records.metrics import EvaluationResult
+from areal_sc.records.metrics_log import History
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.beside import BesideTraining
-from areal_sc.trainer.metrics import EvaluationResult
-from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.row_file import PromptSource
 
 
 class Evaluations(BesideTraining):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from areal_sc.errors import WorkerError
+from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
 from areal_sc.trainer.quantities import short_duration
 
 SAME_EVENT_S: Final = 5.0
@@ -60,7 +61,7 @@ class _Open:
 
 
 class Outages:
-    """Makes outages of what controllers tell; see `OnOutage`.
+    """Makes outages of what controllers tell of units.
 
     Args:
         show: is called with the sentences of those that go on, whenever they change.
@@ -81,13 +82,16 @@ class Outages:
         self._clock = clock
         self._open: list[_Open] = []
 
-    def note(self, unit: str, cause: WorkerError | None) -> None:
-        """A unit is lost; without a cause, it is back."""
-        if cause is not None:
-            self._lose(unit, cause)
-        else:
-            for outage in self._open:
-                outage.units.discard(unit)
+    def hear(self, event: FleetEvent) -> None:
+        """A unit is lost, or back, or not wanted any more; nothing else matters here."""
+        match event:
+            case UnitLost(unit, cause, is_news=True):
+                self._lose(unit, cause)
+            case UnitServes(unit) | UnitLeft(unit) if self._open:
+                for outage in self._open:
+                    outage.units.discard(unit)
+            case _:
+                return
         over = [outage for outage in self._open if not outage.units]
         self._open = [outage for outage in self._open if outage.units]
         self._show([str(outage) for outage in self._open])

@@ -19,12 +19,12 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import StepLost
+from areal_sc.records.metrics import Summary
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
-from areal_sc.trainer.metrics import Summary
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.row_file import PromptSource
 
 
 class PPOTrainer(Run):

@@ -16,11 +16,11 @@ from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import CheckpointError, RunFolderError
+from areal_sc.records.metrics_log import History
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import check_lineage
 from areal_sc.system.disk import Disk
-from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.snapshots import newest_ledger, readable_states
 
 

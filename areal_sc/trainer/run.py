@@ -33,11 +33,18 @@ from areal_sc.controller.starting import start
 from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
+from areal_sc.fleet.events import FleetEvent, Scaled
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models
+from areal_sc.records.learning_curve import plot_learning_curve
+from areal_sc.records.metrics import StepMetrics, Summary, summarize
+from areal_sc.records.metrics_log import History, MetricsLog
+from areal_sc.records.samples import Sample
+from areal_sc.records.trackers.background import BackgroundTracker
+from areal_sc.records.trackers.base import RunDescription, Tracker
+from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.run.run_status import Phase as StatusPhase
-from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
@@ -46,18 +53,12 @@ from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated
-from areal_sc.trainer.learning_curve import plot_learning_curve
-from areal_sc.trainer.metrics import StepMetrics, Summary, summarize
-from areal_sc.trainer.metrics_log import History, MetricsLog
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
 from areal_sc.trainer.snapshots import load_latest_snapshot
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
-from areal_sc.trainer.trackers.background import BackgroundTracker
-from areal_sc.trainer.trackers.base import RunDescription, Tracker
-from areal_sc.trainer.trackers.kinds import make_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -187,13 +188,13 @@ class Run:
         outages = Outages(
             self.display.show_outages, self._tell_outage, lambda: rollout.groups.run_again
         )
-        for controller in (actor, rollout, *others):
-            controller.on_outage = outages.note
-        rollout.on_scaled = self._tell_scaled
         self._retreats = Retreats(self.config.scheduler.max_deaths)
         self._adviser = Adviser(self.config, self.folder.path)
         self._others = others
         with ExitStack() as stack:
+            for controller in (actor, rollout, *others):
+                stack.enter_context(controller.heard_by(outages.hear))
+            stack.enter_context(rollout.heard_by(self._tell_scaled))
             with self.display.phase("start-up"):
                 taken = stack.enter_context(start(actor, *others, rollout))
                 if taken is not None:
@@ -275,9 +276,11 @@ class Run:
         self.display.warning(str(outage))
         self.log.event("workers_restarted", **asdict(outage))
 
-    def _tell_scaled(self, before: int, num_workers: int, why: str) -> None:
-        self.display.note(f"{num_workers} rollout workers instead of {before}: {why}")
-        self.log.event("scaled", before=before, num_workers=num_workers, cause=why)
+    def _tell_scaled(self, event: FleetEvent) -> None:
+        if isinstance(event, Scaled):
+            before, number, why = event.before, event.number, event.why
+            self.display.note(f"{number} rollout workers instead of {before}: {why}")
+            self.log.event("scaled", before=before, num_workers=number, cause=why)
 
     def _tracker_id(self) -> str:
         """The run's name for trackers, from the first start on."""
@@ -361,8 +364,8 @@ class Run:
         with (
             self.display.phase("training", total, "steps", actor.version) as phase,
             stop_wishes(limit_s, partial(self._tell_stop, actor)) as stop,
+            actor.heard_by(stop.hear),
         ):
-            actor.fleet.on_wish = stop.on_wish
             while True:
                 if stop.takes_snapshot() and self.checkpoints is not None:
                     self.checkpoints.finish()

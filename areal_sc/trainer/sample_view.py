@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from areal_sc.samples import Place, Sample
+from areal_sc.records.samples import Place, Sample
 
 _STYLES = {Place.best: "green", Place.worst: "red", Place.equal: "yellow"}
 _INDENT = len("  prompt  ")

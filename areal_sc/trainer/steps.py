@@ -16,8 +16,8 @@ from areal_sc.controller.rollout.staleness import StalenessStats
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import StepLost
 from areal_sc.metadata import BatchMetadata
-from areal_sc.trainer.metrics import StepMetrics
-from areal_sc.workflows.rejection import RejectionKind
+from areal_sc.records.metrics import StepMetrics
+from areal_sc.rejection import RejectionKind
 
 logger = logging.getLogger(__name__)
 

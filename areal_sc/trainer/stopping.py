@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
+from areal_sc.fleet.events import FleetEvent, Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts, telling
 from areal_sc.system.interrupts import SNAPSHOT_SIGNAL
@@ -51,9 +52,11 @@ class StopWish:
         self.asked_by = asked_by
         self.noted.put(asked_by)
 
-    def on_wish(self, wish: Wish) -> None:
+    def hear(self, event: FleetEvent) -> None:
         """A cluster tells its agents; from any thread. All of them tell the same, one by one."""
-        if wish is Wish.snapshot:
+        if not isinstance(event, Wished):
+            return
+        if event.wish is Wish.snapshot:
             self._wants_snapshot = self._is_noted
         elif not self._is_noted:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -114,7 +117,9 @@ def stop_wishes(limit_s: float, tell: Callable[[signal.Signals], None]) -> Itera
     is_main = threading.current_thread() is threading.main_thread()
     watcher = threading.Thread(target=watch, name="stop", daemon=True)
     watcher.start()
-    notes = dict.fromkeys(_WISHES, note) | {SNAPSHOT_SIGNAL: lambda *_: wish.on_wish(Wish.snapshot)}
+    notes = dict.fromkeys(_WISHES, note) | {
+        SNAPSHOT_SIGNAL: lambda *_: wish.hear(Wished(Wish.snapshot))
+    }
     for number, its in notes.items() if is_main else ():
         handler = signal.getsignal(number)
         if callable(handler):  # what is ignored, or ends the process, stays as it is

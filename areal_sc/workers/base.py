@@ -22,7 +22,7 @@ from areal_sc.engines.handles import handle_from_plain
 from areal_sc.engines.weight_group import tell_nccl
 from areal_sc.log import take_warnings
 from areal_sc.nodes.beats import Beats
-from areal_sc.nodes.node_files import files_of
+from areal_sc.nodes.node_folder import WorkerFiles
 from areal_sc.nodes.spec import WorkerReport, WorkerSpec
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
@@ -33,7 +33,7 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import calls
-from areal_sc.workflows.sources import SourceReader
+from areal_sc.workflows.registry import SourceReader
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Worker:
         self._agent = agent
         self.transport_config = spec.run.transport
         self.transport = ZmqTransport(client=CurveClient.of_worker(spec.keys))
-        self.files = files_of(spec.shipped, spec.run, self.transport)
+        self.files = _files_of(spec, self.transport)
         self.order = self.files.placed(spec.order)
         self.handle: Any = handle_from_plain(self.order.engine, self.order.engine_config)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
@@ -180,3 +180,11 @@ class Worker:
             store_room_bytes=self.plane.room_bytes,
         )
         os.write(self._agent, msgpack.encode(report))
+
+
+def _files_of(spec: WorkerSpec, transport: ZmqTransport) -> WorkerFiles:
+    if spec.shipped is None:
+        return WorkerFiles()
+    from areal_sc.shipping.worker_side import ShippedFiles
+
+    return ShippedFiles(spec.shipped, spec.run, transport)

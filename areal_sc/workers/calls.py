@@ -1,27 +1,22 @@
 """The methods of the workers: name, arguments, reply and deadline of each, declared once. No torch.
 
-The methods of every worker come first, then those of train workers, then those of rollout workers.
-A method whose arguments are a `Change` changes the worker's state, or writes: the change names its
-operation, which runs once however often it is asked for (see `operations`).
+The methods of every worker come first, then those of rollout workers; those of ranks are in
+`rank_methods`.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from types import NoneType
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from areal_sc.engines.base import RankPosition
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
-from areal_sc.transport.security.passes import CONTROLLER, Caller
-from areal_sc.weights import BucketLayout, ShardReference, WeightGroup, WeightsReference
-from areal_sc.workers.operations import Operation
-from areal_sc.workflows.rejection import Rejection
+from areal_sc.weights import ShardReference, WeightGroup, WeightsReference
 
 SAMPLE_TIMEOUT_S: Final = 10.0
 """Samples that are not there by then are missing."""
@@ -31,12 +26,6 @@ SHUTDOWN_TIMEOUT_S: Final = 2.0
 
 Numbers = dict[str, int | float]
 """Metrics, or counters, by name; whole numbers stay whole."""
-
-
-class Change(Struct, frozen=True, array_like=True):
-    """What a method that changes state is asked to do."""
-
-    operation: Operation
 
 
 class Sweep(Struct, frozen=True, array_like=True):
@@ -83,20 +72,6 @@ STATS = Method("stats", NoneType, WorkerStats)
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
 
 
-class InitializeRank(Struct, frozen=True, array_like=True):
-    """What a rank needs to join the others and to build the model.
-
-    Attributes:
-        init_method: the ranks' meeting point; "" where there is one rank.
-        lineage: of the weights that it begins with; 0: none, a snapshot is loaded next.
-    """
-
-    rank: int
-    world_size: int
-    init_method: str
-    lineage: int
-
-
 class SealedShard(Struct, frozen=True, array_like=True):
     """A new shard, whose id is "" if there was nothing to seal.
 
@@ -106,136 +81,6 @@ class SealedShard(Struct, frozen=True, array_like=True):
 
     shard: ShardReference
     last_sequence: int
-
-
-class Compute(Struct, frozen=True, array_like=True):
-    """What the model says of the rows of this rank, as a new field of theirs.
-
-    Attributes:
-        batch: the rows, with the fields that the model reads.
-        output: as `TrainEngine.forward` takes it.
-        field: name of the new field.
-    """
-
-    batch: BatchMetadata
-    output: str
-    field: str
-
-
-class PPOUpdate(Change, frozen=True, array_like=True):
-    """One optimizer update for each minibatch, of the rows of this rank."""
-
-    minibatches: tuple[BatchMetadata, ...]
-
-
-class SFTUpdate(Change, frozen=True, array_like=True):
-    """One optimizer update on rows `indices` of a registered dataset; makes the next version."""
-
-    dataset: int
-    indices: tuple[int, ...]
-
-
-class SealWeights(Change, frozen=True, array_like=True):
-    """The weights are sealed, and the policy version becomes `version`."""
-
-    version: int
-
-
-class SaveWeights(Change, frozen=True, array_like=True):
-    """The weights are written to a folder, and the policy version becomes `version`.
-
-    Attributes:
-        oldest: version that somebody may still read; the folders of earlier ones go.
-        run: folder of the run; tells its folders from those of other runs.
-    """
-
-    version: int
-    oldest: int
-    run: str
-
-
-class SavedWeights(Struct, frozen=True, array_like=True):
-    """Weights in a folder; `last_sequence` as in `SealedShard`."""
-
-    folder: str
-    last_sequence: int
-
-
-class SnapshotPlace(StrEnum):
-    """Where a state is that ranks begin from.
-
-    disk: a snapshot in the run folder.
-    memory: a snapshot in the memory of the node, which is gone with the node.
-    initial: the model that the engine was built with.
-    """
-
-    disk = "disk"
-    memory = "memory"
-    initial = "initial"
-
-
-class Snapshot(Change, frozen=True, array_like=True):
-    """A snapshot of the operation's version is written to a place, or loaded from it.
-
-    Attributes:
-        kept: before one is written in memory, those there go but for that of this version.
-    """
-
-    place: SnapshotPlace
-    kept: int = -1
-
-
-MEMORY_SNAPSHOT: Final = "memory_snapshot"
-"""Name of the operation that writes one in memory."""
-
-
-class OpenWeightGroup(Struct, frozen=True, array_like=True):
-    """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
-
-    Attributes:
-        is_cuda: all generating ranks compute on GPUs.
-        devices: their GPUs, as far as they are known, as `own_devices` names them.
-    """
-
-    name: str
-    world_size: int
-    is_cuda: bool
-    devices: tuple[str, ...]
-
-
-class SentWeights(Struct, frozen=True, array_like=True):
-    """The end of a broadcast; `failure` says why not all was sent, "" if it was."""
-
-    num_bytes: int
-    failure: str
-
-
-CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
-INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition)
-COMPUTE = Method("compute", Compute, SealedShard)
-"""The head of each model group seals the field of its rows."""
-PPO_UPDATE = Method("ppo_update", PPOUpdate, Numbers)
-SFT_UPDATE = Method("sft_update", SFTUpdate, Numbers)
-SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
-SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, writes=True)
-"""Also waits for a snapshot that is being written."""
-OPEN_WEIGHT_GROUP = Method("open_weight_group", OpenWeightGroup, WeightGroup)
-MEET_WEIGHT_GROUP = Method("meet_weight_group", int, NoneType)
-"""Its argument is the number of ranks."""
-WEIGHT_LAYOUTS = Method("weight_layouts", NoneType, tuple[BucketLayout, ...])
-BROADCAST_WEIGHTS = Method("broadcast_weights", NoneType, SentWeights)
-CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType, callers=CONTROLLER | {Caller.rollout})
-"""Its argument is the weight group. Also called by rollout workers, whose servers have refused."""
-BEGIN_SAVE_HF = Method("begin_save_hf", Change, str, writes=True)
-"""Takes the weights for a Hugging Face folder below the run folder, and names that folder."""
-BEGIN_SNAPSHOT = Method("begin_snapshot", Snapshot, NoneType, writes=True)
-"""Takes this rank's part of a snapshot; one on the disk is completed by the controller."""
-DROP_MEMORY_SNAPSHOTS = Method("drop_memory_snapshots", NoneType, NoneType)
-"""Drops this model's snapshots in memory on the node: what cannot be spared needs their room."""
-FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
-"""Replies when what the operation took is on the disk."""
-LOAD_SNAPSHOT = Method("load_snapshot", Snapshot, NoneType, ships=True)
-"""Goes to the state of the operation's version, in its lineage."""
 
 
 class RunGroup(Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,8 @@ from areal_sc.transport.sockets.interface import Interface
 from areal_sc.user_code import run_worker_loop
 
 _ALLOCATOR_VARIABLES: Final = frozenset(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+_EXACT_PINNED_SINCE: Final = (2, 13)
+"""The first torch that is known to take the setting; older ones refuse to start with it."""
 
 
 def prepare_model_loading() -> None:
@@ -31,10 +34,27 @@ def tell_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
     """Has torch keep a GPU's memory in segments that grow, unless the user has set its allocator.
 
     Micro-batches differ in size; otherwise what one has freed may be in pieces too small for
-    another. Not for servers, which would get it from their worker, and set their own.
+    another. Pinned host memory gets the size that was asked for; torch would take the next power of
+    two, up to twice as much. Not for servers, which would get it from their worker, and set their
+    own.
     """
     if not environment.keys() & _ALLOCATOR_VARIABLES:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        settings = ["expandable_segments:True"]
+        if _version_of("torch") >= _EXACT_PINNED_SINCE:
+            settings.append("pinned_max_round_threshold_mb:1")
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(settings)
+
+
+def tell_cuda(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has CUDA number its devices as nvidia-smi does, whose numbers a run is planned with.
+
+    Its own order begins with the fastest device.
+    """
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+def _version_of(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
 
 
 def run_worker(spec_dict: dict[str, Any]) -> int:
@@ -46,6 +66,7 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
     agent = spec_dict.pop("fd")
     spec = msgspec.convert(spec_dict, WorkerSpec)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
+    tell_cuda()
     take_arguments_of_script()
     setup_logging(spec.name)
     Interface.of(spec.run.transport.bind).tell_libraries()

@@ -12,12 +12,12 @@ from typing import Any, Final
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
+from areal_sc.rejection import Rejection
+from areal_sc.rewards.base import Reward, RewardFunction, Score
+from areal_sc.rewards.functions import name_of
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.workers.calls import EpisodesReport, Waiting
-from areal_sc.workflows.base import Reward, RewardFunction, Score
-from areal_sc.workflows.rejection import Rejection
-from areal_sc.workflows.reward_functions import name_of
-from areal_sc.workflows.rewards import RewardPool
-from areal_sc.workflows.weighted import weighted_functions
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 

@@ -7,6 +7,8 @@ it goes when the next one is made, or when the worker has got newer weights from
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from areal_sc.transport.plane import DataPlane
@@ -36,8 +38,9 @@ class HeldWeights:
         """
         if self._is_copy(weights):
             return list(self._plane.store.tensors(self._copy).items())
+        # in a thread: to join gigabytes takes seconds, in which nobody else would be served
         return [
-            (name, parts[0] if len(parts) == 1 else torch.cat(parts))
+            (name, parts[0] if len(parts) == 1 else await asyncio.to_thread(torch.cat, parts))
             async for name, parts in self._plane.puller.pull_weights(weights)
         ]
 

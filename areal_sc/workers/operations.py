@@ -17,6 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,23 +30,44 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Kind(StrEnum):
+    """What an operation does.
+
+    update: changes the weights.
+    publish: seals or writes the weights of a version, for others.
+    snapshot: writes the engine's whole state to the disk.
+    memory_snapshot: writes it to the memory of the node.
+    export: writes a Hugging Face folder.
+    load: replaces the engine's whole state.
+    """
+
+    update = "update"
+    publish = "publish"
+    snapshot = "snapshot"
+    memory_snapshot = "memory_snapshot"
+    export = "export"
+    load = "load"
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a state-changing call does; its identity is (lineage, version, name).
+    """What a state-changing call does; its identity is (lineage, version, kind, which).
 
     Attributes:
         lineage, version: the policy that it begins from.
-        name: what is done; with a number where it may be done several times.
+        which: tells operations of one kind at one policy apart.
         content: digest of what it is done with. A repeat must have the same.
     """
 
     lineage: int
     version: int
-    name: str
+    kind: Kind
+    which: str = ""
     content: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.name} at lineage {self.lineage}, policy version {self.version}"
+        name = f"{self.kind} {self.which}".rstrip()
+        return f"{name} at lineage {self.lineage}, policy version {self.version}"
 
 
 def digest(content: Any) -> str:

@@ -20,12 +20,19 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.engines.base import GenerationEngine
+from areal_sc.engines.base import (
+    CountsRequests,
+    FollowsWeights,
+    GenerationEngine,
+    JoinsWeightGroup,
+    RunsBesideWorker,
+    able,
+)
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
 from areal_sc.errors import EngineFailed, TransportError, WorkerLost
@@ -40,12 +47,15 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.nodes.spec import WorkerSpec
+from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of
 from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
-from areal_sc.workers import calls
+from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.base import Worker
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
@@ -55,12 +65,11 @@ from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
-from areal_sc.workflows.prompts import row_of, row_to_wire
-from areal_sc.workflows.rejection import Rejection, RejectionKind
-from areal_sc.workflows.rewards import RewardPool
 from areal_sc.workflows.text import describe_unknown
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
 
@@ -77,12 +86,13 @@ class RolloutWorker(Worker):
         super().__init__(spec, agent)
         config = self.handle.config
         # Forked before any thread exists in this process.
-        self._reward_server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+        self._reward_server = ForkServer("areal_sc.rewards.process:run_reward_process")
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
+            sources=self.sources.folder,
         )
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
@@ -114,18 +124,20 @@ class RolloutWorker(Worker):
             calls.COPY_WEIGHTS.served_by(self.copy_weights),
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
             calls.JOIN_WEIGHT_GROUP.served_by(
-                lambda args: self.engine.join_group(args.group, args.first_rank)
+                lambda args: self._as(JoinsWeightGroup).join_group(args.group, args.first_rank)
             ),
-            calls.LEAVE_WEIGHT_GROUP.served_by(lambda group: self.engine.leave_group(group)),
-            calls.PAUSE.served_by(lambda _: self.engine.pause()),
-            calls.RESUME.served_by(lambda _: self.engine.resume()),
+            calls.LEAVE_WEIGHT_GROUP.served_by(
+                lambda group: self._as(JoinsWeightGroup).leave_group(group)
+            ),
+            calls.PAUSE.served_by(lambda _: self._as(RunsBesideWorker).pause()),
+            calls.RESUME.served_by(lambda _: self._as(RunsBesideWorker).resume()),
         ]
 
     async def close(self) -> None:
         if self._reward_watch:
             self._reward_watch.cancel()
         await self._runs.close()
-        if self._engine:
+        if isinstance(self._engine, RunsBesideWorker):
             await self._engine.close()
         await self._rewards.close()
         await self._reward_server.close()
@@ -142,7 +154,8 @@ class RolloutWorker(Worker):
         engine: GenerationEngine = await self.compute(
             lambda: handle.build(log_folder=logs.parent, name=logs.stem)
         )
-        await engine.start()
+        if isinstance(engine, RunsBesideWorker):
+            await engine.start()
         config = self.handle.config
         folder = local_model(config.path, config.revision)
         await self.compute(lambda: check_ends(folder, engine.tokenizer, config.generation))
@@ -178,7 +191,9 @@ class RolloutWorker(Worker):
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
         warning = self._warning(group.prompt, kept)
-        return calls.GroupReply(run, batch, causes, sums, warning, self.engine.num_waiting)
+        counted = self.engine if isinstance(self.engine, CountsRequests) else None
+        num_waiting = 0 if counted is None else counted.num_waiting
+        return calls.GroupReply(run, batch, causes, sums, warning, num_waiting)
 
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, reward and metrics only; nothing is stored."""
@@ -221,27 +236,37 @@ class RolloutWorker(Worker):
     async def _update(self, weights: WeightsReference) -> None:
         read = partial(self._weights.read, weights)
         if weights.folder:
-            await self.engine.update_weights_from_disk(weights.version, Path(weights.folder))
+            await self._as(FollowsWeights).update_weights_from_disk(
+                weights.version, Path(weights.folder)
+            )
         elif weights.broadcast:
             sent = weights.broadcast
-            await self.engine.update_weights_from_group(
+            await self._as(JoinsWeightGroup).update_weights_from_group(
                 *(weights.version, sent.group, sent.buckets),
                 again=read,
                 give_up=lambda: self._cancel_broadcast(sent),
             )
         else:
-            await self.engine.update_weights(weights.version, read)
+            await self._as(FollowsWeights).update_weights(weights.version, read)
 
     async def weight_ranks(self, group: str) -> calls.WeightRanks:
+        engine = self._as(JoinsWeightGroup)
         return calls.WeightRanks(
-            num_ranks=self.engine.count_ranks(),
-            is_cuda=self.engine.is_cuda,
-            devices=tuple(own_devices(self.node)) if self.engine.is_cuda else (),
-            is_member=self.engine.has_whole_group(group),
+            num_ranks=engine.count_ranks(),
+            is_cuda=engine.is_cuda,
+            devices=tuple(own_devices(self.node)) if engine.is_cuda else (),
+            is_member=engine.has_whole_group(group),
         )
 
+    def _as(self, what: type[T]) -> T:
+        """The engine with the members of a protocol. Raises: ConfigError: it has not got them."""
+        return able(self.engine, what)
+
     def engine_stats(self) -> dict[str, float]:
-        return {**self._engine.stats(), **self._group_counters} if self._engine else {}
+        if self._engine is None:
+            return {}
+        own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
+        return {**own, **self._group_counters}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""
@@ -260,7 +285,9 @@ class RolloutWorker(Worker):
         incarnation, _ = parse_shard_id(shard_id)
         connection = self.transport.connect(address, node_id, incarnation)
         try:
-            await connection.call(calls.CANCEL_BROADCAST, sent.group, timeout_s=CANCEL_TIMEOUT_S)
+            await connection.call(
+                rank_methods.CANCEL_BROADCAST, sent.group, timeout_s=CANCEL_TIMEOUT_S
+            )
         except TransportError as error:
             # it gives up by itself, later
             logger.warning("group=%s broadcast not cancelled: %s", sent.group, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal_sc.samples import shortened
+from areal_sc.records.samples import shortened
 from areal_sc.transport.plane import DataPlane
 from areal_sc.workers.calls import ReadTexts, RowText
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import TRAJECTORY_FIELDS
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workflows.base import Trajectory
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 _INT32: Final = range(-(2**31), 2**31)
 _FITS: Final[dict[str, Callable[[Iterable[Any]], bool]]] = {

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from areal_sc.config.schema import WeightUpdateConfig
-from areal_sc.engines.base import TrainEngine
+from areal_sc.engines.base import PublishesWhole, TrainEngine, able
 from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
 from areal_sc.errors import ConfigError, EngineFailed, StaleCall
 from areal_sc.weights import BucketLayout, WeightGroup
-from areal_sc.workers.calls import OpenWeightGroup, SentWeights
+from areal_sc.workers.rank_methods import OpenWeightGroup, SentWeights
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -58,7 +58,7 @@ class WeightBroadcasts:
         Raises: ConfigError: a generating rank has this rank's GPU, which NCCL does not allow.
         """
         self.close()
-        backend: Backend = NCCL if wanted.is_cuda and self._engine.is_cuda else GLOO
+        backend: Backend = NCCL if wanted.is_cuda and self._whole.is_cuda else GLOO
         if backend == NCCL and (shared := set(wanted.devices) & set(own_devices(self._node))):
             raise ConfigError(
                 f"weight_update.method: collective needs GPUs of their own for training and "
@@ -82,7 +82,7 @@ class WeightBroadcasts:
     async def layouts(self) -> tuple[BucketLayout, ...]:
         """The broadcasts of one publication."""
         return tuple(
-            await self._compute(lambda: self._engine.weight_layouts(self._config.bucket_bytes))
+            await self._compute(lambda: self._whole.weight_layouts(self._config.bucket_bytes))
         )
 
     async def broadcast(self) -> SentWeights:
@@ -94,7 +94,7 @@ class WeightBroadcasts:
 
         def send() -> SentWeights:
             num_bytes, failure = 0, ""
-            for bucket in self._engine.gather_weights(self._config.bucket_bytes):
+            for bucket in self._whole.gather_weights(self._config.bucket_bytes):
                 if broadcaster is None or failure:
                     continue
                 try:
@@ -119,6 +119,10 @@ class WeightBroadcasts:
             self._broadcaster.close()
             self._broadcaster = None
             self._group = ""
+
+    @property
+    def _whole(self) -> PublishesWhole:
+        return able(self._engine, PublishesWhole)
 
     def _require_group(self) -> WeightBroadcaster:
         if self._broadcaster is None:

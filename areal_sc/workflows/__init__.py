@@ -1,1 +1,1 @@
-"""Episodes: the protocol, shipped workflows, and rewards in killable processes."""
+"""Episodes: the protocol, shipped workflows, and their numbers by which workers know them."""

@@ -1,79 +1,24 @@
-"""The protocol between a user's episode and the worker that runs it. No torch."""
+"""The protocol between a user's episode and the worker that runs it. No torch.
+
+Who writes an episode also gets here what a reward and a dataset are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
-from areal_sc.workflows.reference import Referable
+from areal_sc.rewards.base import Reward, Score
+from areal_sc.rewards.base import RewardFunction as RewardFunction
+from areal_sc.rewards.base import declare_reward as declare_reward
+from areal_sc.sources.prompts import Prompts as Prompts
+from areal_sc.sources.reference import Referable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-RewardFunction = Callable[..., float | Awaitable[float]]
-"""reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async."""
-
-Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
-"""One function; or several by name, each alone (weight 1) or with its weight.
-
-    {"right": right, "length": (length, -0.01)}
-"""
-
-PART_PREFIX = "reward/"
-"""Before the name of one of several reward functions, among the metrics of a workflow."""
-
-DECLARATION = "areal_sc_declaration"
-"""Attribute of a reward function that holds its `RewardDeclaration`."""
-
-_Reward = TypeVar("_Reward", bound=RewardFunction)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardDeclaration:
-    """What a sync reward says about itself; a decorator, by the name of `declare_reward`.
-
-    Without one, passing `rollout.reward_timeout_s` rejects the episode.
-
-    Attributes:
-        late_reward: what it means by taking long: no failure, but this number.
-        late_after_s: CPU seconds of one call after which it is given. The process is killed.
-        prepare: called once in each reward process, before its calls; its time is not limited by
-            `rollout.reward_timeout_s`. For slow imports.
-    """
-
-    late_reward: float
-    late_after_s: float
-    prepare: Callable[[], None]
-
-    def __call__(self, reward: _Reward) -> _Reward:
-        setattr(reward, DECLARATION, self)
-        return reward
-
-
-declare_reward = RewardDeclaration
-
-
-class Score(float):
-    """A reward that knows what it is made of; a float like any other.
-
-    Attributes:
-        parts: by name, what each of several functions gave, before its weight; empty for one alone.
-    """
-
-    parts: Mapping[str, float]
-
-    def __new__(cls, reward: float, parts: Mapping[str, float] | None = None) -> Self:
-        score = super().__new__(cls, reward)
-        score.parts = dict(parts or {})
-        return score
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The parts under the names that they have among a run's metrics: `reward/NAME`."""
-        return {f"{PART_PREFIX}{name}": value for name, value in self.parts.items()}
 
 
 @dataclass
@@ -164,17 +109,3 @@ class Workflow(Referable):
 
         Raises: WorkflowError: no episode can begin with it.
         """
-
-
-class Prompts(Referable):
-    """Base class of datasets that a script gives by reference; workers read the rows.
-
-    `len()` is the number of prompts; one epoch is a seeded permutation of it. A row holds what
-    `values` can send to other processes as it is; another one ends the run when it is read.
-    """
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError

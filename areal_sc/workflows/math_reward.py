@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from areal_sc.errors import ConfigError
-from areal_sc.workflows.base import declare_reward
-from areal_sc.workflows.math_answer import Answer, plain_words, read_answer
-from areal_sc.workflows.math_compare import are_equal, is_parsable, library_verdict, warm_up
-from areal_sc.workflows.math_place import Prose, candidates, final_answer
-from areal_sc.workflows.reference import Referable
+from areal_sc.rewards.base import declare_reward
+from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
+from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
+from areal_sc.rewards.math.place import Prose, candidates, final_answer
+from areal_sc.sources.reference import Referable
 
 TIME_LIMIT_S = 5.0
 """CPU seconds of one completion; most take milliseconds. What takes longer is not the answer."""

@@ -7,10 +7,11 @@ from typing import Any
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.base import EpisodeEngine, Reward, Trajectory, Workflow
+from areal_sc.rewards.base import Reward
+from areal_sc.rewards.weighted import check_signatures, weighted_functions
+from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
-from areal_sc.workflows.weighted import check_signatures, weighted_functions
 
 
 class SingleTurnWorkflow(Workflow):

@@ -72,7 +72,9 @@ def test_rows_attend_within_themselves(
         monkeypatch.setattr(subject, "_varlen_function", lambda: None)
         for name in ("_CALL_COST_CPU", "_CALL_COST_CUDA"):
             monkeypatch.setattr(subject, name, CALL_COSTS[way])
-    layout = PackedLayout.of(LENGTHS, torch.device(device), NUM_HEADS * HEAD_DIM)
+    layout = PackedLayout.of(LENGTHS, torch.device(device), NUM_HEADS * HEAD_DIM).on(
+        torch.device(device)
+    )
     if way == "alone":
         # rows of one length share a call at no cost
         assert len(layout.buckets) == len(set(LENGTHS)) + 1

@@ -23,9 +23,10 @@ import pytest
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import WorkerLost, WorkerStartError
+from areal_sc.fleet.events import Wished
 from areal_sc.fleet.fleet import Fleet
-from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Died, LifeEvent
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.agent_files import living_agents
 from areal_sc.run.run_folder import RunFolder
@@ -71,8 +72,10 @@ class Lent:
         """Of a controller, and what it hears of losses."""
         lost: dict[str, WorkerLost] = {}
 
-        def note(member: Member, loss: WorkerLost) -> None:
-            lost[member.name] = loss
+        def note(event: LifeEvent | Wished) -> None:
+            if isinstance(event, Died):
+                assert isinstance(event.cause, WorkerLost)
+                lost[event.unit] = event.cause
 
         runtime = Runtime.create(self.scheduler.keys)
         fleet = Fleet(self.scheduler, runtime, note)

@@ -27,6 +27,7 @@ PROMISED = {
     "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
     "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
+    "chaos_models": {"num_kills", "store_growth_ref", "store_growth_imitator"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
@@ -43,6 +44,7 @@ PROMISED = {
     "train_memory --engine megatron": {"megatron_data_2_dry_run", "megatron_data_2_loading_first"},
     "train_tensor_parallel": {"tensor2_step_vs_handwritten"},
     "train_tensor_parallel --engine megatron": {"megatron_tensor2_step_vs_handwritten"},
+    "train_mfu": {"0.5b_step_s", "7b_layers_tokens_per_s"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
     "weight_update --engine local": {"pull_publish_s", "disk_total_s"},
     "weight_update --engine sglang": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},
@@ -54,6 +56,7 @@ IN_ALLOCATION = {"slurm_start"}
 
 ZERO = {
     "autoscale": {"rows_lost", "rows_trained_twice", "groups_missing", "staleness_over_bound"},
+    "chaos_models": {"rows_lost", "rows_trained_twice", "steps_missing"},
     "chaos": {
         *("rows_lost", "rows_trained_twice", "rows_of_other_content", "false_zero_rewards"),
         *("groups_begun_again", "workers_restarted_by_script", "leftovers"),
@@ -151,7 +154,34 @@ def test_what_is_measured_on_a_gpu_is_measured_by_benchmarks_with_a_device(tmp_p
     failed = run_gpu_script(tmp_path / "failed", python="false")
     assert failed.returncode == num_parts
     late = run_gpu_script(tmp_path / "late", python="echo", limit_s=0)
-    assert late.returncode == late.stdout.count("no time is left") == num_parts
+    assert late.returncode == late.stdout.count("left for the next call") == num_parts
+
+
+def test_a_part_that_was_run_on_a_gpu_is_not_run_again(tmp_path: Path) -> None:
+    """Calls may be short, and come one after the other."""
+    first = run_gpu_script(tmp_path, python="echo", limit_s=239)
+    assert first.returncode == first.stdout.count("left for the next call") > 0
+    (tmp_path / "tests.status").write_text("5\n")
+    second = run_gpu_script(tmp_path, python="echo")
+    assert "== tests: done before, exit code 5" in second.stdout
+    assert second.returncode == 1, "it failed, and nothing is left"
+    statuses = {path.stem for path in tmp_path.glob("*.status")}
+    assert {"letter_sort", "mfu_0.5b", "mfu_7b_layers", "publication"} <= statuses
+
+
+def test_what_was_measured_on_a_gpu_is_collected(tmp_path: Path) -> None:
+    (tmp_path / "letter_sort").mkdir()
+    (tmp_path / "letter_sort" / "summary.json").write_text('{"reward": 0.93}')
+    for name, code in (("mfu_0.5b", 0), ("tests", 1)):
+        (tmp_path / f"{name}.status").write_text(f"{code}\n")
+    (tmp_path / "mfu_0.5b.json").write_text('{"share_of_peak": {"value": 0.21, "unit": "share"}}')
+    done = run_benchmark("gpu_summary", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "exit_codes": {"mfu_0.5b": 0, "tests": 1},
+        "metrics": {"mfu_0.5b": {"share_of_peak": 0.21}},
+        "letter_sort": {"reward": 0.93},
+    }
 
 
 def run_gpu_script(

@@ -26,13 +26,13 @@ from areal_sc.__main__ import main
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.rollout.rollout_state import RolloutState
 from areal_sc.errors import ArealError, RunFolderError
+from areal_sc.records.trackers.base import Tracker
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.trainer import run as run_module
 from areal_sc.trainer.resume_checks import describe_resume
 from areal_sc.trainer.run import Run
-from areal_sc.trainer.trackers.base import Tracker
 
 NEWEST = 4
 SECOND = "step-000003"

@@ -32,8 +32,8 @@ from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
-from areal_sc.trainer.metrics import Summary
-from areal_sc.workflows.base import declare_reward
+from areal_sc.records.metrics import Summary
+from areal_sc.rewards.base import declare_reward
 
 TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
 """Their files are written to an empty folder, and their commands run there, in this order."""
@@ -254,7 +254,7 @@ def test_the_plan_is_shown_as_it_is(tried: tuple[Path, str]) -> None:
     workers = [line for line in given.splitlines() if re.match(r"worker |\w+/0 ", line)]
     assert len(workers) == 3
     assert [line for line in given.splitlines()[:3] if line not in tried[1]] == []
-    assert "not counted: activations, and what CUDA and libraries take for themselves" in tried[1]
+    assert "not counted: what CUDA and libraries take for themselves" in tried[1]
 
 
 def test_each_metric_of_a_run_is_explained_and_no_other(tried: tuple[Path, str]) -> None:

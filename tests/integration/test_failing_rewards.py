@@ -13,7 +13,7 @@ from integration.scripts import episodes
 from areal_sc import SingleTurnWorkflow
 from areal_sc.controller.rollout import progress
 from areal_sc.errors import TooManyRejections
-from areal_sc.workflows.base import RewardFunction
+from areal_sc.rewards.base import RewardFunction
 
 PROMPTS = [{"prompt": f"a{n}=", "answer": "a", "number": n} for n in range(20)]
 LIMIT_S = 60.0

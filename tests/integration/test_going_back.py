@@ -18,9 +18,9 @@ from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, TrainController
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.metadata import BatchMetadata
+from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.trainer.metrics_log import History, read_metrics
-from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.rank_methods import SnapshotPlace
 
 TOTAL_STEPS = 5
 SNAPSHOT_STEP = 3

@@ -73,7 +73,7 @@ def orders(num_workers: int) -> list[WorkerOrder]:
 async def fleet_of(num_workers: int, run_dir: Path, **changes: Any) -> AsyncIterator[Fleet]:
     scheduler = scheduler_in(run_dir, **changes)
     runtime = Runtime.create(scheduler.keys)
-    fleet = Fleet(scheduler, runtime, on_lost=lambda *_: None)
+    fleet = Fleet(scheduler, runtime, lambda event: None)
     try:
         await fleet.launch(orders(num_workers))
         yield fleet

@@ -30,6 +30,7 @@ from areal_sc.errors import (
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import Invitation
 from areal_sc.nodes.spec import (
+    CALLS_FORMAT,
     DESCRIBE,
     END,
     JOIN,
@@ -165,10 +166,10 @@ async def test_agents_are_told_where_files_are_served_once_another_process_has_t
     agent = RpcServer([WELCOME.served_by(told.put_nowait)], **parts)
     unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
     await come(joins, keys, own, secret_of(joins, 1), monkeypatch, facts=unseen)
-    before, pid = await asyncio.to_thread(joins._files.address), joins._files.pid
+    before, pid = await asyncio.to_thread(joins.unseen.files.address), joins._files.pid
     assert pid is not None
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        with joins._files._one_starts:  # so it is not started again before the port is taken
+        with joins.unseen.files._one_starts:  # so it is not started again before the port is taken
             os.kill(pid, signal.SIGKILL)
             port = int(before.rpartition(":")[2])
             while True:
@@ -180,7 +181,7 @@ async def test_agents_are_told_where_files_are_served_once_another_process_has_t
     assert welcome.address == joins.address
     assert welcome.files.startswith("tcp://127.0.0.1:")
     assert welcome.files != before
-    assert await asyncio.to_thread(joins._files.address) == welcome.files
+    assert await asyncio.to_thread(joins.unseen.files.address) == welcome.files
     await agent.close()
 
 
@@ -244,7 +245,9 @@ async def test_a_script_that_starts_while_the_run_is_ended_from_outside_loses_no
     own, is_ending = KeyPair.create(), asyncio.Event()
     agent = RpcServer(
         [
-            DESCRIBE.served_by(lambda _: NodeDescription(unseen, SchedulerConfig(), [])),
+            DESCRIBE.served_by(
+                lambda _: NodeDescription(unseen, SchedulerConfig(), [], CALLS_FORMAT)
+            ),
             END.served_by(lambda _: is_ending.set()),
         ],
         node_id="agent",

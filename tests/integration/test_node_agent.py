@@ -35,12 +35,12 @@ from areal_sc.nodes.spec import (
     Watch,
     WorkerOrder,
 )
+from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.shipping.calls import HOLDERS, READ_TREE_PIECE, TAKE_TURN, TreeHolder, TreePiece
-from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import Connection, ZmqTransport
 from areal_sc.transport.security.curve import CurveClient

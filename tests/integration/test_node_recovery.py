@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import pytest
 from integration.run_process import tiny_run
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
-from areal_sc.errors import WorkerError, WorkerLost, WorkerStartError
-from areal_sc.fleet.fleet import Fleet
-from areal_sc.fleet.member import Member
+from areal_sc.errors import RunFolderError, WorkerError, WorkerStartError
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitSilent
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Died
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.local import LocalScheduler
@@ -92,29 +92,23 @@ class Guarded:
     """Two workers, each a unit of its own."""
 
     def __init__(self, scheduler: LocalScheduler, runtime: Runtime) -> None:
-        self.fleet = Fleet(scheduler, runtime, self._note_loss)
-        self.given_up: list[WorkerError] = []
-        self._recoveries: list[Recovery] = []
+        self.heard: list[FleetEvent] = []
+        self.recovery = Recovery(scheduler, runtime, self.heard.append)
+        self.fleet = self.recovery.fleet
 
     @property
-    def recovery(self) -> Recovery:
-        (recovery,) = self._recoveries
-        return recovery
+    def given_up(self) -> list[WorkerError | RunFolderError]:
+        return [event.cause for event in self.heard if isinstance(event, RunFailed)]
 
-    async def start(self, max_deaths: int) -> None:
+    async def start(self) -> None:
         await self.fleet.launch(
             [WorkerOrder("rollout", index, "none", {}, Device.cpu, 1) for index in range(2)]
         )
-        units = {member.name: [member] for member in self.fleet.members}
-        recovery = Recovery(self.fleet, units, max_deaths, self._bring_up, self.given_up.append)
-        self._recoveries.append(recovery)
+        self.recovery.begin(self._bring_up)
 
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        self.recovery.note_loss(member, loss)
-
-    async def _bring_up(self, members: Sequence[Member]) -> None:
-        for member in members:
-            await self.fleet.call(member, PING, None, timeout_s=LIMIT_S)
+    async def _bring_up(self, unit: str) -> None:
+        (member,) = (member for member in self.fleet.members if member.name == unit)
+        await self.fleet.call(member, PING, None, timeout_s=LIMIT_S)
 
     async def wait_until_ready(self) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -123,18 +117,18 @@ class Guarded:
                 await self.fleet.call(member, PING, None, timeout_s=LIMIT_S)
 
     async def close(self) -> None:
-        for recovery in self._recoveries:
-            await recovery.close()
+        await self.recovery.close()
         await self.fleet.close()
 
 
 @asynccontextmanager
 async def guarded_in(run_dir: Path, max_deaths: int = 5) -> AsyncIterator[Guarded]:
     scheduler = scheduler_in(run_dir)
+    scheduler.config.max_deaths = max_deaths
     runtime = Runtime.create(scheduler.keys)
     guarded = Guarded(scheduler, runtime)
     try:
-        await guarded.start(max_deaths)
+        await guarded.start()
         yield guarded
     finally:
         await guarded.close()
@@ -154,7 +148,7 @@ async def test_a_node_that_is_lost_is_lent_anew(tmp_path: Path, killed: list[str
                 shutil.rmtree(user_folder(tmp_path / "memory"))
             else:
                 kill(pid_of(tmp_path, name))
-        await until(lambda: not guarded.recovery.is_ready(guarded.fleet.members[0]))
+        await until(lambda: not guarded.fleet.members[0].life.is_ready)
         await guarded.wait_until_ready()
         after = [member.worker for member in guarded.fleet.members]
         assert [w.address for w in after] == [w.address for w in before]
@@ -171,17 +165,9 @@ async def test_a_stopped_worker_that_comes_back_is_dead_and_its_successor_has_it
     async with guarded_in(tmp_path) as guarded:
         stopped, neighbour = (member.worker for member in guarded.fleet.members)
         member = guarded.fleet.members[0]
-        told, was_ready = guarded.fleet.on_silence, list[bool]()
-
-        def on_silence(silent: Member) -> None:
-            told(silent)
-            if silent is member and silent.is_silent:
-                was_ready.append(guarded.recovery.is_ready(silent))
-
-        guarded.fleet.on_silence = on_silence
         os.kill(stopped.pid, signal.SIGSTOP)
         await until(lambda: guarded.recovery.num_restarts)  # a loss may last for milliseconds
-        assert set(was_ready) == {False}, "suspect"
+        assert UnitSilent(member.name) in guarded.heard, "it was silent before it was lost"
         await until(lambda: stopped.pid not in processes(tmp_path))
         await guarded.wait_until_ready()
         assert member.worker.address == stopped.address
@@ -197,7 +183,8 @@ async def test_a_worker_whose_port_is_taken_waits_for_it(tmp_path: Path, is_free
         await guarded.fleet.kill([member])
         with socket.create_server(("127.0.0.1", port_of(member.worker.address))):
             assert member.failure
-            guarded.recovery.note_loss(member, member.failure)
+            life = member.life.unit, member.worker.incarnation
+            guarded.recovery.tell(Died(*life, member.failure))
             await until(lambda: guarded.recovery.num_restarts > 1 or guarded.given_up)
         if is_freed:
             await guarded.wait_until_ready()

@@ -16,9 +16,10 @@ from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.errors import CheckpointError, StaleCall
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.runtime import Runtime
+from areal_sc.fleet.worker_life import Joined
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
-from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.rank_methods import SnapshotPlace
 
 
 def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
@@ -31,7 +32,10 @@ def restarted(actor: TrainController, scheduler: Scheduler) -> TrainController:
     for member in actor.fleet.members:
         worker = member.worker
         connection = runtime.transport.connect(worker.address, worker.name, worker.incarnation)
-        again.fleet.members.append(Member(member.order, worker, connection))
+        life = again.fleet.lives.of(member.order)
+        again.fleet.members.append(Member(member.order, worker, connection, life))
+        again.fleet.tell(Joined(life.unit, worker.incarnation))
+    again._recovery.begin(again._ranks._bring_back)
     return again
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from integration.run_process import REPOSITORY, SCRIPTS, tiny_run
 
-from areal_sc.samples import read_samples
+from areal_sc.records.samples import read_samples
 
 SCRIPT = REPOSITORY / "examples" / "own_loop.py"
 ROWS_A_STEP = 8

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
+from areal_sc.rewards.base import DECLARATION
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.sources.reference import Referable
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.workflows.base import DECLARATION
 from areal_sc.workflows.math_reward import numeric_match
-from areal_sc.workflows.reference import Referable
-from areal_sc.workflows.rewards import RewardPool
 
 USER_MODULE = '''
 import asyncio, ctypes, os, pathlib, re, signal, subprocess, sys, time
@@ -161,7 +161,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 @pytest.fixture
 async def server() -> AsyncIterator[ForkServer]:
     """Whatever a test does, no process is left of it."""
-    server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+    server = ForkServer("areal_sc.rewards.process:run_reward_process")
     yield server
     await server.close()
     assert not is_running(server.pid)
@@ -173,7 +173,7 @@ def end_of(server: ForkServer, pid: int) -> asyncio.Future[int]:
 
 def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool:
     settings = {"num_processes": 1, "timeout_s": 30.0} | settings
-    return RewardPool(server, log_path=tmp_path / "reward.log", **settings)
+    return RewardPool(server, log_path=tmp_path / "reward.log", sources=tmp_path, **settings)
 
 
 def is_running(pid: int) -> bool:
@@ -433,7 +433,7 @@ async def test_a_reward_in_a_script_spawns_processes(
     agent = ModuleType("__main__")
     agent.__spec__ = importlib.util.find_spec("areal_sc.nodes.agent")
     monkeypatch.setitem(sys.modules, "__main__", agent)  # as in a reward process of a run
-    server = ForkServer("areal_sc.workflows.reward_process:run_reward_process")
+    server = ForkServer("areal_sc.rewards.process:run_reward_process")
     pool = make_pool(server, tmp_path, timeout_s=60.0)
     assert await pool.score(script.reward, {}, "") == 22.0
     await pool.close()

@@ -22,7 +22,7 @@ from integration.scripts.tiny_run import letter_prompts
 from areal_sc import SingleTurnWorkflow, Workflow
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import TooManyRejections, WorkflowError
-from areal_sc.workflows.sources import PromptSource
+from areal_sc.workflows.registry import PromptSource
 
 ROWS_A_STEP = 4 * 2
 

@@ -44,21 +44,24 @@ SUMMARY_KEYS = {
 def finished_run(
     tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunProcess]:
-    """Two training ranks, two rollout workers, 4 steps of 8 groups of 8."""
-    with tiny_run(
-        tmp_path_factory.mktemp("whole") / "run",
-        tiny_model_folder,
-        "total_steps=4",
-        "actor.parallel.data=2",
-        "rollout.num_workers=2",
-        "rollout.train_batch_groups=8",
-        "rollout.group_size=8",
-        "evaluation.every_steps=2",
-        "checkpoint.every_steps=1",
-        "checkpoint.export_every_steps=2",
-    ) as run:
-        run.finish()
-        yield run
+    """Two training ranks, two rollout workers, 4 steps of 8 groups of 8; tells what it imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        with tiny_run(
+            tmp_path_factory.mktemp("whole") / "run",
+            tiny_model_folder,
+            "total_steps=4",
+            "actor.parallel.data=2",
+            "rollout.num_workers=2",
+            "rollout.train_batch_groups=8",
+            "rollout.group_size=8",
+            "evaluation.every_steps=2",
+            "checkpoint.every_steps=1",
+            "checkpoint.export_every_steps=2",
+        ) as run:
+            patch.undo()
+            run.finish()
+            yield run
 
 
 def test_the_run_folder_is_complete(finished_run: RunProcess) -> None:
@@ -77,6 +80,20 @@ def test_the_run_folder_is_complete(finished_run: RunProcess) -> None:
     names = [(r["name"], r["step"]) for r in finished_run.records("evaluation")]
     assert names == [("before", 0), ("periodic", 2), ("after", 4), ("greedy", 4)]
     finished_run.wait_until_gone()
+
+
+def test_nothing_of_shipping_is_imported_where_the_run_folder_is_shared(
+    finished_run: RunProcess,
+) -> None:
+    """By the script, the agent, or a worker."""
+    said = {path.stem: path.read_text() for path in (finished_run.run_dir / "logs").glob("*.log")}
+    said["script"] = finished_run.output
+    assert "areal_sc.controller.base\n" in said["script"]
+    assert "areal_sc.nodes.node_agent\n" in said["agent-0"]
+    assert "areal_sc.workers.base\n" in said["agent-0"], "its fork server prepares it"
+    assert all("import time:" in said[name] for name in ("train-0", "rollout-0"))
+    for name, text in said.items():
+        assert "areal_sc.shipping" not in text, name
 
 
 def test_the_summary_accounts_for_every_row(finished_run: RunProcess) -> None:

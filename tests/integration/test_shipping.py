@@ -8,14 +8,17 @@ import hashlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from areal_sc import SingleTurnWorkflow
 from areal_sc.config.schema import Device, SchedulerConfig
 from areal_sc.errors import (
     CheckpointError,
@@ -25,10 +28,10 @@ from areal_sc.errors import (
     StaleCall,
     TransportError,
     WaitTimeout,
+    WorkflowError,
 )
-from areal_sc.nodes.node_files import ShippedFiles
-from areal_sc.nodes.node_folder import NodeFolder
-from areal_sc.nodes.spec import Welcome, WorkerOrder
+from areal_sc.nodes.spec import Launch, NodeFacts, Shipped, Welcome, WorkerOrder
+from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.files_beside import FilesBeside
 from areal_sc.shipping import node_cache
@@ -39,14 +42,17 @@ from areal_sc.shipping.calls import (
     WRITE_PIECE,
     FilePiece,
     HeldTree,
-    Shipped,
     TreeHolder,
     WrittenFile,
     WrittenPiece,
 )
 from areal_sc.shipping.client import ScriptFiles
-from areal_sc.shipping.named_paths import Contents, name_path
 from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.shipping.node_side import FolderInPlace
+from areal_sc.shipping.worker_side import ShippedFiles
+from areal_sc.sources import session
+from areal_sc.sources.prompts import JsonlPrompts
+from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -54,9 +60,7 @@ from areal_sc.transport.security.curve import CurveClient, CurveServer
 from areal_sc.transport.security.keys import KeyPair, RunKeys
 from areal_sc.transport.security.passes import Caller, KnownCallers, Passes
 from areal_sc.transport.sockets.interface import LOOPBACK
-from areal_sc.workflows.prompts import JsonlPrompts
-from areal_sc.workflows.reference import ObjectReference, resolve
-from areal_sc.workflows.sources import SourceReader, SourceRegistry
+from areal_sc.workflows.registry import SourceReader, SourceRegistry
 
 LIMIT_S = 60.0
 NO_SERVICE_S = 1.0
@@ -241,7 +245,13 @@ async def test_nothing_else_of_the_machine_comes(script: Script, tmp_path: Path)
     name_path(script.folder.sources, code, Contents.code)
     await script.files.list_path(str(code))
     for path, name in (
-        *(("", "sources/linked"), ("", "keys.json"), ("", "../secret"), ("", str(secret))),
+        *(
+            ("", "sources/linked"),
+            ("", f"sources/.session_{'0' * 64}"),
+            ("", "keys.json"),
+            ("", "../secret"),
+            ("", str(secret)),
+        ),
         *((str(secret), "secret"), (str(code), "notes"), (str(code), "../secret"), (str(code), "")),
     ):
         with pytest.raises(TransportError):
@@ -320,22 +330,22 @@ async def test_logs_of_a_node_come_back_in_the_name_of_any_worker_that_it_still_
     script: Script, passes: Passes, tmp_path: Path
 ) -> None:
     config = SchedulerConfig(run_dir=str(script.folder.path), node_folder=str(tmp_path / "node"))
-    node = NodeFolder(config, "run", "another nonce")
+    node = FolderInPlace(config, "run")
     node.note(Welcome("", script.where))
     names = ("rollout/0", "rollout/1")
     orders = [WorkerOrder("rollout", i, "x", {}, Device.cpu, 1) for i, _ in enumerate(names)]
     keys = [passes.issue(name, Caller.rollout) for name in names]
-    await node.bring_first(orders, keys, TreeHolder("", ""))
+    facts = NodeFacts("node", "token", 0, "/memory", "", "incarnation")
+    await node.bring_first(Launch(orders, keys, timeout_s=LIMIT_S), facts)
     elsewhere = CurveClient.of_worker(passes.issue(names[0], Caller.rollout))
     transport = ZmqTransport(client=elsewhere)
     async with ScriptFiles.opened(transport, script.where) as files:
         await files.list_run("checkpoints/step-1/engine")  # so its life before is known to be void
     await transport.close()
     RunFolder(node.config.run_dir).log_path("rollout/1").write_text("a line")
-    await node.bring_logs_back()
+    await node.close()
     [log] = script.folder.logs.glob("*/rollout-1.log")
     assert log.read_text() == "a line"
-    node.remove()
 
 
 async def test_a_process_that_dies_is_there_again_at_its_address(
@@ -459,6 +469,21 @@ async def test_a_script_without_py_in_its_name_comes_with_the_code_beside_it(
     shutil.rmtree(job)
     reader = SourceReader(tmp_path / "here", shipped.place)
     assert reader.prompts(number)[0] == {"prompt": "a"}
+
+
+async def test_what_a_notebook_defines_is_refused_by_name(
+    script: Script, shipped: ShippedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.setattr(session, "_loaded", {})
+    exec("def reward(prompt, completion): return 1.0", vars(notebook))
+    workflow = SingleTurnWorkflow(vars(notebook)["reward"])
+    number = SourceRegistry(script.folder.path, "rollout").register_workflow(workflow)
+    session._loaded.clear()  # the node's process has none of it
+    await shipped.bring_source(number)
+    with pytest.raises(WorkflowError, match=r"does not share the run folder: put it into a file"):
+        SourceReader(tmp_path / "here", shipped.place).workflow(number)
 
 
 async def test_a_row_that_a_killed_script_was_writing_is_another_one_in_the_end(

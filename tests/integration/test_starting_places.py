@@ -101,17 +101,7 @@ def test_the_same_run_from_every_place(tmp_path: Path, tiny_model_folder: Path) 
         folder.mkdir()
     (folders["script"] / "first.py").write_text(SCRIPT)
     (folders["module"] / "first.py").write_text(SCRIPT)
-    refused = f"{TRAIN.splitlines()[1]}\n{TRAIN.splitlines()[2]}"
-    at_prompt = [
-        IMPORTS,
-        f"config = load_config({given['prompt']!r})",
-        "def reward(prompt, completion): return 1.0\n",
-        refused,  # no text of it is known
-        f"_ = open('rewards.py', 'w').write({REWARD!r})",
-        "from rewards import reward",
-        TRAIN,
-        "",
-    ]
+    at_prompt = [IMPORTS, f"config = load_config({given['prompt']!r})", REWARD, TRAIN, ""]
     overrides = ", ".join(map(repr, command_line(given["notebook"])[:2]))
     rest = dict(list(given["notebook"].items())[2:])
     book = notebook(
@@ -150,4 +140,3 @@ def test_the_same_run_from_every_place(tmp_path: Path, tiny_model_folder: Path) 
         text = (folder / "run" / "config.yaml").read_text().replace(str(folder), "")
         configs.append(yaml.safe_load(text))
     assert all(config == configs[0] for config in configs)
-    assert "reward is defined in an interactive session, which keeps no text" in told["prompt"]

@@ -12,8 +12,8 @@ from areal_sc import FSDPPPOActor, GRPOConfig, TrainController, start
 from areal_sc.errors import ConfigError
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sources.prompts import Prompts
 from areal_sc.system.durable import partial_of
-from areal_sc.workflows.base import Prompts
 
 
 class Demonstrations(Prompts):

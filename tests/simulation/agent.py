@@ -12,6 +12,7 @@ from simulation.process import Process
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.nodes.spec import (
+    CALLS_FORMAT,
     DESCRIBE,
     LAUNCH,
     STACKS,
@@ -113,7 +114,7 @@ class SimulatedAgent:
         return serving + [LivingWorker(order, None) for order, at in starting if at == self.node]
 
     async def describe(self, _: None) -> NodeDescription:
-        return NodeDescription(self.facts, self.cluster.config, self.found)
+        return NodeDescription(self.facts, self.cluster.config, self.found, CALLS_FORMAT)
 
     async def launch(self, launch: Launch) -> Launched:
         starts = [asyncio.create_task(self._start(order)) for order in launch.orders]

@@ -140,13 +140,13 @@ class RunBooks:
         lost = [s for s in self.rollout._workers._states if s.member.failure is not None]
         # and one that has not come up in this start has no room yet, whatever it will adopt
         counted_apart = {state.name for state in lost}
-        counted_apart |= {s.name for s in self.rollout._workers._states if not s.has_served}
+        counted_apart |= {s.name for s in self.rollout._workers._states if not s.life.has_served}
         taken = sum(state.store.num_running + state.store.num_held for state in lost) + sum(
             len(worker.running) + len(worker.store.group_of)
             for worker in self.present_workers
             if worker.name not in counted_apart
         )
-        staying = [s for s in self.rollout._workers.set.staying if s.has_served]
+        staying = [s for s in self.rollout._workers.set.staying if s.life.has_served]
         assert max(num_unconsumed, taken) < settings.store_groups * len(staying)
         self.check_loads()
         self.admitted.append((prompt, version))

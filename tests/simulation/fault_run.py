@@ -25,7 +25,7 @@ from simulation.workers import SimulatedRolloutWorker
 
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger_records import WENT_BACK
-from areal_sc.controller.rollout.group_deaths import DEATHS_TO_BLAME
+from areal_sc.controller.rollout.groups import DEATHS_TO_BLAME
 from areal_sc.errors import RunFolderError, StepsLost, WorkerError
 
 SOFT = {FaultKind.scale, FaultKind.wall_clock, FaultKind.slow_disk, FaultKind.short_writes}

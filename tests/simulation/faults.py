@@ -126,13 +126,13 @@ ROLLOUT_METHODS = (
 )
 TRAIN_METHODS = (
     "compute",
-    "ppo_update",
+    "update",
     "seal_weights",
     "broadcast_weights",
     "save_weights",
     "sweep",
     "initialize_rank",
-    "begin_snapshot",
+    "begin_write",
     "finish_write",
     "load_snapshot",
 )

@@ -326,7 +326,6 @@ class FaultyScript(TrainingRun):
                 *((model, model.fleet.members) for model in (*self.others, self.actor)),
                 (self.rollout, staying),
             ):
-                assert controller._recovery is not None
                 for member in members:
                     await controller._recovery.wait_until_ready(member)
 

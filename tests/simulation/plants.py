@@ -94,8 +94,8 @@ def group_sent_before_its_record() -> Iterator[None]:
         pass
 
     def begin_without(self: TrainingGroups, *args: Any) -> None:
-        *before, _, new_id = args
-        begin(self, *before, at_once, new_id)
+        *before, _ = args
+        begin(self, *before, at_once)
 
     with patch.object(TrainingGroups, "__init__", begin_without):
         yield

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_sc.workflows.base import EpisodeEngine, Prompts, Trajectory, Workflow
+from areal_sc.sources.prompts import Prompts
+from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 
 
 class NumberedPrompts(Prompts):

@@ -14,10 +14,10 @@ from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.transport.rpc.method import Served
 from areal_sc.weights import BucketLayout, WeightGroup
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
-from areal_sc.workers.operations import Operation, Operations
+from areal_sc.workers.operations import Kind, Operation, Operations
+from areal_sc.workers.rank_methods import SnapshotPlace
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -47,25 +47,26 @@ class SimulatedTrainWorker(SimulatedWorker):
     def methods(self) -> list[Served]:
         return [
             *super().methods(),
-            calls.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            calls.INITIALIZE_RANK.served_by(self.initialize),
+            rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
+            rank_methods.INITIALIZE_RANK.served_by(self.initialize),
             DESCRIBE_RANK.served_by(self.describe),
-            calls.COMPUTE.served_by(self.compute_field),
-            calls.PPO_UPDATE.served_by(self.ppo_update),
-            calls.SEAL_WEIGHTS.served_by(self.seal_weights),
-            calls.SAVE_WEIGHTS.served_by(self.save_weights),
-            calls.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
-            calls.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
-            calls.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
-            calls.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
-            calls.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
-            calls.BEGIN_SNAPSHOT.served_by(self.begin_snapshot),
-            calls.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
-            calls.FINISH_WRITE.served_by(self.finish_write),
-            calls.LOAD_SNAPSHOT.served_by(self.load_snapshot),
+            rank_methods.COMPUTE.served_by(self.compute_field),
+            rank_methods.TRY_LOSS.served_by(self.try_loss),
+            rank_methods.UPDATE.served_by(self.update),
+            rank_methods.SEAL_WEIGHTS.served_by(self.seal_weights),
+            rank_methods.SAVE_WEIGHTS.served_by(self.save_weights),
+            rank_methods.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
+            rank_methods.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
+            rank_methods.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
+            rank_methods.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
+            rank_methods.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
+            rank_methods.BEGIN_WRITE.served_by(self.begin_write),
+            rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
+            rank_methods.FINISH_WRITE.served_by(self.finish_write),
+            rank_methods.LOAD_SNAPSHOT.served_by(self.load_snapshot),
         ]
 
-    async def initialize(self, rank: calls.InitializeRank) -> RankPosition:
+    async def initialize(self, rank: rank_methods.InitializeRank) -> RankPosition:
         await self.spend(self.cluster.behavior.publication_s)
         self.operations.lineage = rank.lineage
         self._world_size = rank.world_size
@@ -92,7 +93,7 @@ class SimulatedTrainWorker(SimulatedWorker):
     async def create_rendezvous(self, _: None) -> str:
         return "sim://rendezvous"
 
-    async def compute_field(self, args: calls.Compute) -> calls.SealedShard:
+    async def compute_field(self, args: rank_methods.Compute) -> calls.SealedShard:
         batch = args.batch
         assert batch.fields in (MODEL_FIELDS, ())
         self._num_computed += 1
@@ -104,79 +105,86 @@ class SimulatedTrainWorker(SimulatedWorker):
         is_sealed = bool(batch.rows) and self.is_head
         return self.sealed(self.store.put(4 * batch.num_tokens) if is_sealed else "")
 
-    async def ppo_update(self, args: calls.PPOUpdate) -> dict[str, float]:
+    async def try_loss(self, _: rank_methods.TryLoss) -> None: ...
+
+    async def update(self, args: rank_methods.Update) -> dict[str, float]:
         async def update() -> dict[str, float]:
-            for batch in args.minibatches:
+            for batch in args.batches:
                 await self.read_shards(batch)
             with self.operations.changing(args.operation):
-                for number, batch in enumerate(args.minibatches):
+                for number, batch in enumerate(args.batches):
                     if self.is_head:
                         self.cluster.note_trained(self.version, number, batch)
                     self.past.append((self.version, tuple(map(row_key, batch.rows))))
                 await self.spend(self.cluster.behavior.training_s)
                 return {"loss": 0.0}
 
-        return await self.operations.join(args.operation, update)
+        next_version = args.operation.version + 1 if args.advances else None
+        return await self.operations.join(args.operation, update, next_version=next_version)
 
-    async def begin_snapshot(self, snapshot: calls.Snapshot) -> None:
+    async def begin_write(self, write: rank_methods.Write) -> str:
         async def take() -> None:
             await self.spend(self.cluster.behavior.sealing_s)
-            if snapshot.place is SnapshotPlace.memory:
-                self.cluster.keep_in_memory(self.node, operation.lineage, snapshot.kept)
-            self._writes[operation] = self._snapshot_key(snapshot), list(self.past)
+            if is_in_memory:
+                self.cluster.keep_in_memory(self.node, operation.lineage, write.kept)
+            key = self._snapshot_key(operation, is_in_memory=is_in_memory)
+            self._writes[operation] = key, list(self.past)
 
-        operation = snapshot.operation
+        operation = write.operation
+        is_in_memory = operation.kind is Kind.memory_snapshot
         await self.operations.join(operation, take)
+        return ""
 
     async def drop_memory_snapshots(self, _: None) -> None:
         self.cluster.keep_in_memory(self.node, self.operations.lineage, -1)
 
-    async def finish_write(self, change: calls.Change) -> None:
+    async def finish_write(self, change: rank_methods.Change) -> None:
         if change.operation not in self._writes:
             raise CheckpointError(f"{self.name} writes no {change.operation}")
         key, past = self._writes[change.operation]
         await self.cluster.write_snapshot(self)
         self.cluster.keep_snapshot(key, past)
-        if change.operation.name == calls.MEMORY_SNAPSHOT:
+        if change.operation.kind is Kind.memory_snapshot:
             self._written.append(change.operation)
 
-    async def load_snapshot(self, snapshot: calls.Snapshot) -> None:
+    async def load_snapshot(self, args: rank_methods.Load) -> None:
         async def load() -> None:
             await self.spend(self.cluster.behavior.sealing_s)
-            if snapshot.place is SnapshotPlace.initial:
+            if args.place is SnapshotPlace.initial:
                 assert not self.past, "the engine is not as it was built"
             else:
-                self.past = self.cluster.read_snapshot(self._snapshot_key(snapshot))
+                is_in_memory = args.place is SnapshotPlace.memory
+                key = self._snapshot_key(operation, is_in_memory=is_in_memory)
+                self.past = self.cluster.read_snapshot(key)
             self.version = operation.version
 
-        operation = snapshot.operation
+        operation = args.operation
         await self.operations.join(
             operation, load, next_version=operation.version, begins_lineage=True
         )
 
-    def _snapshot_key(self, snapshot: calls.Snapshot) -> SnapshotKey:
-        operation, is_on_node = snapshot.operation, snapshot.place is SnapshotPlace.memory
-        lineage, node = (operation.lineage, self.node) if is_on_node else (-1, "")
+    def _snapshot_key(self, operation: Operation, *, is_in_memory: bool) -> SnapshotKey:
+        lineage, node = (operation.lineage, self.node) if is_in_memory else (-1, "")
         return SnapshotKey(node, lineage, operation.version, self.name)
 
-    async def seal_weights(self, args: calls.SealWeights) -> calls.SealedShard:
+    async def seal_weights(self, args: rank_methods.SealWeights) -> calls.SealedShard:
         async def seal() -> calls.SealedShard:
             await self._make_version(args.version)
             return self.sealed(self.store.put(WEIGHTS_BYTES))
 
         return await self.operations.join(args.operation, seal, next_version=args.version)
 
-    async def save_weights(self, args: calls.SaveWeights) -> calls.SavedWeights:
-        async def save() -> calls.SavedWeights:
+    async def save_weights(self, args: rank_methods.SaveWeights) -> rank_methods.SavedWeights:
+        async def save() -> rank_methods.SavedWeights:
             await self._make_version(args.version)
-            return calls.SavedWeights(f"version-{args.version}", self.store.last_sequence)
+            return rank_methods.SavedWeights(f"version-{args.version}", self.store.last_sequence)
 
         return await self.operations.join(args.operation, save, next_version=args.version)
 
     async def weight_layouts(self, _: None) -> tuple[BucketLayout, ...]:
         return (BucketLayout(("w",), ("float32",), ((1,),)),)
 
-    async def open_weight_group(self, wanted: calls.OpenWeightGroup) -> WeightGroup:
+    async def open_weight_group(self, wanted: rank_methods.OpenWeightGroup) -> WeightGroup:
         if self._weight_group is not None:
             self._weight_group.close()
         timeout_s = self.config["weight_update"]["step_timeout_s"]
@@ -188,9 +196,9 @@ class SimulatedTrainWorker(SimulatedWorker):
         assert self._weight_group is not None
         await self._weight_group.meet(self)
 
-    async def broadcast_weights(self, _: None) -> calls.SentWeights:
+    async def broadcast_weights(self, _: None) -> rank_methods.SentWeights:
         if self.data_rank or not self.is_head:  # it only helps to gather them
-            return calls.SentWeights(0, "")
+            return rank_methods.SentWeights(0, "")
         if self._weight_group is None:
             raise StaleCall("there is no weight group; open one first")
         try:
@@ -198,8 +206,8 @@ class SimulatedTrainWorker(SimulatedWorker):
         except EngineFailed as error:
             self._weight_group.close()
             self._weight_group = None
-            return calls.SentWeights(0, str(error))
-        return calls.SentWeights(WEIGHTS_BYTES, "")
+            return rank_methods.SentWeights(0, str(error))
+        return rank_methods.SentWeights(WEIGHTS_BYTES, "")
 
     async def cancel_broadcast(self, name: str) -> None:
         if self._weight_group is not None and self._weight_group.name == name:

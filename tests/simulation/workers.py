@@ -25,6 +25,7 @@ from areal_sc.metadata import (
     ShardMetadata,
 )
 from areal_sc.nodes.spec import Beat, WorkerOrder
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.sizing.store_room import trajectory_bytes
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Served
@@ -33,7 +34,6 @@ from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.group_runs import GroupRuns
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster

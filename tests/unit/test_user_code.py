@@ -9,6 +9,7 @@ import pytest
 
 from areal_sc import user_code as border
 from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.transport.rpc.codec import failure_of
 from areal_sc.user_code import (
     Raised,
@@ -18,7 +19,6 @@ from areal_sc.user_code import (
     run_worker_loop,
     user_code,
 )
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 
 class Outcome(BaseException):

@@ -24,6 +24,7 @@ examples:
   show every setting, or what would be started:
     {prog} --config x.yaml --print-config
     {prog} --config x.yaml --dry-run
+    {prog} --config x.yaml --dry-run --gpus 8 --gpu-memory 80
 """
 _MIN_WIDTH = 40
 _RULES = """\
@@ -60,7 +61,8 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
     Args:
         schema: the dataclass of the settings, which `--help` shows.
     Returns: `config`: path of the YAML, or None; `overrides`: `key=value` in hydra's grammar, those
-        that flags stand for included, last; `print_config`: show that, and end.
+        that flags stand for included, last; `print_config`: show that, and end; `gpus`,
+        `gpu_memory`, `host_memory`: of the machine to plan for, None: this one.
     Raises:
         ConfigError: an unknown flag, or a value that is not `key=value`.
         SystemExit: `--help`, after it has been shown.
@@ -89,7 +91,18 @@ def parse_arguments(argv: Sequence[str], schema: type[Any]) -> argparse.Namespac
             const=override,
             help=f"{help_text} ({override})",
         )
+    for flag, kind, help_text in (
+        ("--gpus", int, "with --dry-run: plan for a machine with so many GPUs, and end"),
+        ("--gpu-memory", float, "with --gpus: GiB of each (default: unknown)"),
+        ("--host-memory", float, "with --gpus: GiB of the machine (default: unknown)"),
+    ):
+        parser.add_argument(flag, type=kind, metavar="N", help=help_text)
     parsed = parser.parse_intermixed_args(list(argv))
+    is_dry = "dry_run=true" in (parsed.flag_overrides or ()) or "dry_run=true" in parsed.overrides
+    if parsed.gpus is not None and (parsed.gpus < 0 or not is_dry):
+        parser.error("--gpus: expected a number of at least 0, with --dry-run")
+    if parsed.gpus is None and (parsed.gpu_memory or parsed.host_memory):
+        parser.error("--gpu-memory and --host-memory: expected with --gpus")
     for override in parsed.overrides:
         if "=" not in override and not override.startswith("~"):
             hint = f"; did you mean --config {override}?" if override.endswith(".yaml") else ""

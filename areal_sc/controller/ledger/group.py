@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.sources.prompts import JsonlPrompts, prompt_at
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.prompts import JsonlPrompts, prompt_at
-from areal_sc.workflows.row_file import PromptSource
 
 UNUSABLE: Final = 8
 """First rows: where no model can be asked anything of so many, it is not these rows alone."""

@@ -22,7 +22,7 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.metadata import BatchMetadata
-from areal_sc.samples import Place, Sample
+from areal_sc.records.samples import Place, Sample
 from areal_sc.system.json_lines import JsonLines
 from areal_sc.workers.calls import READ_TEXTS, ReadTexts, RowText
 

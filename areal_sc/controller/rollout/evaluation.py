@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_sc.errors import WorkflowError
+from areal_sc.rejection import Rejection
 from areal_sc.workers.calls import EvaluationReply
-from areal_sc.workflows.rejection import Rejection
 
 MetricSums = Mapping[str, tuple[float, int]]
 """Metric -> (sum, number of episodes)."""

@@ -13,23 +13,19 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.controller.background import Background
-from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
+from areal_sc.controller.events import RoomFreed
+from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
-from areal_sc.controller.rollout.group_deaths import GroupDeaths, rejected_reply
-from areal_sc.controller.rollout.rejections import Rejections
-from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.groups import Groups, GroupTools
+from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
+from areal_sc.rejection import Rejection, describe_counts
 from areal_sc.workers.calls import (
-    RUN_EVALUATION,
     EvaluationReply,
     GroupAttempt,
-    GroupReply,
     RunEvaluation,
 )
-from areal_sc.workflows.rejection import describe_counts
 
 logger = logging.getLogger(__name__)
 
@@ -37,41 +33,21 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class OutsideGroups:
-    """Runs prompts beside training, which takes none of their rows; `new_id` names batches.
-
-    Args:
-        make_readable: returns when workers can read a row of a dataset.
+class OutsideGroups(Groups):
+    """Runs prompts beside training, which takes none of their rows.
 
     Attributes:
         num_open: groups, and prompts of evaluations, that are waiting or run.
-        num_finished: those that gave something.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        workers: RolloutWorkers,
-        rejections: Rejections,
-        make_readable: MakeReadable,
-        background: Background,
-        new_id: Callable[[], str],
-    ) -> None:
-        self._config = config
-        self._workers = workers
-        self._rejections = rejections
-        self._make_readable = make_readable
-        self._background = background
-        self._new_id = new_id
+    def __init__(self, tools: GroupTools) -> None:
+        super().__init__(tools)
         self.num_open = 0
-        self.num_finished = 0
         self._num_groups = 0
-        self._suspects = asyncio.Lock()
         self._lost: set[int] = set()  # groups whose rows are gone
         self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
         self._awaited: set[asyncio.Future[Any]] = set()  # results of calls
-        self._steps_lost = ""  # why there may be no weights to generate with
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows are in a batch that was not forgotten, or will be in one."""
@@ -81,16 +57,11 @@ class OutsideGroups:
         """The rows of these runs are gone; groups of batches that are not complete run again."""
         self._lost |= {run.group_id for run in runs if self.needs(run)}
 
-    def lose_steps(self, why: str) -> None:
-        """Calls raise StepsLost until `go_back`: their workers may wait for weights until then."""
-        self._steps_lost = why
+    def lose_steps(self) -> None:
+        """Calls raise StepsLost: their workers may wait for weights that nobody makes."""
         for results in self._awaited:
             if not results.done():
-                results.set_exception(StepsLost(why))
-
-    def go_back(self) -> None:
-        """Follows `RolloutController.go_back_async`: calls no longer raise StepsLost."""
-        self._steps_lost = ""
+                results.set_exception(StepsLost(self.step.why_lost))
 
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
@@ -98,27 +69,10 @@ class OutsideGroups:
         """Runs groups for `RolloutController.rollout_batch_async` on `version` or later ones."""
 
         async def run(group: Group) -> BatchMetadata | None:
-            await self._make_readable(group.prompt.dataset, group.prompt.index)
-            deaths = GroupDeaths(group.prompt, self._suspects)
-            reply: GroupReply | None = None
-            was_full = False
-            while reply is None:
-                async with deaths.turn:
-                    worker = await self._workers.set.take(version)
-                    try:
-                        reply = await self._workers.run_group(worker, group, source)
-                    except WorkerLost as death:
-                        self._begin_attempt(group)
-                        if rejection := deaths.note(death):
-                            reply = rejected_reply(group, rejection, self._config.group_size)
-                    except StoreFull as error:
-                        if was_full or not await self._workers.yield_memory(error):
-                            raise
-                        was_full = True
-                        self._begin_attempt(group)
+            reply = await self._reply(group, source, lambda: self._workers.set.take(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
-                self._workers.on_room()
+                self._hear(RoomFreed())
             else:
                 self.num_finished += 1
             return reply.batch
@@ -144,7 +98,7 @@ class OutsideGroups:
                 missing = [group for group in groups if group.group_id in self._lost]
                 for group in missing:
                     self._lost.remove(group.group_id)
-                    self._begin_attempt(group)
+                    self._begin_again(group)
         except BaseException:
             self._let_go(group_ids)
             raise
@@ -168,7 +122,10 @@ class OutsideGroups:
         if group_ids:
             self._workers.sweep()
 
-    def _begin_attempt(self, group: Group) -> None:
+    def _begin(self, group: Group, worker: RolloutWorkerState) -> None:
+        group.worker = worker.name
+
+    def _begin_again(self, group: Group, *_: object) -> None:
         group.attempt += 1
         self._needed[group.group_id] = group.attempt
 
@@ -180,21 +137,18 @@ class OutsideGroups:
 
             async def run(index: int) -> EvaluationReply:
                 prompt = source.prompt(index, self._config.seed)
-                await self._make_readable(prompt.dataset, prompt.index)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
-                deaths = GroupDeaths(prompt, self._suspects)
-                reply: EvaluationReply | None = None
-                while reply is None:
-                    async with deaths.turn:
-                        worker = await held.worker()
-                        try:
-                            reply = await self._workers.call(worker, RUN_EVALUATION, episode)
-                        except WorkerLost as death:
-                            logger.warning("an evaluated prompt is lost with %s", worker.name)
-                            if rejection := deaths.note(death):
-                                reply = EvaluationReply(None, rejection=rejection)
+
+                async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
+                    reply = await self._workers.evaluate(worker, episode)
+                    if reply.rejection is None:
+                        self._workers.note_progress(worker)
+                    return reply
+
+                reply = await self._outlive(prompt, held.worker, evaluate, _tell_lost_prompt)
+                if isinstance(reply, Rejection):
+                    reply = EvaluationReply(None, rejection=reply)
                 if reply.rejection is None:
-                    self._workers.on_progress(worker.member)
                     self.num_finished += 1
                 else:
                     self._rejections.note(reply.rejection)
@@ -205,10 +159,9 @@ class OutsideGroups:
     async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
         """Results in order, at most `max_concurrent_groups` of them at a time.
 
-        Raises: StepsLost: see `lose_steps`.
+        Raises: StepsLost: the ranks make no weights.
         """
-        if self._steps_lost:
-            raise StepsLost(self._steps_lost)
+        self.step.check()
         slots = asyncio.Semaphore(self._config.max_concurrent_groups)
 
         async def one(item: S) -> T:
@@ -231,3 +184,7 @@ class OutsideGroups:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(results, *tasks, return_exceptions=True)
+
+
+def _tell_lost_prompt(worker: RolloutWorkerState, error: WorkerLost | StoreFull) -> None:
+    logger.warning("an evaluated prompt is lost with %s: %s", worker.name, error)

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from areal_sc.controller.ledger.group import UNUSABLE, Group, GroupState
 from areal_sc.errors import TooManyRejections, WorkflowError
+from areal_sc.rejection import Rejection, RejectionKind, describe_counts
 from areal_sc.workers.calls import RejectedEpisodes
-from areal_sc.workflows.rejection import Rejection, RejectionKind, describe_counts
 
 logger = logging.getLogger(__name__)
 

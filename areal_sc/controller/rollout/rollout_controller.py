@@ -14,7 +14,6 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,11 +22,13 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.dry_run import TaskLook
+from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
 from areal_sc.controller.ledger.group import RolloutSource, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
@@ -40,20 +41,18 @@ from areal_sc.controller.rollout.weights_reader import WeightsReader
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import RunFolderError, StoreFull, WorkerError, WorkerLost
-from areal_sc.fleet.member import Member
-from areal_sc.fleet.recovery import Recovery
+from areal_sc.errors import RunFolderError, WorkerError
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE
+from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
-from areal_sc.run.run_status import LEAVING, RoleStatus
-from areal_sc.samples import Sample
 from areal_sc.schedulers.base import Scheduler
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
-from areal_sc.workflows.row_file import PromptSource
 
 
 class RolloutController(WeightsReader):
@@ -64,8 +63,6 @@ class RolloutController(WeightsReader):
     Attributes:
         groups: those of training, and their ledger.
         rejections: what was thrown away.
-        on_scaled: told of each change of the number of workers: before, from now on, why; called
-            on the thread of the event loop.
     """
 
     engine: GeneratorHandle
@@ -73,7 +70,6 @@ class RolloutController(WeightsReader):
     def __init__(
         self, engine: GeneratorHandle, scheduler: Scheduler, *, runtime: Runtime | None = None
     ) -> None:
-        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
         engine = engine.with_context()
         super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
         self.config: RolloutConfig = engine.config
@@ -83,25 +79,28 @@ class RolloutController(WeightsReader):
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
         )
-        self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
+        self._workers = RolloutWorkers(
+            engine, self.fleet, self._background, self._needs, self._hear
+        )
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
-        new_id = self._runtime.new_id
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
-        self.groups = TrainingGroups(
+        tools = GroupTools(
             self.config,
             self._workers,
             self.rejections,
             self._background,
+            self._hear,
             self._sources.make_readable,
-            self._journal.durable,
-            new_id,
+            self._runtime.new_id,
         )
-        self._tell_more = self._tell_groups
+        self.groups = TrainingGroups(tools, self._journal.durable)
+        self._outside = OutsideGroups(tools)
+        self._tell_more = self.groups.tell
         self._scaling = Scaling(
             self.config,
-            self.fleet,
+            self._recovery,
             self._workers,
             self.groups,
             self._background,
@@ -109,25 +108,12 @@ class RolloutController(WeightsReader):
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
-            self._give_up,
         )
-        self._scaling.on_scaled = lambda *change: self.on_scaled(*change)
-        self.groups.on_batch = self._scaling.note_batch
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
-        self._outside = OutsideGroups(
-            self.config,
-            self._workers,
-            self.rejections,
-            self._sources.make_readable,
-            self._background,
-            new_id,
-        )
         self._checked: set[RolloutSource] = set()
         self._task_look = TaskLook(self.config, self._folder.path)
-        self._workers.on_progress = self._note_progress
-        self._workers.on_rows_lost = self._lose_rows
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -167,25 +153,15 @@ class RolloutController(WeightsReader):
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
         await self._workers.initialize()
-        recovery = Recovery(
-            self.fleet,
-            {member.name: [member] for member in self.fleet.members if member.has_lived},
-            self.fleet.config.max_deaths,
-            self._workers.bring_up,
-            self._give_up,
-            self._workers.set.recount_soon,
-        )
-        self._workers.set.is_ready = recovery.is_ready
-        self._recover_by(recovery)
-        self._scaling.begin(recovery, spares)
+        self._recovery.begin(self._workers.bring_up)
+        self._scaling.begin(spares)
         self._background.start(self._watch.run(), "progress")
 
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
         common_of(self.scheduler).needs.discard(self._needs)
         self.groups.end()
-        if self._recovery is not None:
-            await self._recovery.close()
+        await self._recovery.close()
         await self._background.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
@@ -311,7 +287,6 @@ class RolloutController(WeightsReader):
             self.rejections.restore(state.rejections)
             self._begin_journal(state.training)
         self.groups.go_back(newest_lineage(self._folder), state.training)
-        self._outside.go_back()
         await self._journal.durable()
 
     @property
@@ -333,10 +308,6 @@ class RolloutController(WeightsReader):
         self._check_loop()
         self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
-
-    def share_memory(self, yield_memory: Callable[[StoreFull], Awaitable[bool]]) -> None:
-        """Rows without room get that of what can be spared: see `RolloutWorkers.yield_memory`."""
-        self._workers.yield_memory = yield_memory
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
@@ -361,27 +332,26 @@ class RolloutController(WeightsReader):
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)
 
-    def _tell_groups(self, status: RoleStatus) -> None:
-        self.groups.tell(status)
-        leaving = {state.name for state in self._workers.set.leaving}
-        for worker in status.workers:
-            worker.state = LEAVING if worker.name in leaving else worker.state
-
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        self._workers.note_loss(member)
-        super()._note_loss(member, loss)
+    def _hear(self, event: FleetEvent | StepEvent) -> None:
+        match event:
+            case UnitLost(unit):
+                self._workers.leave_out(unit)
+                self._workers.set.recount_soon()
+            case UnitSilent() | UnitServes():
+                self._workers.set.recount_soon()
+            case RunFailed(cause):
+                self._give_up(cause)
+            case RoomFreed():
+                self.groups.admit()
+            case RowsLost(runs):
+                self._outside.lose_rows(runs)
+                self.groups.lose_rows(runs)
+            case BatchFormed():
+                self._scaling.note_batch()
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
         self._background.fail(self.worker_lost or cause)
-
-    def _note_progress(self, member: Member) -> None:
-        if self._recovery is not None:
-            self._recovery.note_progress(member)
-
-    def _lose_rows(self, runs: Sequence[calls.GroupAttempt]) -> None:
-        self._outside.lose_rows(runs)
-        self.groups.lose_rows(runs)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups

@@ -79,7 +79,7 @@ async def find_runs(
     adopted = await fleet.call_living(calls.ADOPTED_SHARDS, None, new)
     for state in states:
         description, held = described.get(state.member), adopted.get(state.member)
-        if not state.is_up:
+        if not state.life.is_up:
             continue  # it has died, and its next life tells what it holds
         if description is not None:
             _take_over(state, description, wanted, ledger, found)

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from areal_sc.controller.background import Background
+from areal_sc.controller.events import Hear, RoomFreed, RowsLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
@@ -38,6 +39,7 @@ from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import ArealError, PeerLost, RpcTimeout, StoreFull, WorkerError, WorkerLost
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import Built, Dismissed, Progressed
 from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.workers import calls
@@ -52,19 +54,19 @@ ROWS_AWAITED_S: Final = 60.0
 """A lost worker's next life tells in time which rows are left, or they are generated again: its
 machine may be gone, and another one in place of it be waited for."""
 
+YieldMemory = Callable[[StoreFull], Awaitable[bool]]
+
 
 class RolloutWorkers:
     """Chooses, calls, sweeps and brings up the workers of one RolloutController.
 
     Args:
         needs: whose shards stay.
+        hear: takes what becomes of rows, and of their room.
 
     Attributes:
         set: the workers.
         updates: their weights.
-        on_room: called whenever room in a store is free again.
-        on_progress: called with each worker that has given rows, or an evaluated episode.
-        on_rows_lost: called with the runs whose shards are gone with a worker.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
 
@@ -74,16 +76,15 @@ class RolloutWorkers:
         fleet: Fleet,
         background: Background,
         needs: Needs[GroupAttempt],
+        hear: Hear,
     ) -> None:
-        self.on_room: Callable[[], None] = lambda: None
-        self.on_progress: Callable[[Member], None] = lambda member: None
-        self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
-        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
+        self.yield_memory: YieldMemory = _has_nothing_to_spare
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
         self._background = background
-        self.set = WorkerSet(engine.config, background, needs)
+        self._hear = hear
+        self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
         self._is_ledger_known = True
@@ -120,12 +121,15 @@ class RolloutWorkers:
             self._fleet.call_living(method, None, adopted, timeout_s=limit_s),
         )
 
-    def note_loss(self, member: Member) -> None:
-        """The worker is left out of everything until `bring_up`; what it runs fails by itself."""
+    def leave_out(self, unit: str) -> None:
+        """A lost worker is left out of everything until `bring_up`; what it runs fails by itself.
+
+        One that has had no life yet is left out anyway.
+        """
         for state in self._states:
-            if state.member is member:
-                state.is_up = state.are_rows_known = False
-                self.updates.note_loss(state)
+            if state.name == unit and state.member.has_lived:
+                state.are_rows_known = False
+                self.updates.leave_out(state)
                 self.set.recount(state)
                 self._background.start(self._give_up_rows(state), f"rows of {state.name}")
         self._background.notify()
@@ -142,21 +146,12 @@ class RolloutWorkers:
         lost = state.store.note_adopted(held)
         state.are_rows_known = True
         self.set.recount(state)
-        self.on_rows_lost(lost)
+        self._hear(RowsLost(lost))
         self._background.notify()
 
-    async def bring_up(self, members: Sequence[Member]) -> None:
-        """Workers that were started again do their work again when this returns."""
-        await asyncio.gather(*(self._bring_up(s) for s in self._states if s.member in members))
-
-    async def _bring_up(self, state: RolloutWorkerState) -> None:
-        try:
-            await self._bring_back(state)
-        except BaseException:  # it is killed, and started again
-            self.note_loss(state.member)
-            raise
-
-    async def _bring_back(self, state: RolloutWorkerState) -> None:
+    async def bring_up(self, unit: str) -> None:
+        """A worker that was started again does its work again when this returns."""
+        state = next(state for state in self._states if state.name == unit)
         member = state.member
         what = "the start to read what an earlier one has left, and which rows it needs"
         await self._background.wait_until(lambda: self._is_ledger_known, what)
@@ -168,7 +163,7 @@ class RolloutWorkers:
         while is_paused != self._is_paused:
             is_paused = self._is_paused
             await self._fleet.call(member, calls.PAUSE if is_paused else calls.RESUME, None)
-        state.is_up = state.has_served = True
+        self._fleet.tell(Built(unit))
         self.set.renew()
         self.sweep_one(state)
         await self.updates.bring_to_newest(state)
@@ -182,8 +177,12 @@ class RolloutWorkers:
         return self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
 
     @property
+    def _group_limit_s(self) -> float:
+        return self._config.group_timeout_s + RPC_MARGIN_S
+
+    @property
     def up_members(self) -> list[Member]:
-        return [state.member for state in self._states if state.is_up]
+        return [state.member for state in self._states if state.life.is_up]
 
     async def pause(self, is_paused: bool) -> None:
         """Generation stops, also that of workers that come up later, or goes on."""
@@ -201,34 +200,21 @@ class RolloutWorkers:
     async def notice_losses(self, workers: Collection[str]) -> None:
         """Returns when each of these workers has answered, or is known to be lost."""
         states = [state for state in self._states if state.name in workers]
-        pings = (self._call(state, calls.PING, None) for state in states)
+        pings = (self.call(state, calls.PING, None) for state in states)
         for outcome in await asyncio.gather(*pings, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
                 raise outcome
 
-    def may_leave(self, state: RolloutWorkerState) -> bool:
-        """Whether nobody misses a worker that is to leave."""
-        is_known = self._is_ledger_known
-        return is_known and self.set.is_idle(state) and self.updates.may_leave(state)
+    def may_leave(self, state: RolloutWorkerState, num_queued: int) -> bool:
+        """Whether nobody misses a worker that is to leave; `num_queued` groups wait for one."""
+        is_idle = self._is_ledger_known and self.set.is_idle(state, num_queued)
+        return is_idle and self.updates.may_leave(state)
 
     def let_go(self, state: RolloutWorkerState) -> None:
         """The worker leaves, and is none of these any more."""
-        state.is_up = False
-        self.updates.note_loss(state)
+        self._fleet.tell(Dismissed(state.life.unit))
+        self.updates.leave_out(state)
         self.set.remove(state)
-
-    async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
-        """Reply of a call that may take as long as a group.
-
-        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
-            answer: it is of no use any more. Typed errors of the method.
-        """
-        state.num_calls += 1
-        try:
-            limit_s = self._config.group_timeout_s + RPC_MARGIN_S
-            return await self._call(state, method, args, limit_s)
-        finally:
-            state.num_calls -= 1
 
     async def call_named(self, name: str, method: Method[A, R], args: A) -> R:
         """Reply of the worker of that name. Raises: WorkerLost: it does no work. As `call`."""
@@ -237,13 +223,28 @@ class RolloutWorkers:
             raise WorkerLost(f"worker {name} is being started again, or has left")
         return await self._fleet.call(member, method, args)
 
-    async def _call(
+    async def evaluate(
+        self, state: RolloutWorkerState, episode: calls.RunEvaluation
+    ) -> calls.EvaluationReply:
+        """Plays an episode that is no run of a group; raises as `call`."""
+        state.num_calls += 1
+        try:
+            return await self.call(state, calls.RUN_EVALUATION, episode, self._group_limit_s)
+        finally:
+            state.num_calls -= 1
+
+    async def call(
         self,
         state: RolloutWorkerState,
         method: Method[A, R],
         args: A,
         timeout_s: float | None = None,
     ) -> R:
+        """Reply of a worker.
+
+        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
+            answer: it is of no use any more. Typed errors of the method.
+        """
         member, incarnation = state.member, state.member.worker.incarnation
         try:
             return await self._fleet.call(member, method, args, timeout_s=timeout_s)
@@ -271,7 +272,7 @@ class RolloutWorkers:
                 logger.info("worker=%s no report of episodes: %s", state.name, error)
                 return None
 
-        up = [state for state in self._states if state.is_up]
+        up = [state for state in self._states if state.life.is_up]
         reports = await asyncio.gather(*map(ask, up))
         return {state.name: report for state, report in zip(up, reports, strict=True)}
 
@@ -299,7 +300,8 @@ class RolloutWorkers:
             self._config.group_size,
         )
         call = self._background.hold(
-            self._played(state, request, run), f"run of group {run.group_id}"
+            self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
+            f"run of group {run.group_id}",
         )
         try:
             reply = await asyncio.shield(call)
@@ -313,21 +315,15 @@ class RolloutWorkers:
             raise
         self._end_run(state, run, reply.batch)
         if reply.batch is not None:
-            self.on_progress(state.member)
+            self.note_progress(state)
         if reply.warning and not self._has_warned:
             self._has_warned = True  # others would say the same
             logger.warning("%s", reply.warning)
         return reply
 
-    async def _played(
-        self, state: RolloutWorkerState, request: calls.RunGroup, run: GroupAttempt
-    ) -> GroupReply:
-        incarnation = state.member.worker.incarnation
-        reply = await self.call(state, calls.RUN_GROUP, request)
-        if reply.run != run:
-            cause = f"answered for {reply.run}, asked for {run}"
-            raise self._fleet.lose(state.member, incarnation, cause)
-        return reply
+    def note_progress(self, state: RolloutWorkerState) -> None:
+        """The worker has done something useful: it gave rows, or an evaluated episode."""
+        self._fleet.tell(Progressed(state.life.unit))
 
     async def _give_up(
         self, state: RolloutWorkerState, run: GroupAttempt, call: asyncio.Task[GroupReply]
@@ -346,7 +342,7 @@ class RolloutWorkers:
                 batch = outcome.batch
         self._end_run(state, run, batch)
         self.sweep_one(state)
-        self.on_room()
+        self._hear(RoomFreed())
 
     def _end_run(
         self, state: RolloutWorkerState, run: GroupAttempt, batch: BatchMetadata | None
@@ -363,7 +359,7 @@ class RolloutWorkers:
 
     def sweep_one(self, state: RolloutWorkerState) -> bool:
         """One worker begins to, unless it is at it, or has no such shard; tells whether it did."""
-        if not state.is_up or goes_on(state.sweep) or not state.store.has_dead:
+        if not state.life.is_up or goes_on(state.sweep) or not state.store.has_dead:
             return False
         state.sweep = self._background.start(self._sweep(state), f"sweep {state.name}")
         return True
@@ -378,12 +374,12 @@ class RolloutWorkers:
             incarnation = state.member.worker.incarnation
             sweep, dead_ids = state.store.plan_sweep(incarnation)
             try:
-                last_sequence = await self._call(state, calls.SWEEP, sweep)
+                last_sequence = await self.call(state, calls.SWEEP, sweep)
             except WorkerLost:
                 return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
             self.set.recount(state)
-            self.on_room()
+            self._hear(RoomFreed())
             self._background.notify()
 
 

@@ -30,18 +30,19 @@ from typing import Final
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
+from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChange
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import ArealError, ConfigError, RunFolderError, SchedulerSilent
 from areal_sc.fleet.bounded import bounded
-from areal_sc.fleet.fleet import Fleet
+from areal_sc.fleet.events import RunFailed, Scaled
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.worker_life import Wanted
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
 from areal_sc.system.disk import Disk
-from areal_sc.system.telling import tell
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +61,12 @@ class Scaling:
     Args:
         path: of the file that keeps the number.
         before_end: is awaited with each worker that leaves, while it still answers.
-        on_failure: is told that the number cannot be written: the run cannot go on.
-
-    Attributes:
-        on_scaled: is told of each change: workers before, from now on, and why.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
-        fleet: Fleet,
+        recovery: Recovery,
         workers: RolloutWorkers,
         groups: TrainingGroups,
         background: Background,
@@ -77,10 +74,10 @@ class Scaling:
         path: Path,
         order_of: OrderOf,
         before_end: Callable[[Member], Awaitable[object]],
-        on_failure: Callable[[RunFolderError], None],
     ) -> None:
         self._config = config
-        self._fleet = fleet
+        self._recovery = recovery
+        self._fleet = recovery.fleet
         self._workers = workers
         self._groups = groups
         self._background = background
@@ -88,9 +85,6 @@ class Scaling:
         self._path = path
         self._order_of = order_of
         self._before_end = before_end
-        self._on_failure = on_failure
-        self.on_scaled: Callable[[int, int, str], None] = lambda before, number, why: None
-        self._recovery: Recovery | None = None
         self._one_change = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
         self._kept_since: dict[RolloutWorkerState, int] = {}  # versions
@@ -114,13 +108,9 @@ class Scaling:
         first = sorted([*stay, *islice(free, number - len(stay))])
         return [*map(self._order_of, first)], [*map(self._order_of, found[number:])]
 
-    def begin(self, recovery: Recovery, spares: Sequence[WorkerOrder]) -> None:
+    def begin(self, spares: Sequence[WorkerOrder]) -> None:
         """The first workers are up, or wait for their node; the spares of them leave."""
-        self._recovery = recovery
-        self._seen_restarts = recovery.num_restarts
-        for state in self._workers.set.states:
-            if not state.member.has_lived:
-                recovery.add(state.name, [state.member])
+        self._seen_restarts = self._recovery.num_restarts
         numbers = [order.index for order in spares]
         self._retire([s for s in self._workers.set.states if s.number in numbers])
 
@@ -147,7 +137,7 @@ class Scaling:
             else:
                 return
             logger.info("rollout_workers=%d before=%d %s", num_workers, before, why)
-            tell(self.on_scaled, before, num_workers, why)
+            self._recovery.announce(Scaled(before, num_workers, why))
 
     async def wait_for_room(self) -> None:
         """Returns when the workers that have come hold a batch.
@@ -155,21 +145,22 @@ class Scaling:
         Raises: ConfigError: all have come, and do not.
         """
         workers = self._workers.set
-        while not workers.holds_batch and not all(s.has_served for s in workers.staying):
+        while not workers.holds_batch and not all(s.life.has_served for s in workers.staying):
             self._background.raise_failure()
             await asyncio.sleep(LOOK_S)
         workers.check_room()
 
     def note_batch(self) -> None:
         """A batch was formed."""
-        if self._autoscaler is None or self._recovery is None:
+        if self._autoscaler is None:
             return
         admission, coming = self._groups.admission, self._fleet.coming
         states = [s for s in self._workers.set.states if s.name not in coming]
-        num_workers = sum(not state.is_leaving for state in states)
+        num_workers = sum(not state.life.is_leaving for state in states)
         num_restarts, self._seen_restarts = self._seen_restarts, self._recovery.num_restarts
         is_steady = self._seen_restarts == num_restarts and all(
-            not state.store.num_running if state.is_leaving else state.is_up for state in states
+            not state.store.num_running if state.life.is_leaving else state.life.is_up
+            for state in states
         )
         seen = SeenStep(
             num_workers,
@@ -197,9 +188,8 @@ class Scaling:
             logger.warning("the number of rollout workers stays as it is for now: %s", error)
 
     async def _grow(self, num_more: int, num_workers: int) -> None:
-        workers, recovery = self._workers.set, self._recovery
-        assert recovery is not None
-        back = sorted(workers.leaving, key=lambda state: not state.is_up)[:num_more]
+        workers = self._workers.set
+        back = sorted(workers.leaving, key=lambda state: not state.life.is_up)[:num_more]
         for state in back:
             self._kept_since.pop(state, None)
             workers.keep(state)
@@ -216,12 +206,12 @@ class Scaling:
         await self._record(num_workers)
         for member in members:
             workers.add(member)
-            recovery.add(member.name, [member])
+            self._fleet.tell(Wanted(member.life.unit))
 
     def _dispensable(self, number: int) -> list[RolloutWorkerState]:
         """The first workers to leave: those that do no work now, and then those that came last."""
         staying = self._workers.set.staying
-        return sorted(staying, key=lambda state: (state.is_up, -state.number))[:number]
+        return sorted(staying, key=lambda state: (state.life.is_up, -state.number))[:number]
 
     def _retire(self, states: Sequence[RolloutWorkerState]) -> None:
         for state in states:
@@ -233,7 +223,7 @@ class Scaling:
         """Looks at workers that leave, until there are none."""
         while leaving := self._workers.set.leaving:
             for state in leaving:
-                if self._workers.may_leave(state):
+                if self._workers.may_leave(state, self._groups.ledger.num(GroupState.queued)):
                     self._kept_since.pop(state, None)
                     self._workers.let_go(state)
                     self._background.start(self._end(state.member), f"end of {state.name}")
@@ -257,8 +247,7 @@ class Scaling:
         return any(group.worker == state.name for group in kept)
 
     async def _end(self, member: Member) -> None:
-        assert self._recovery is not None
-        await self._recovery.dismiss(member.name)
+        await self._recovery.wait_until_left(member.life.unit)
         if member.failure is None:
             await self._before_end(member)
         await self._fleet.dismiss(member)
@@ -274,7 +263,7 @@ class Scaling:
             await bounded(written, limit_s, what, "transport.write_timeout_s")
         except OSError as error:
             failure = RunFolderError(f"cannot write {self._path}: {error.strerror or error}")
-            self._on_failure(failure)  # as of the journal
+            self._recovery.announce(RunFailed(failure))  # as of the journal
             raise failure from error
 
     def _read(self) -> int | None:

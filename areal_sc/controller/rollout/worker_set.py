@@ -13,7 +13,7 @@ the while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -22,6 +22,7 @@ from areal_sc.controller.rollout.worker_choice import WorkerLoads, WorkerQueue
 from areal_sc.controller.weights.weight_updates import NO_VERSION, RolloutWorkerState
 from areal_sc.controller.worker_store import Needs, WorkerStore
 from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import Closed, Kept, Retired, Tell
 from areal_sc.workers.calls import GroupAttempt
 
 
@@ -30,24 +31,26 @@ class WorkerSet:
 
     Args:
         needs: whose shards stay.
+        tell: takes which of them leave.
 
     Attributes:
         states: of all workers, by ascending number; it stays the same list.
         loads: what they carry.
-        num_queued: groups that were admitted, and wait for a worker.
-        is_ready: whether a worker gives signs of life; one that does not gets no new groups.
     """
 
     def __init__(
-        self, config: RolloutConfig, background: Background, needs: Needs[GroupAttempt]
+        self,
+        config: RolloutConfig,
+        background: Background,
+        needs: Needs[GroupAttempt],
+        tell: Tell,
     ) -> None:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
-        self.num_queued: Callable[[], int] = lambda: 0
-        self.is_ready: Callable[[Member], bool] = lambda member: True
         self._config = config
         self._background = background
         self._needs = needs
+        self._tell = tell
         self._queue = WorkerQueue(self.loads, background)
         self._max_groups = 0
         self._is_recount_due = False
@@ -66,11 +69,11 @@ class WorkerSet:
     @property
     def staying(self) -> list[RolloutWorkerState]:
         """Workers that are not to leave, those included that are being started."""
-        return [state for state in self.states if not state.is_leaving]
+        return [state for state in self.states if not state.life.is_leaving]
 
     @property
     def leaving(self) -> list[RolloutWorkerState]:
-        return [state for state in self.states if state.is_leaving]
+        return [state for state in self.states if state.life.is_leaving]
 
     def add(self, member: Member) -> RolloutWorkerState:
         """A further worker, which is being started."""
@@ -85,7 +88,7 @@ class WorkerSet:
         if self._config.random_init:
             state.built_with = state.version = NO_VERSION
         if not member.has_lived:
-            state.version, state.is_up, state.has_served = NO_VERSION, False, False
+            state.version = NO_VERSION
         return state
 
     @property
@@ -100,7 +103,7 @@ class WorkerSet:
     def check_room(self) -> None:
         """Raises: ConfigError: all workers have come, and their stores do not hold a batch (any
         more, where a worker found a fuller memory when it was started again)."""
-        if not self.holds_batch and all(state.has_served for state in self.staying):
+        if not self.holds_batch and all(state.life.has_served for state in self.staying):
             check_room(self._room(self.staying), self._config)
 
     @property
@@ -110,12 +113,12 @@ class WorkerSet:
 
     def retire(self, state: RolloutWorkerState) -> None:
         """The worker is to leave."""
-        state.is_leaving = True
+        self._tell(Retired(state.life.unit))
         self.renew()
 
     def keep(self, state: RolloutWorkerState) -> None:
         """A worker that was to leave stays after all."""
-        state.is_leaving = state.is_closed = False
+        self._tell(Kept(state.life.unit))
         self.renew()
 
     def remove(self, state: RolloutWorkerState) -> None:
@@ -123,14 +126,19 @@ class WorkerSet:
         self.states.remove(state)
         self.renew()
 
-    def is_idle(self, state: RolloutWorkerState) -> bool:
+    def is_idle(self, state: RolloutWorkerState, num_queued: int) -> bool:
         """Whether nothing counts on a worker that leaves: it runs nothing, and no rows of it are
-        needed. One that can still get groups is not idle."""
-        if not state.is_closed and self.loads.num_stored + self.num_queued() <= self._max_groups:
-            state.is_closed = True
+        needed. One that can still get groups is not idle.
+
+        Args:
+            num_queued: groups that were admitted, and wait for a worker.
+        """
+        are_held = self.loads.num_stored + num_queued <= self._max_groups
+        if not state.life.is_closed and are_held:
+            self._tell(Closed(state.life.unit))
             self.recount(state)
         is_busy = state.store.num_running or state.num_calls or state.store.needs_any
-        return state.is_closed and not is_busy and state.number not in self.loads.promised
+        return state.life.is_closed and not is_busy and state.number not in self.loads.promised
 
     def has_room(self, num_queued: int) -> bool:
         """Whether the stores hold one more group at its worst-case size beside the queued ones."""
@@ -143,8 +151,8 @@ class WorkerSet:
 
     def renew(self) -> None:
         """Workers have come, or go, or tell of other memory than before."""
-        served = [state for state in self.states if state.has_served]
-        self._max_groups = self._room([s for s in served if not s.is_leaving]).num_groups
+        served = [state for state in self.states if state.life.has_served]
+        self._max_groups = self._room([s for s in served if not s.life.is_leaving]).num_groups
         self._by_number = {state.number: state for state in self.states}
         nodes = [""] * (1 + max(self._by_number, default=-1))
         for state in self.states:
@@ -169,7 +177,7 @@ class WorkerSet:
         """The worker's version, or a number of its groups, has changed."""
         if self._by_number.get(state.number) is not state:
             return  # it has left
-        takes_groups = self.is_ready(state.member) and not state.is_closed
+        takes_groups = state.life.is_ready and not state.life.is_closed
         self.loads.note(
             state.number,
             version=state.version if takes_groups else NO_VERSION,

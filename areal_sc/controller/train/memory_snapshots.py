@@ -18,9 +18,8 @@ from collections.abc import Awaitable, Callable
 from areal_sc.controller.train.train_history import TrainHistory
 from areal_sc.errors import ArealError, StoreFull, WorkerLost
 from areal_sc.fleet.fleet import Fleet
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import Operation
+from areal_sc.workers import rank_methods
+from areal_sc.workers.operations import Kind, Operation
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class MemorySnapshots:
         self._has_yielded = True
         setting, self._every_steps = f"checkpoint.memory_every_steps={self._every_steps}", 0
         await self.close()
-        await self._fleet.call_all(calls.DROP_MEMORY_SNAPSHOTS, None)
+        await self._fleet.call_all(rank_methods.DROP_MEMORY_SNAPSHOTS, None)
         self._history.drop_memory_snapshots()
         logger.warning(
             "snapshots in memory (%s) are given up, because weights and rows need their room: %s. "
@@ -111,13 +110,14 @@ class MemorySnapshots:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write(self, version: int) -> None:
-        operation = Operation(self._history.lineage, version, calls.MEMORY_SNAPSHOT)
+        operation = Operation(self._history.lineage, version, Kind.memory_snapshot)
         kept = self._history.make_room_in_memory()
-        snapshot = calls.Snapshot(operation, SnapshotPlace.memory, kept)
         try:
-            await self._fleet.call_all(calls.BEGIN_SNAPSHOT, snapshot)
+            await self._fleet.call_all(
+                rank_methods.BEGIN_WRITE, rank_methods.Write(operation, kept)
+            )
             self._is_taken.set()
-            await self._fleet.call_all(calls.FINISH_WRITE, calls.Change(operation))
+            await self._fleet.call_all(rank_methods.FINISH_WRITE, rank_methods.Change(operation))
         except WorkerLost as error:
             logger.info("version=%d has no snapshot in memory: %s", version, error)
         except ArealError as error:

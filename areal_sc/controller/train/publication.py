@@ -29,7 +29,7 @@ from areal_sc.fleet.member import Member
 from areal_sc.run.run_files import RunFiles
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
-from areal_sc.workers import calls
+from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.operations import Operation
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ JOIN_MARGIN_S = 60.0
 MAX_MEETINGS = 3
 """Attempts to form one weight group: servers may come and go meanwhile."""
 
+MAX_BROADCASTS_IN_VAIN = 3
+"""Groups in a row of which nothing was received; then the ranks cannot reach each other at all, as
+where their versions of NCCL differ, and each further try would cost its time limit."""
 
 Announce = Callable[[WeightsReference], Awaitable[None]]
 """Called with a new version when rollout workers may get it."""
@@ -81,6 +84,7 @@ class Publisher:
         self._world_size = 0  # of that group
         self._layouts: tuple[BucketLayout, ...] = ()
         self._may_have_adopted = False
+        self._num_in_vain = 0
 
     async def publish(
         self,
@@ -121,7 +125,7 @@ class Publisher:
         started = time.perf_counter()
         run = str(RunFiles(self._fleet.config.run_dir).path)
         replies = await self._fleet.call_all(
-            calls.SAVE_WEIGHTS, calls.SaveWeights(operation, version, oldest, run)
+            rank_methods.SAVE_WEIGHTS, rank_methods.SaveWeights(operation, version, oldest, run)
         )
         await self._sweep([calls.Sweep(r.last_sequence, adopted_live=()) for r in replies])
         self.times.publish_seal_s += time.perf_counter() - started
@@ -137,7 +141,7 @@ class Publisher:
         """
         started = time.perf_counter()
         replies = await self._fleet.call_all(
-            calls.SEAL_WEIGHTS, calls.SealWeights(operation, version)
+            rank_methods.SEAL_WEIGHTS, rank_methods.SealWeights(operation, version)
         )
         newest = [reply.last_sequence for reply in replies]
         adopted_live = None if keeps_adopted else ()
@@ -158,7 +162,7 @@ class Publisher:
         rollout: RolloutController,
         announce: Announce,
     ) -> None:
-        if not rollout.current_members:
+        if not rollout.current_members or self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
             await announce(await self.seal(operation, version))
             return
         started = time.perf_counter()
@@ -168,7 +172,7 @@ class Publisher:
         started = time.perf_counter()
         sending = asyncio.create_task(
             self._fleet.call_all(
-                calls.BROADCAST_WEIGHTS,
+                rank_methods.BROADCAST_WEIGHTS,
                 None,
                 timeout_s=(len(self._layouts) + 1) * self._config.weight_update.step_timeout_s,
             )
@@ -183,7 +187,7 @@ class Publisher:
             if received.done() and received.exception() is None:
                 await asyncio.wait({sending}, timeout=SENT_AFTER_S)
             if not sending.done():  # nobody is left who would receive it
-                await self._call_root(calls.CANCEL_BROADCAST, self._group)
+                await self._call_root(rank_methods.CANCEL_BROADCAST, self._group)
             result = (await sending)[0]
         finally:
             for task in tasks:  # the ranks may have died meanwhile
@@ -195,6 +199,17 @@ class Publisher:
             logger.warning("version=%d broadcast failed: %s", version, result.failure)
             self.times.failed_broadcasts += 1
             self._group = ""
+        self._note_outcome(result)
+
+    def _note_outcome(self, result: rank_methods.SentWeights) -> None:
+        """Counts broadcasts of which not even the first part has arrived."""
+        self._num_in_vain = self._num_in_vain + 1 if result.failure and not result.num_bytes else 0
+        if self._num_in_vain == MAX_BROADCASTS_IN_VAIN:
+            logger.warning(
+                "weight_update.method=collective acts as pull from here on: %d weight groups in a "
+                "row could not broadcast anything; the last one: %s",
+                *(self._num_in_vain, result.failure),
+            )
 
     async def _ensure_group(self, rollout: RolloutController) -> None:
         """The generating ranks, all of them, are in a group with rank 0.
@@ -202,7 +217,7 @@ class Publisher:
         Raises: EngineFailed: repeated attempts to form one have failed.
         """
         if not self._layouts:
-            self._layouts = await self._call_root(calls.WEIGHT_LAYOUTS, None)
+            self._layouts = await self._call_root(rank_methods.WEIGHT_LAYOUTS, None)
         for attempt in range(MAX_MEETINGS):
             workers = rollout.current_members
             ranks = await rollout.fleet.call_living(calls.WEIGHT_RANKS, self._group, workers)
@@ -231,8 +246,8 @@ class Publisher:
         *first_ranks, world_size = accumulate((worker.num_ranks for worker in ranks), initial=1)
         name = f"weights-{self._new_id()}"
         group = await self._call_root(
-            calls.OPEN_WEIGHT_GROUP,
-            calls.OpenWeightGroup(
+            rank_methods.OPEN_WEIGHT_GROUP,
+            rank_methods.OpenWeightGroup(
                 name,
                 world_size,
                 is_cuda=all(worker.is_cuda for worker in ranks),
@@ -240,7 +255,7 @@ class Publisher:
             ),
         )
         meetings = await asyncio.gather(
-            self._call_root(calls.MEET_WEIGHT_GROUP, world_size),
+            self._call_root(rank_methods.MEET_WEIGHT_GROUP, world_size),
             rollout.fleet.call_each(
                 calls.JOIN_WEIGHT_GROUP,
                 [calls.JoinWeightGroup(group, rank) for rank in first_ranks],

@@ -19,7 +19,7 @@ from areal_sc.errors import WorkerStartError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.metadata import BatchMetadata, Columns, RowRun, ShardMetadata
 from areal_sc.weights import ShardReference
-from areal_sc.workers import calls
+from areal_sc.workers import rank_methods
 
 T = TypeVar("T")
 
@@ -109,11 +109,11 @@ async def meet(fleet: Fleet, lineage: int) -> RankLayout:
     init_method = ""
     if world_size > 1:  # one rank alone opens no port for it
         rank_0 = fleet.members[0]
-        init_method = await fleet.call(rank_0, calls.CREATE_RENDEZVOUS, None)
+        init_method = await fleet.call(rank_0, rank_methods.CREATE_RENDEZVOUS, None)
     places = await fleet.call_each(
-        calls.INITIALIZE_RANK,
+        rank_methods.INITIALIZE_RANK,
         [
-            calls.InitializeRank(rank, world_size, init_method, lineage)
+            rank_methods.InitializeRank(rank, world_size, init_method, lineage)
             for rank in range(world_size)
         ],
     )

@@ -18,14 +18,14 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.errors import ArealError, WaitTimeout
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
-from areal_sc.workers.operations import Operation
+from areal_sc.workers.operations import Kind, Operation
 
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S: Final = 0.05
 """Between two questions to ranks that still compute a field."""
 
-_ALONE: Final = ("publish_weights/", "save_hf/")
+_ALONE: Final = frozenset((Kind.publish, Kind.export))
 """Operations that each rank does by itself."""
 
 
@@ -117,7 +117,7 @@ def _together(
         operation
         for operation in rank.operations
         if (operation.lineage, operation.version) == (lineage, version)
-        and not operation.name.startswith(_ALONE)
+        and operation.kind not in _ALONE
     )
     return rank.num_computed, asked
 
@@ -125,6 +125,6 @@ def _together(
 def _has_begun(rank: RankDescription, lineage: int, version: int) -> bool:
     return rank.version > version or any(
         (operation.lineage, operation.version) == (lineage, version)
-        and operation.name.startswith(("ppo_update/", "sft_update"))
+        and operation.kind is Kind.update
         for operation in rank.operations
     )

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.train.train_history import BegunWrite
+from areal_sc.controller.train.train_history import Asked
 from areal_sc.errors import CheckpointError, StaleCall, WaitTimeout, WorkerLost
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.system.durable import commit_folder
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import digest
+from areal_sc.workers import rank_methods
+from areal_sc.workers.operations import Kind, Operation, digest
 
 Finish = Callable[[], Coroutine[Any, Any, None]]
 
@@ -36,14 +35,13 @@ class RankWrites:
 
     async def snapshot(self) -> Finish:
         """Returns when every rank has copied its state; the rest is written by what it returns."""
-        operation = self._ranks.operation("snapshot")
-        _, finish = await self._begin(calls.Snapshot(operation, SnapshotPlace.disk))
+        _, finish = await self._begin(self._ranks.operation(Kind.snapshot))
         return finish
 
     async def export(self, target: Path) -> Finish:
         """Begins an export like `snapshot`; replaces `target`, maybe on another file system."""
-        operation = self._ranks.operation(f"save_hf/{digest(str(target))}")
-        exported, finish_write = await self._begin(calls.Change(operation))
+        operation = self._ranks.operation(Kind.export, digest(str(target)))
+        exported, finish_write = await self._begin(operation)
 
         async def finish() -> None:
             await finish_write()
@@ -56,22 +54,24 @@ class RankWrites:
 
         return finish
 
-    async def _begin(self, change: calls.Change) -> tuple[str, Finish]:
-        ranks, history, write = self._ranks, self._ranks.history, BegunWrite(change)
-        operation = change.operation
-        history.note(write)
+    async def _begin(self, operation: Operation) -> tuple[str, Finish]:
+        """The folder that is written to, and what waits for the end."""
+        ranks, history = self._ranks, self._ranks.history
+        shares = [rank_methods.Write(operation)] * ranks.calls.layout.num_shares
+        history.note(write := Asked(rank_methods.BEGIN_WRITE, shares))
         try:
-            written = await ranks.repeated(lambda: ranks.calls.begin_write(change))
+            written: str = (await ranks.repeated(lambda: ranks.calls.ask(write)))[0]
         except BaseException:
             history.drop(operation.version, write)
             raise
 
         async def finish() -> None:
-            wanted = calls.Change(operation)
+            wanted = rank_methods.Change(operation)
             try:
                 # a write that hangs is not begun again: the disk does not answer
                 await ranks.repeated(
-                    lambda: self._fleet.call_all(calls.FINISH_WRITE, wanted), repeats_hangs=False
+                    lambda: self._fleet.call_all(rank_methods.FINISH_WRITE, wanted),
+                    repeats_hangs=False,
                 )
             except WorkerLost as error:
                 raise CheckpointError(f"{operation}: {error}") from error

@@ -17,10 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
+from areal_sc.controller.events import Hear, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.train.publication import Publisher
@@ -28,35 +31,36 @@ from areal_sc.controller.train.rank_calls import RankCalls
 from areal_sc.controller.train.rank_layout import RankLayout, meet
 from areal_sc.controller.train.rank_takeover import FoundRanks
 from areal_sc.controller.train.train_history import (
-    Computed,
-    RowsNeeded,
+    Asked,
     StartingPoint,
     TrainHistory,
-    Updated,
 )
 from areal_sc.errors import (
     ROWS_GONE,
+    ArealError,
     CheckpointError,
     RpcTimeout,
     StaleCall,
-    StepsLost,
     StoreFull,
     TransportError,
     WorkerError,
     WorkerLost,
     WorkerStartError,
 )
-from areal_sc.fleet.fleet import Fleet
-from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
+from areal_sc.fleet.worker_life import Progressed
+from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
-from areal_sc.weights import ShardReference, WeightsReference
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workers.operations import Operation, digest
+from areal_sc.transport.rpc.method import Method
+from areal_sc.weights import WeightsReference
+from areal_sc.workers import calls, rank_methods
+from areal_sc.workers.operations import Kind, Operation, digest
+from areal_sc.workers.rank_methods import RankCall, SnapshotPlace
 
 logger = logging.getLogger(__name__)
 
+A = TypeVar("A", bound=RankCall)
+R = TypeVar("R")
 T = TypeVar("T")
 
 LOSS_NOTICE_S: Final = 2.0
@@ -72,11 +76,10 @@ class Ranks:
 
     Args:
         needs: what the rollout controllers say of rows.
-        on_rows_needed: is told from which step on rows may be asked for again.
-        on_given_up: is told why the run cannot go on.
-        on_steps_lost: is told why the ranks do nothing before `load`.
+        hear: takes what the steps need, and what becomes of them.
 
     Attributes:
+        step: the training step that goes on.
         history: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
@@ -85,13 +88,14 @@ class Ranks:
     def __init__(
         self,
         config: ActorConfig,
-        fleet: Fleet,
+        recovery: Recovery,
         publisher: Publisher,
         needs: Set[NeedsRun],
-        on_rows_needed: Callable[[RowsNeeded], None],
-        on_given_up: Callable[[WorkerError], None],
-        on_steps_lost: Callable[[str], None],
+        hear: Hear,
     ) -> None:
+        self.step = StepLife()
+        self._recovery = recovery
+        self._fleet = fleet = recovery.fleet
         every_steps = config.memory_every_steps
         self.history = TrainHistory(
             has_memory_snapshots=every_steps > 0, max_steps=config.keep_rows_steps
@@ -99,53 +103,47 @@ class Ranks:
         self.calls = RankCalls(fleet, publisher, self.history)
         self._fields = ComputedFields(fleet, needs)
         self.memory = MemorySnapshots(
-            fleet, self.history, every_steps, self._tell_rows, self.lose_hung
+            fleet, self.history, every_steps, self.tell_rows, self.lose_hung
         )
         self._config = config
-        self._fleet = fleet
         self._publisher = publisher
-        self._on_rows_needed = on_rows_needed
-        self._on_given_up = on_given_up
-        self._on_steps_lost = on_steps_lost
-        self._recovery: Recovery | None = None
+        self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
-        self._announced = -1
-        self._steps_lost = ""  # why; the ranks live, and wait for `load`
         self._are_as_built = False
-        self._renew: Callable[[WeightsReference], None] = lambda _: None
 
-    async def start(self, lineage: int) -> Recovery:
-        """The ranks meet, and build their engines; returns what restarts them from then on."""
+    async def start(self, lineage: int, loss: int | None) -> None:
+        """The ranks meet, and build their engines; from then on they are started again.
+
+        Args:
+            loss: number of a loss that they try first.
+        """
         members = self._fleet.members
         if any(member.is_adopted for member in members):
             await self._fleet.kill(members)
             await self._fleet.restart(members)
+        if loss is not None:  # the call, unlike the start of a process, fails by its own name
+            await self._fleet.call_all(rank_methods.TRY_LOSS, rank_methods.TryLoss(loss))
         self.calls.layout = await meet(self._fleet, lineage)
-        self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
-        return self._begin_recovery()
+        self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
+        self._recovery.begin(self._bring_back)
 
-    def take_over(self, found: FoundRanks) -> Recovery:
+    def take_over(self, found: FoundRanks) -> None:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
         self.calls.layout = RankLayout.of(found.positions)
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
-        return self._begin_recovery()
+        self.step.go_back(found.version)
+        if found.has_begun_step:
+            self.step.begin_before()
+        self._recovery.begin(self._bring_back)
 
-    def _begin_recovery(self) -> Recovery:
-        members = self._fleet.members
-        self._recovery = Recovery(
-            self._fleet,
-            {members[0].order.role: members},
-            self._fleet.config.max_deaths,
-            self._bring_back,
-            self._on_given_up,
-            self._tell_rows,
-        )
-        return self._recovery
+    def _begin(self, lineage: int, source: StartingPoint) -> None:
+        self.history.begin(lineage, source)
+        self.step.go_back(source.version)
 
-    def note_loss(self) -> None:
-        """A rank has died, and will be started again: what goes on ends."""
+    def end_calls(self) -> None:
+        """A rank has died: what goes on ends, and is repeated once they are there again."""
         while self._bodies:  # each is ended once
             body, _ = self._bodies.popitem()
             body.reschedule(asyncio.get_running_loop().time())
@@ -169,11 +167,10 @@ class Ranks:
         """
         was_full = False
         while True:
-            if self._recovery is not None:
-                await self._recovery.wait_until_ready(self._fleet.members[0])
-            if self._steps_lost and not is_load:
-                raise StepsLost(self._steps_lost)
-            num_restarts = self._num_restarts
+            await self._recovery.wait_until_ready(self._fleet.members[0])
+            if not is_load:
+                self.step.check()
+            num_restarts = self._recovery.num_restarts
             scope = asyncio.timeout(None)
             try:
                 async with scope:
@@ -203,7 +200,7 @@ class Ranks:
     async def lose_hung(self, error: Exception) -> WorkerLost | None:
         """Ranks are started again if the error is that one has not replied in time; or None."""
         members = self._fleet.members
-        if not isinstance(error, RpcTimeout) or self._recovery is None:
+        if not isinstance(error, RpcTimeout):
             return None
         if all(member.name != error.silent for member in members):
             return None
@@ -216,53 +213,50 @@ class Ranks:
         Raises: CheckpointError: it cannot be read.
         """
         if source.place is SnapshotPlace.initial and not self._are_as_built:
-            self._steps_lost = self._steps_lost or "the initial model is to be loaded"
+            self.step.lose("the initial model is to be loaded")
             first = self._fleet.members[0]
             self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
-        operation = Operation(lineage, source.version, "load_snapshot")
+        operation = Operation(lineage, source.version, Kind.load)
 
         async def load() -> None:
             self._are_as_built = False
-            await self._fleet.call_all(calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place))
+            await self._fleet.call_all(
+                rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
+            )
 
         await self.repeated(load, is_load=True)
-        self._steps_lost, self._announced = "", -1
-        self.history.begin(lineage, source)
-        self._tell_rows()
-
-    def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
-        """Workers are told of the weights of a version.
-
-        Args:
-            renew: tells them that the same weights are to be had elsewhere.
-        """
-        self._announced, self._renew = version, renew
+        self._begin(lineage, source)
+        self.tell_rows()
 
     def advance(self, version: int) -> None:
         """The ranks have made a new version: something useful."""
         self.history.advance(version)
-        if self._recovery is not None:
-            self._recovery.note_progress(self._fleet.members[0])
+        self.step.publish(version)
+        self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
         self.memory.begin_when_due()
-        self._tell_rows()
+        self.tell_rows()
 
     def note_durable(self, version: int) -> None:
         """The snapshot of a version is whole, on the disk."""
         self.history.note_durable(version)
-        self._tell_rows()
+        self.tell_rows()
 
     def tell(self, status: RoleStatus) -> None:
         """Adds which history of weights this is."""
         status.lineage = self.history.lineage
 
-    def operation(self, name: str, content: Any = None) -> Operation:
+    def operation(self, kind: Kind, which: str = "", content: Any = None) -> Operation:
         """An operation on the present policy."""
-        return Operation(self.history.lineage, self.history.version, name, digest(content))
+        history = self.history
+        return Operation(history.lineage, history.version, kind, which, digest(content))
 
-    async def compute(
-        self, shares: Sequence[calls.Compute], *, sweeps: bool
-    ) -> list[ShardReference]:
-        """The shards of a field, one a share; it is noted, and so computed again after a death.
+    async def ask(self, method: Method[A, R], args: A) -> list[R]:
+        """The reply of each model group's head to a call that changes nothing."""
+        asked = Asked(method, [args] * self.calls.layout.num_shares)
+        return await self.repeated(lambda: self.calls.ask(asked))
+
+    async def compute(self, asked: Asked, *, sweeps: bool) -> Asked:
+        """The call with the shards of a field; it is noted, and so made again after a death.
 
         Args:
             sweeps: the field goes with its rows, and those of rows that nobody needs are forgotten
@@ -271,69 +265,85 @@ class Ranks:
 
         async def compute() -> list[calls.SealedShard]:
             if not sweeps:
-                return await self.calls.compute(shares)
+                return await self.calls.ask(asked)
             await self._fields.sweep()
-            rows = [row for share in shares for row in share.batch.rows]
-            with self._fields.computing(rows) as sealed:
-                sealed += await self.calls.compute(shares)
+            batches = (batch for share in asked.shares for batch in share.batches)
+            with self._fields.computing([row for it in batches for row in it.rows]) as sealed:
+                sealed += await self.calls.ask(asked)
             return sealed
 
         shards = [sealed.shard for sealed in await self.repeated(compute)]
-        self.history.note(Computed(shares, shards))
-        return shards
+        self.history.note(computed := replace(asked, shards=shards))
+        return computed
 
-    async def update(self, update: Updated) -> dict[str, float]:
-        """Metrics of an update; it is noted, and so made again where it has to be."""
-        self.history.note_update(update)
-        self._tell_rows()
-        return await self.calls.update(update)
+    async def update(
+        self, asked: Asked, number: int, trained: Sequence[RowMetadata]
+    ) -> dict[str, float]:
+        """Metrics of an update; it is noted, and so made again where it has to be.
+
+        Args:
+            number, trained: as in `StepLife.begin_update`.
+        """
+
+        async def update() -> dict[str, float]:
+            self.step.begin_update(number, trained)
+            self.history.note(asked)
+            self.tell_rows()
+            return dict((await self.calls.ask(asked))[0])
+
+        version = self.history.version
+        try:
+            return await self.repeated(update)
+        except ROWS_GONE:
+            raise
+        except ArealError:  # unlike one that is given up, it does not go on in the workers
+            self.history.drop(version, asked)
+            if not self.history.is_updating:
+                self.step.undo()
+            raise
 
     def undo_step(self) -> None:
         """The rows of the step that goes on are gone: the ranks are where it began, or go there.
 
         They go there by new lives: some ranks may have begun to change their weights.
         """
-        has_updates = self.history.has_updates
+        is_updating = self.history.is_updating
         self.history.drop_step()
-        if has_updates:
+        if is_updating:
             self.begin_step_anew()
 
     def begin_step_anew(self) -> None:
         """New lives go to where the step began, whose rows are gone."""
+        self.step.begin_anew("its ranks have begun it")
         first = self._fleet.members[0]
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
         self._fleet.lose(first, first.worker.incarnation, cause)
 
-    def _tell_rows(self) -> None:
+    def tell_rows(self) -> None:
         """Tells which rows are needed: those of steps that are being repeated are not given up."""
-        is_being_repeated = not (self._recovery and self._recovery.is_ready(self._fleet.members[0]))
+        is_being_repeated = not any(life.is_ready for life in self._fleet.lives)
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
-        self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
-
-    @property
-    def _num_restarts(self) -> int:
-        return 0 if self._recovery is None else self._recovery.num_restarts
+        self._hear(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""
-        if self._recovery is None:
-            return False
+        recovery = self._recovery
         give_up_s = asyncio.get_running_loop().time() + LOSS_NOTICE_S
-        while len(self._fleet.members) > 1 and self._num_restarts == num_restarts:
+        while len(self._fleet.members) > 1 and recovery.num_restarts == num_restarts:
             if asyncio.get_running_loop().time() > give_up_s:
                 break
             await asyncio.sleep(0.05)
-        first = self._fleet.members[0]
-        return self._num_restarts != num_restarts or not self._recovery.is_ready(first)
+        is_ready = self._fleet.members[0].life.is_ready
+        return recovery.num_restarts != num_restarts or not is_ready
 
-    async def _bring_back(self, _: Sequence[Member]) -> None:
+    async def _bring_back(self, _: str) -> None:
         """New lives of all ranks come to where the lives before were.
 
         Where that is not possible, further new lives stay as they are built.
         """
         self._publisher.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
-        self._are_as_built = bool(self._steps_lost)
+        self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
             return
         source = await self._load_newest()
@@ -363,6 +373,7 @@ class Ranks:
             await self.calls.repeat_step(self.history.version)
         except ROWS_GONE as error:
             self.history.drop_step()
+            self.step.undo()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
     async def _load_newest(self) -> StartingPoint:
@@ -372,11 +383,11 @@ class Ranks:
                 # a load that has failed may have changed some of it
                 raise WorkerStartError("no snapshot could be read; the ranks begin anew")
             # named by its place: another rank may still be at the one that failed
-            name = f"load_snapshot/{source.place}"
-            operation = Operation(self.history.lineage, source.version, name)
+            which = str(source.place)
+            operation = Operation(self.history.lineage, source.version, Kind.load, which)
             try:
                 await self._fleet.call_all(
-                    calls.LOAD_SNAPSHOT, calls.Snapshot(operation, source.place)
+                    rank_methods.LOAD_SNAPSHOT, rank_methods.Load(operation, source.place)
                 )
                 return source
             except CheckpointError as error:
@@ -392,13 +403,14 @@ class Ranks:
 
     def _lose_steps(self, why: str) -> WorkerLost:
         """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
-        self._steps_lost = f"{why}: a snapshot has to be loaded"
-        self._on_steps_lost(self._steps_lost)
+        self.step.lose(f"{why}: a snapshot has to be loaded")
+        self._hear(TrainingLost())
         return WorkerLost(why)
 
     async def _announce_again(self, weights: WeightsReference | None) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
         version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
-        if version == self._announced and is_sealed:
-            self._renew(weights or await self.calls.seal_again(version, version))
+        if self.step.are_weights_told and is_sealed:
+            weights = weights or await self.calls.seal_again(version, version)
+            self._hear(WeightsMoved(weights))

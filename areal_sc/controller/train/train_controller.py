@@ -15,55 +15,53 @@ needs them takes longer then.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 
-from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.schema import ActorConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
+from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
-from areal_sc.controller.train.rank_layout import with_sealed_field
+from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
+from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.train.train_history import (
-    PPOUpdated,
-    RowsNeeded,
-    SFTUpdated,
-    StartingPoint,
+from areal_sc.controller.train.train_history import StartingPoint
+from areal_sc.controller.train.train_step import (
+    TrainStep,
+    seen_by_loss,
+    trained_content,
+    with_advantages,
 )
-from areal_sc.controller.train.train_step import TrainStep, trained_content, with_advantages
 from areal_sc.engines.base import OUTPUTS
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import (
     ROWS_GONE,
-    ArealError,
     ConfigError,
-    MetadataError,
-    WorkerLost,
 )
-from areal_sc.fleet.member import Member
+from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights import WeightsReference
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
-from areal_sc.workflows.row_file import PromptSource
+from areal_sc.workers.operations import Kind
+from areal_sc.workers.rank_methods import Demonstrations, Rows, SnapshotPlace
 
 MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -85,6 +83,8 @@ class TrainController(Controller):
     Raises: ConfigError: the role is `rollout`, or no lower-case word.
     """
 
+    engine: TrainHandle
+
     def __init__(
         self,
         engine: TrainHandle,
@@ -99,7 +99,7 @@ class TrainController(Controller):
                 f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
                 f"ref, got {role!r}"
             )
-        super().__init__(engine, scheduler, role, runtime)
+        super().__init__(engine, scheduler, role, runtime, unit=role)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
         self._common = common_of(scheduler)
@@ -108,20 +108,20 @@ class TrainController(Controller):
         self._publisher = Publisher(self.config, self.fleet, self._runtime.new_id)
         self._ranks = Ranks(
             self.config,
-            self.fleet,
+            self._recovery,
             self._publisher,
             self._common.needs,
-            self._tell_rows_needed,
-            self._give_up,
-            self._tell_steps_lost,
+            self._hear,
         )
         self._tell_more = self._ranks.tell
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None
-        self._readers: set[RolloutController] = set()  # of what was published
+        self._reader: RolloutController | None = None  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
+        self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
+        self._work = RankWork(self._ranks, self._step, self._losses)
 
     @property
     def version(self) -> int:
@@ -129,7 +129,8 @@ class TrainController(Controller):
         return self._ranks.history.version
 
     def look(self) -> None:
-        dry_run.look_at_loss(self._loss)
+        is_here = self.scheduler.config.type == SchedulerType.local
+        dry_run.look_at_model(self.role, self.engine, self._loss, is_on_this_machine=is_here)
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.
@@ -137,21 +138,21 @@ class TrainController(Controller):
         Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
             module of the loss.
         """
-        ranks, search_path = range(self.config.parallel.num_ranks), self._loss.search_path()
-        await self._launch([self._order(rank, self.config, search_path) for rank in ranks])
+        ranks = range(self.config.parallel.num_ranks)
+        await self._launch([self._order(rank, self.config) for rank in ranks])
         left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
         version = left.newest_version(ledger) if left else None
+        loss = None if self.config.is_frozen else self._losses.begin()
         self.found = None
         if left is not None and version is not None:
             self.found = await find_ranks(self.fleet, left.lineage, version)
         if self.found is not None:
-            recovery = self._ranks.take_over(self.found)
+            self._ranks.take_over(self.found)
         else:
             shutil.rmtree(self._exports, ignore_errors=True)  # of an earlier start
             lineage = self._common.enter_lineage(self.role, self._folder)
             await self.place.begin(lineage, 0)
-            recovery = await self._ranks.start(lineage)
-        self._recover_by(recovery)
+            await self._ranks.start(lineage, loss)
 
     async def close_async(self) -> None:
         """Ends the workers."""
@@ -179,7 +180,7 @@ class TrainController(Controller):
         if output not in OUTPUTS:
             raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
         selected = batch.select(MODEL_FIELDS).without_advantages()
-        return await self._with_field(batch, selected, output, field)
+        return await self._compute(batch, selected, output, field)
 
     async def compute_logprobs_async(
         self, batch: BatchMetadata, *, field: str = "logprobs"
@@ -205,10 +206,10 @@ class TrainController(Controller):
         """
         if not self._step.needs_proximal_logprobs:
             return batch
-        computed = self._step.computed(batch)
-        of_tokens = [name for name in ("advantages",) if name in computed.fields]
-        selected = computed.select([*MODEL_FIELDS, *of_tokens])
-        return await self._with_field(batch, selected, "logprobs", "proximal_logprobs")
+        seen = seen_by_loss(batch, self._loss)
+        of_tokens = [name for name in ("advantages",) if name in seen.fields]
+        selected = seen.select([*MODEL_FIELDS, *of_tokens])
+        return await self._compute(batch, selected, "logprobs", "proximal_logprobs")
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
@@ -218,36 +219,50 @@ class TrainController(Controller):
         return with_advantages(batch, self.config.ppo)
 
     async def ppo_update_async(self, batch: BatchMetadata) -> dict[str, float]:
-        """One optimizer update per PPO minibatch.
+        """One optimizer update per PPO minibatch, by the loss of `actor.ppo`, as `update`.
 
-        A call that was given up goes on in the workers; the next one, with the same batch, joins
-        it. Once a call has returned, another one trains further, also before the weights are
-        published.
-
-        Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
-        Raises: StaleCall: a call was given up, and this one has another batch. BatchLost: rows
-            are gone; the weights are those before the step, whose batch can be formed anew.
+        Once a call has returned, another one trains further, also before the weights are
+        published: `publish_weights` makes the next version.
         """
         needed = ["proximal_logprobs"] if self._step.needs_proximal_logprobs else []
         batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
-        shares = []
-        for share_rows in self._step.split(batch):
-            minibatches = []
-            for rows in share_rows:
-                await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two
-                minibatches.append(batch.take(rows))
-            shares.append(tuple(minibatches))
-        number = self._step.num_updates
-        self._step.note_update(batch)
-        operation = self._ranks.operation(f"ppo_update/{number}", trained_content(batch))
-        updated = PPOUpdated([calls.PPOUpdate(operation, minibatches) for minibatches in shares])
+        num_minibatches = self.config.ppo.num_minibatches
+        return await self.update_async(
+            batch, self._loss, num_minibatches=num_minibatches, advances=False
+        )
+
+    async def update_async(
+        self,
+        batch: BatchMetadata,
+        loss: NamedLoss | str,
+        *,
+        num_minibatches: int = 1,
+        advances: bool = True,
+    ) -> dict[str, float]:
+        """One optimizer update a minibatch, by any loss.
+
+        A call that was given up goes on in the workers; the next one, with the same batch, joins
+        it.
+
+        Args:
+            loss: its name, `cross_entropy` or `package.module:function`, or a `NamedLoss` with
+                settings.
+            num_minibatches: of whole episodes; at most as many as there are.
+            advances: the version goes up by one at once; False: `publish_weights` does that.
+        Returns: metrics of the step, over all ranks (loss, entropy, grad_norm, ...).
+        Raises: ConfigError: the model is frozen, or there is no such loss. StaleCall: a call was
+            given up, and this one has another batch or loss. BatchLost: rows are gone; the weights
+            are those before the step, whose batch can be formed anew.
+        """
+        self._check_trains()
+        batch.select(MODEL_FIELDS)
+        loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
+        shares = await self._work.shares(batch, loss, num_minibatches)
+        content = trained_content(batch)
         try:
-            metrics = await self._update(updated)
+            return await self._update(shares, loss, content, batch.rows, advances=advances)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
-        if self.version == operation.version:
-            self._step.num_updates = number + 1
-        return metrics
 
     async def sft_update_async(
         self, prompts: PromptSource, indices: Sequence[int]
@@ -257,18 +272,16 @@ class TrainController(Controller):
         The workers read the rows; only their numbers travel. There is nothing to publish, so the
         version advances at once.
         """
+        self._check_trains()
         dataset = await self._sources.register_prompts_async(prompts)
-        version, num_shares = self.version, self._ranks.calls.layout.num_shares
+        num_shares = self._ranks.calls.layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
         await self._sources.make_readable(dataset, *indices)
-        operation = self._ranks.operation("sft_update", [dataset, indices])
-        shares = [tuple(indices[share::num_shares]) for share in range(num_shares)]
-        metrics = await self._update(
-            SFTUpdated([calls.SFTUpdate(operation, dataset, share) for share in shares])
-        )
-        await self.place.advance(version + 1)
-        self._advance(version + 1)
-        return metrics
+        shares = [
+            Demonstrations(dataset, tuple(indices[share::num_shares]))
+            for share in range(num_shares)
+        ]
+        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=True)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -278,39 +291,14 @@ class TrainController(Controller):
 
         Raises: BatchLost: train workers died, and rows that they need to make the step again are
             gone; the weights are those before the step, whose batch can be formed anew.
+            ConfigError: the model is frozen.
         """
-
-        version = self.version + 1
-        await self.place.begin_to_publish()
-
-        async def announce(weights: WeightsReference) -> None:
-            await rollout.record_version_async(version, self._step.rows)
-            self._note_published(rollout, version)
-            self._advance(version)
-            rollout.receive_weights(weights)
-
-        async def publish() -> None:
-            if self.version < version:
-                self._step.check(rollout)
-                operation = self._ranks.operation(f"publish_weights/{version}")
-                await self._publisher.publish(operation, version, rollout, announce)
-
-        await self._ranks.repeated(publish)
+        self._check_trains()
+        await self._publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: RolloutController) -> None:
         """Gives the current version to rollout workers that hold another one (after a resume)."""
-        version = self.version
-        await self.place.begin_to_publish()
-
-        async def announce(weights: WeightsReference) -> None:
-            self._note_published(rollout, version)
-            rollout.receive_weights(weights)
-
-        async def share() -> None:
-            operation = self._ranks.operation(f"publish_weights/{version}")
-            await self._publisher.publish(operation, version, rollout, announce)
-
-        await self._ranks.repeated(share)
+        await self._publish(rollout, self.version)
 
     async def save_hf_async(self, folder: str | Path) -> None:
         """Writes the model and its tokenizer in Hugging Face layout; replaces a model there.
@@ -352,7 +340,6 @@ class TrainController(Controller):
         lineage = self._common.enter_lineage(self.role, self._folder)
         await self.place.begin(lineage, step)
         await self._ranks.load(lineage, StartingPoint(step, place))
-        self._begin_version()
 
     def note_snapshot(self, step: int) -> None:
         """The snapshot that was begun after so many steps has got its final name.
@@ -370,70 +357,88 @@ class TrainController(Controller):
         """Where the time of publications went; see `PublicationTimes`."""
         return asdict(self._publisher.times)
 
-    async def _with_field(
+    async def _compute(
         self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
     ) -> BatchMetadata:
-        """The batch with a field that the ranks compute from `selected`, the same rows."""
-        if field in batch.fields:
-            raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
-        share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]
-        shares = []
-        for rows in share_rows:  # there may be none, and then the share has no fields
-            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
-            shares.append(calls.Compute(selected.take(rows), output, field))
-        try:  # a model that publishes forgets all fields with each publication
-            shards = await self._ranks.compute(shares, sweeps=not self._readers)
-        except ROWS_GONE as error:
-            raise self._step.lose_rows(batch, error) from error
-        await asyncio.sleep(0)
-        return with_sealed_field(batch, field, share_rows, shards)
+        # a model that publishes forgets all fields with each publication
+        sweeps = self._reader is None
+        return await self._work.compute(batch, selected, output, field, sweeps=sweeps)
 
-    def _advance(self, version: int) -> None:
-        self._begin_version()
-        self._ranks.advance(version)
+    async def _update(
+        self,
+        shares: Sequence[Rows],
+        loss: NamedLoss,
+        content: object,
+        rows: Sequence[RowMetadata],
+        *,
+        advances: bool,
+    ) -> dict[str, float]:
+        """Metrics of the update; arguments as in `RankWork.update`."""
+        operation, metrics = await self._work.update(shares, loss, content, rows, advances=advances)
+        if advances:
+            await self.place.advance(operation.version + 1)
+            self._ranks.advance(operation.version + 1)
+        return metrics
 
-    def _begin_version(self) -> None:
-        self._step.begin()
+    async def _publish(self, rollout: RolloutController, version: int) -> None:
+        """Gives rollout workers the present version, or the next one, which it makes."""
+        await self.place.begin_to_publish()
+        is_new = version > self.version
 
-    async def _update(self, update: PPOUpdated | SFTUpdated) -> dict[str, float]:
-        """Metrics of the update, which every rank makes once."""
-        version = self.version
-        try:
-            return await self._ranks.repeated(lambda: self._ranks.update(update))
-        except ROWS_GONE:
-            raise
-        except ArealError:  # unlike one that is given up, it does not go on in the workers
-            self._ranks.history.drop(version, update)
-            raise
+        async def announce(weights: WeightsReference) -> None:
+            self.note_reader(rollout)
+            if is_new:
+                await rollout.record_version_async(version, self._ranks.step.trained_rows)
+                self._ranks.advance(version)
+            rollout.receive_weights(weights)
+
+        async def publish() -> None:
+            if is_new and self.version == version:
+                return  # a repeat
+            if is_new:
+                self._step.check(rollout)
+            operation = self._ranks.operation(Kind.publish, str(version))
+            await self._publisher.publish(operation, version, rollout, announce)
+
+        await self._ranks.repeated(publish)
+
+    def _check_trains(self) -> None:
+        """Raises: ConfigError: this model only computes."""
+        if self.config.is_frozen:
+            raise ConfigError(
+                f"the model of role {self.role!r} is frozen: it has no optimizer, and is not "
+                "trained; give it an ActorConfig without is_frozen"
+            )
 
     def note_reader(self, rollout: RolloutController) -> None:
-        """Its workers have got weights from an earlier start of this controller."""
-        self._readers.add(rollout)
-        rollout.share_memory(self._ranks.memory.yield_memory)
+        """Workers of this controller get the weights, now or from an earlier start."""
+        self._reader = rollout
+        rollout.follow(self._ranks.step, self._ranks.memory.yield_memory)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
         self._ranks.begin_step_anew()
 
-    def _note_published(self, rollout: RolloutController, version: int) -> None:
-        self.note_reader(rollout)
-        self._ranks.note_published(version, rollout.renew_weights)
-
-    def _tell_rows_needed(self, needed: RowsNeeded) -> None:
-        for rollout in self._readers:
-            rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
-
-    def _tell_steps_lost(self, why: str) -> None:
-        for rollout in self._readers:
-            rollout.lose_steps(why)
-
-    def _note_loss(self, member: Member, loss: WorkerLost) -> None:
-        super()._note_loss(member, loss)
-        self._ranks.note_loss()
+    def _hear(self, event: FleetEvent | StepEvent) -> None:
+        match event:
+            case UnitLost():
+                self._ranks.end_calls()
+                self._ranks.tell_rows()
+            case UnitSilent() | UnitServes():
+                self._ranks.tell_rows()
+            case RunFailed(cause):
+                self._give_up(cause)
+            case RowsNeeded() if self._reader is not None:
+                self._reader.keep_rows(event)
+            case TrainingLost() if self._reader is not None:
+                self._reader.lose_steps()
+            case WeightsMoved(weights) if self._reader is not None:
+                self._reader.renew_weights(weights)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
+    update = blocking(update_async)
     ppo_update = blocking(ppo_update_async)
     sft_update = blocking(sft_update_async, before=Controller._copy_prompts)
     publish_weights = blocking(publish_weights_async)

@@ -16,14 +16,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
 from areal_sc.metadata import BatchMetadata
+from areal_sc.transport.rpc.method import Method
 from areal_sc.weights import ShardReference
-from areal_sc.workers import calls
-from areal_sc.workers.calls import SnapshotPlace
+from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workers.rank_methods import Change, RankCall, SnapshotPlace
+
+WRITES: Final = frozenset((Kind.snapshot, Kind.memory_snapshot, Kind.export))
 
 MAX_UNUSED: Final = 4
 """Computed fields that no update has read; those before them are not repeated."""
@@ -33,55 +36,33 @@ MAX_UNCOVERED: Final = 64
 
 
 @dataclass(eq=False)
-class Computed:
-    """A field that the ranks have computed.
+class Asked:
+    """What the ranks were asked for, and are asked for again on the way back.
 
     Attributes:
-        shares: arguments of each share.
-        shards: of each share, as the caller got them.
+        method: the call.
+        shares: its arguments, of each model group.
+        shards: what the head of each has sealed, as the caller got it.
     """
 
-    shares: Sequence[calls.Compute]
-    shards: Sequence[ShardReference]
+    method: Method[Any, Any]
+    shares: Sequence[RankCall]
+    shards: Sequence[ShardReference] = ()
 
+    @property
+    def operation(self) -> Operation | None:
+        """None: nothing of the ranks' state is changed."""
+        first = self.shares[0]
+        return first.operation if isinstance(first, Change) else None
 
-@dataclass(eq=False)
-class PPOUpdated:
-    """An update that the ranks were asked for; the arguments of each share."""
+    @property
+    def is_update(self) -> bool:
+        return self.operation is not None and self.operation.kind is Kind.update
 
-    shares: Sequence[calls.PPOUpdate]
-
-
-@dataclass(eq=False)
-class SFTUpdated:
-    """An update that makes the next version by itself."""
-
-    shares: Sequence[calls.SFTUpdate]
-
-
-Updated = PPOUpdated | SFTUpdated
-
-
-@dataclass(eq=False)
-class BegunWrite:
-    """A snapshot or an export that the ranks write, or are asked to; it goes when it is written."""
-
-    change: calls.Change
-
-
-Call = Computed | PPOUpdated | SFTUpdated | BegunWrite
-
-
-class RowsNeeded(NamedTuple):
-    """Which rows of earlier steps stay.
-
-    Attributes:
-        first_step: they are those of this step and later ones.
-        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
-    """
-
-    first_step: int
-    is_being_covered: bool
+    @property
+    def is_write(self) -> bool:
+        """Whether ranks write beside training; the call goes when that has ended."""
+        return self.operation is not None and self.operation.kind in WRITES
 
 
 class StartingPoint(NamedTuple):
@@ -116,9 +97,9 @@ class TrainHistory:
         self._is_durable = True
         self._first = version  # whose calls are known, as are those of all later ones
         self._in_memory: list[int] = []
-        self._writes: set[BegunWrite] = set()
-        self._calls: dict[int, list[Call]] = {}
-        self._unused: deque[tuple[int, Computed]] = deque()
+        self._writes: set[Asked] = set()
+        self._calls: dict[int, list[Asked]] = {}
+        self._unused: deque[tuple[int, Asked]] = deque()
         self._moved: dict[str, ShardReference] = {}
 
     def take_over(
@@ -153,63 +134,53 @@ class TrainHistory:
         known = [source for source in found if source.version >= self._first]
         return sorted(known, reverse=True, key=lambda source: source.version)
 
-    def calls_at(self, version: int) -> list[Call]:
+    def calls_at(self, version: int) -> list[Asked]:
         """What was asked for at a version, in order."""
         return list(self._calls.get(version, []))
 
     @property
     def is_updating(self) -> bool:
         """Whether the ranks have begun to change the weights of this version."""
-        return any(isinstance(call, Updated) for call in self._calls.get(self.version, ()))
+        return any(call.is_update for call in self._calls.get(self.version, ()))
 
     @property
     def is_writing(self) -> bool:
         """Whether the ranks write something that is not a snapshot in memory."""
         return bool(self._writes)
 
-    def note(self, call: Call) -> None:
-        """The ranks have done this, or are about to."""
+    def note(self, call: Asked) -> None:
+        """The ranks have done this, or are about to. An update is noted once."""
+        if (operation := call.operation) is not None and call.is_update:
+            at = self.calls_at(operation.version)
+            if any(it.is_update and it.operation == operation for it in at):
+                return
         self._calls.setdefault(self.version, []).append(call)
-        if isinstance(call, Computed):
-            self._unused.append((self.version, call))
-            if len(self._unused) > MAX_UNUSED:
-                self.drop(*self._unused.popleft())
-        elif isinstance(call, BegunWrite):
+        if call.is_write:
             self._writes.add(call)
-        elif isinstance(call, PPOUpdated):
-            read = {
-                s.shard_id for share in call.shares for m in share.minibatches for s in m.shards
-            }
+        elif call.is_update:
+            batches = (batch for share in call.shares for batch in share.batches)
+            read = {shard.shard_id for batch in batches for shard in batch.shards}
             self._unused = deque(
                 (version, computed)
                 for version, computed in self._unused
                 if not read & {shard.shard_id for shard in computed.shards}
             )
-
-    def note_update(self, update: Updated) -> None:
-        """Notes an update, unless its operation was noted before."""
-        operation = update.shares[0].operation
-        earlier = [call for call in self.calls_at(operation.version) if isinstance(call, Updated)]
-        if all(operation != call.shares[0].operation for call in earlier):
-            self.note(update)
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether the ranks have begun to train the next version."""
-        return any(isinstance(call, Updated) for call in self.calls_at(self.version))
+        else:
+            self._unused.append((self.version, call))
+            if len(self._unused) > MAX_UNUSED:
+                self.drop(*self._unused.popleft())
 
     def drop_step(self) -> None:
         """The rows of the step that goes on are gone: nothing of it is to be repeated."""
         for call in self.calls_at(self.version):
-            if not isinstance(call, BegunWrite):
+            if not call.is_write:
                 self.drop(self.version, call)
 
-    def drop(self, version: int, call: Call) -> None:
+    def drop(self, version: int, call: Asked) -> None:
         """The call is not to be repeated."""
         if call in (at := self._calls.get(version, [])):
             at.remove(call)
-        if isinstance(call, BegunWrite):
-            self._writes.discard(call)
+        self._writes.discard(call)
 
     def advance(self, version: int) -> None:
         """The ranks have made a new version."""

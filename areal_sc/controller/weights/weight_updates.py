@@ -29,6 +29,7 @@ from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.errors import RpcTimeout, TransportError, WorkerError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
+from areal_sc.fleet.worker_life import Life
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.calls import UPDATE_WEIGHTS, GroupAttempt
 
@@ -60,11 +61,7 @@ class RolloutWorkerState:
         store: the groups that take room in its store.
         built_with: the policy version of its engine as it was built, or NO_VERSION.
         version: the policy version that its engine holds; NO_VERSION: it must get one first.
-        is_up: its engine is built, so that all its methods can be called.
         are_rows_known: it is known which shards its present life holds.
-        has_served: so far; then its store counts as room.
-        is_leaving: it is to end as soon as nothing of it is needed, and its store is no room.
-        is_closed: it gets no new groups any more.
         num_calls: of groups and evaluations, that it has not answered.
         holds: evaluations that it skips publications for.
         update: the weight update that goes on, or the last one.
@@ -76,11 +73,7 @@ class RolloutWorkerState:
     store: WorkerStore[GroupAttempt]
     built_with: int = 0
     version: int = 0
-    is_up: bool = True
     are_rows_known: bool = True
-    has_served: bool = True
-    is_leaving: bool = False
-    is_closed: bool = False
     num_calls: int = 0
     holds: set[HeldWorker] = field(default_factory=set)
     update: asyncio.Task[None] | None = None
@@ -89,6 +82,11 @@ class RolloutWorkerState:
     @property
     def name(self) -> str:
         return self.member.name
+
+    @property
+    def life(self) -> Life:
+        """Whether it is up, and whether it leaves."""
+        return self.member.life
 
     @property
     def is_updating(self) -> bool:
@@ -163,7 +161,7 @@ class WeightUpdates:
             self._weights = weights
             self._sources.begin(weights)
 
-    def note_loss(self, state: RolloutWorkerState) -> None:
+    def leave_out(self, state: RolloutWorkerState) -> None:
         """The worker updates to nothing, and nobody reads from it, until it is there again."""
         state.version = NO_VERSION
         state.holds.clear()
@@ -195,7 +193,7 @@ class WeightUpdates:
 
     def may_leave(self, state: RolloutWorkerState) -> bool:
         """Whether no weight update counts on the worker, and no evaluation on its weights."""
-        is_settled = self._is_newest(state) or not state.is_up
+        is_settled = self._is_newest(state) or not state.life.is_up
         return is_settled and not (self._are_held or state.is_updating or state.holds)
 
     @property
@@ -206,7 +204,7 @@ class WeightUpdates:
     async def wait_until_newest(self) -> None:
         """Waits until every worker that is up holds the newest version."""
         await self._background.wait_until(
-            lambda: all(self._is_newest(state) for state in self.states if state.is_up),
+            lambda: all(self._is_newest(state) for state in self.states if state.life.is_up),
             "rollout workers to hold the newest weights",
         )
 
@@ -237,7 +235,7 @@ class WeightUpdates:
 
     @property
     def _num_staying(self) -> int:
-        return sum(not state.is_leaving for state in self.states)
+        return sum(not state.life.is_leaving for state in self.states)
 
     def begin_all(self) -> None:
         """Every worker that may begins to update, if it has to."""
@@ -247,7 +245,7 @@ class WeightUpdates:
             )
 
     def _begin(self, state: RolloutWorkerState) -> bool:
-        is_idle = state.is_up and not state.is_updating and not state.holds
+        is_idle = state.life.is_up and not state.is_updating and not state.holds
         if not is_idle or self._are_held or self._is_newest(state):
             return False
         state.update = self._background.start(self._update(state), f"update {state.name}")
@@ -350,7 +348,7 @@ class HeldWorker:
 
     def _lives(self, state: RolloutWorkerState) -> bool:
         is_same = state.member.worker.incarnation == self._incarnation
-        is_going = state.is_leaving and self not in state.holds
+        is_going = state.life.is_leaving and self not in state.holds
         return is_same and state.version != NO_VERSION and not is_going
 
     async def _choose(self) -> None:
@@ -359,7 +357,7 @@ class HeldWorker:
 
         def is_any_able() -> bool:
             states = self._updates.states
-            able[:] = [s for s in states if s.version != NO_VERSION and not s.is_leaving]
+            able[:] = [s for s in states if s.version != NO_VERSION and not s.life.is_leaving]
             return bool(able)
 
         await self._background.wait_until(is_any_able, "a rollout worker to evaluate on")

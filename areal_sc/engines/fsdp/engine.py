@@ -67,6 +67,8 @@ class FSDPEngine(RankEngine):
         self.counts_rows = groups.sequence.rank == 0
         self.counts_metrics = groups.tensor.rank == 0
         self._model, self._parts = load_sharded_model(self.config, groups)
+        if self.config.is_frozen:
+            self._model.causal_lm.requires_grad_(False)
         parameters = dict(self._model.causal_lm.named_parameters())
         self._optimizer = ShardedAdamW(
             parameters, self.config.optimizer, self._parts, groups.world, groups.tensor

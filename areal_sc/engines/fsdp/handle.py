@@ -18,7 +18,24 @@ from areal_sc.sizing.model_folder import ModelShape, read_model_shape
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
 PIECE_BYTES = 8 << 20
-"""Bytes in float32 of the vocabulary's rows, of all ranks, that are gathered at a time."""
+_PIECES_PER_DEVICE = 32
+_UNKNOWN_DEVICE_BYTES = 80 << 30
+
+
+def piece_bytes(device: str, memory_bytes: int | None) -> int:
+    """Bytes in float32 of the vocabulary's rows, of all ranks, that are gathered at a time.
+
+    Each piece costs some dozens of kernels for each chunk of tokens. On a CPU that is nothing; a
+    GPU would wait for the next one to be launched. So a GPU's pieces are as large as its memory
+    allows: on one of 80 GiB the output layer of a 7B model is one piece.
+
+    Args:
+        device: kind of what the rank computes on.
+        memory_bytes: all of it; None: unknown.
+    """
+    if device == Device.cpu:
+        return PIECE_BYTES
+    return (memory_bytes or _UNKNOWN_DEVICE_BYTES) // _PIECES_PER_DEVICE
 
 
 def needs_fsdp(num_ranks: int, config: ActorConfig) -> bool:
@@ -72,14 +89,17 @@ class FSDPPPOActor(TrainHandle):
                 index,
                 devices[0],
                 share,
+                shape,
                 parameter_bytes=2 * FLOAT32_BYTES * share,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
-                gathered_bytes=self._gathered_bytes(shape),
+                gathered_bytes=self._gathered_bytes(
+                    shape, piece_bytes(*_kind_and_memory(devices[0], machine))
+                ),
                 is_offloaded=self.config.cpu_offload,
             )
         ]
 
-    def _gathered_bytes(self, shape: ModelShape) -> int:
+    def _gathered_bytes(self, shape: ModelShape, most_of_vocabulary: int) -> int:
         """The most that a rank has beyond its own share, in a backward pass.
 
         One layer is whole, with its gradients, while the next one's parameters come, and the
@@ -88,6 +108,8 @@ class FSDPPPOActor(TrainHandle):
         whole vocabulary, the output layer has a rounded copy, and a product in float32. Where FSDP
         brings it from host memory, there are two gradients of it.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
+
+        Args: most_of_vocabulary: bytes of a piece of it.
         """
         parallel = self.config.parallel
         rows_ranks = parallel.num_ranks // parallel.tensor
@@ -103,7 +125,13 @@ class FSDPPPOActor(TrainHandle):
             return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
         if rows_ranks == 1:
             return max(of_layers, (width + FLOAT32_BYTES) * largest // parallel.tensor)
-        return max(of_layers, 3 * min(PIECE_BYTES, FLOAT32_BYTES * others))
+        return max(of_layers, 3 * min(most_of_vocabulary, FLOAT32_BYTES * largest))
+
+
+def _kind_and_memory(device: str, machine: Machine) -> tuple[str, int | None]:
+    """Arguments of `piece_bytes` for `cpu` or `cuda:<n>` of a machine."""
+    kind, _, number = device.partition(":")
+    return kind, machine.cuda_memory_bytes[int(number)] if number else None
 
 
 @dataclass(frozen=True)

@@ -384,7 +384,8 @@ def _probe(
     """[T] log-probabilities that `model` with these abilities gives."""
     with _trying(model, abilities):
         input_ids = torch.cat(list(rows))
-        layout = model.layout([len(row) for row in rows], input_ids.device)
+        device = input_ids.device
+        layout = model.layout([len(row) for row in rows], device).on(device)
         positions = torch.arange(len(layout.own_tokens), device=input_ids.device)
         targets = torch.ones_like(positions)
         logprobs: torch.Tensor = model(input_ids, layout, positions, targets, None)[0]

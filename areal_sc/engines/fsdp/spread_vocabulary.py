@@ -30,7 +30,6 @@ from areal_sc.algorithms.logprobs import (
     part_of,
     scaled_logits,
 )
-from areal_sc.engines.fsdp.handle import PIECE_BYTES
 from areal_sc.engines.training.process_group import ProcessGroup
 
 
@@ -42,6 +41,7 @@ class SpreadRows:
         num_rows: R.
         group: several ranks; each has a run of rows, the ranks before it those above.
         dtype: in which they are gathered; gradients are float32.
+        piece_bytes: in float32 of what is gathered at a time.
 
     Rows and gradients that a rank keeps may lie in host memory: what is gathered is on its device.
     """
@@ -49,6 +49,7 @@ class SpreadRows:
     num_rows: int
     group: ProcessGroup
     dtype: torch.dtype
+    piece_bytes: int
 
     @property
     def share(self) -> int:
@@ -61,7 +62,7 @@ class SpreadRows:
         Args:
             width: H.
         """
-        step = max(1, PIECE_BYTES // (4 * width * self.group.size))
+        step = max(1, self.piece_bytes // (4 * width * self.group.size))
         for first in range(0, self.share, step):
             yield range(first, min(self.share, first + step))
 
@@ -84,8 +85,9 @@ class SpreadRows:
         sent = own[piece.start : piece.stop].to(self.group.device, self.dtype)
         sent = _padded(sent, len(piece))
         gathered = sent.new_empty(self.group.size * len(piece), sent.shape[1])
-        parts = list(torch.split(gathered, len(piece)))
-        dist.all_gather(parts, sent.contiguous(), group=self.group.torch_group)
+        # `dist.all_gather` would copy each rank's part once more on a GPU, and the function for one
+        # tensor has another name in each version of torch
+        self.group.torch_group._allgather_base(gathered, sent.contiguous()).wait()
         return gathered[: self.num_rows_in(piece)]
 
     def add_averaged(self, weight: torch.Tensor, gathered: torch.Tensor, piece: range) -> None:
@@ -97,8 +99,9 @@ class SpreadRows:
         """
         gathered = _padded(gathered, self.group.size * len(piece))
         own = gathered.new_empty(len(piece), gathered.shape[1])
-        parts = list(torch.split(gathered, len(piece)))
-        dist.reduce_scatter(own, parts, group=self.group.torch_group)
+        self.group.torch_group._reduce_scatter_base(
+            own, gathered, dist.ReduceScatterOptions()
+        ).wait()
         target = gradient_of(weight)[piece.start : piece.stop]
         target.add_(own[: len(target)].to(target.device), alpha=1 / self.group.size)
 
@@ -165,10 +168,12 @@ class _SpreadEmbedding(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, token_ids)
         ctx.rows, ctx.padding_idx = rows, padding_idx
-        found = token_ids.new_empty(len(token_ids), weight.shape[1], dtype=rows.dtype)
+        found = token_ids.new_zeros(len(token_ids), weight.shape[1], dtype=rows.dtype)
         for piece in rows.pieces(weight.shape[1]):
-            tokens, places = _tokens_of(piece, token_ids, rows.share)
-            found[tokens] = rows.gather(weight, piece)[places]
+            is_in, places = _places_in(piece, token_ids, rows.share)
+            # which tokens are in it stays on the device: the host would wait to know their number
+            of_piece = rows.gather(weight, piece).index_select(0, places)
+            torch.where(is_in[:, None], of_piece, found, out=found)
         return found
 
     @staticmethod
@@ -176,23 +181,15 @@ class _SpreadEmbedding(torch.autograd.Function):
         weight, token_ids = ctx.saved_tensors
         rows = ctx.rows
         for piece in rows.pieces(weight.shape[1]):
-            tokens, places = _tokens_of(piece, token_ids, rows.share, ctx.padding_idx)
+            is_in, places = _places_in(piece, token_ids, rows.share)
+            if ctx.padding_idx is not None:
+                is_in &= token_ids != ctx.padding_idx
             size = rows.num_rows_in(piece), weight.shape[1]
             gathered = grad.new_zeros(size, dtype=weight.dtype)
-            gathered.index_add_(0, places, grad[tokens].to(weight.dtype))
+            of_piece = grad.to(weight.dtype).masked_fill(~is_in[:, None], 0)
+            gathered.index_add_(0, places, of_piece)
             rows.add_averaged(weight, gathered, piece)
         return None, None, None, None
-
-
-def _tokens_of(
-    piece: range, token_ids: torch.Tensor, share: int, left_out: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] indices of the tokens whose rows are in a piece, and [N] their places in it."""
-    is_in, places = _places_in(piece, token_ids, share)
-    if left_out is not None:
-        is_in &= token_ids != left_out
-    tokens = is_in.nonzero()[:, 0]
-    return tokens, places[tokens]
 
 
 def _places_in(
@@ -236,7 +233,7 @@ class _SpreadLogprobs(torch.autograd.Function):
                 part = slice(start, start + chunk_tokens)
                 logits = scaled_logits(hidden[part], values, own_bias, part_of(temperatures, part))
                 of_targets = logits.gather(1, places[part, None])[:, 0]
-                sums.of_targets[part] += of_targets.masked_fill(~is_in[part], 0)
+                sums.of_targets[part].add_(of_targets.masked_fill_(~is_in[part], 0))
                 exponentials = sums.add(logits, part)
                 if keeps:
                     kept += [exponentials, sums.peak.clone()]
@@ -284,11 +281,13 @@ class _SpreadLogprobs(torch.autograd.Function):
                     own_temperatures = part_of(temperatures, part)
                     logits = scaled_logits(hidden[part], values, own_bias, own_temperatures)
                     probabilities = logits.sub_(normalizer[part, None]).exp_()
-                of_entropy: torch.Tensor | float = 0.0
+                of_entropy = None
                 if grad_entropy is not None:
                     of_entropy = entropy_gradient(probabilities, entropy[part], grad_entropy[part])
                 # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
-                grad_logits = probabilities.mul_(-scale[part, None]).add_(of_entropy)
+                grad_logits = probabilities.mul_(-scale[part, None])
+                if of_entropy is not None:
+                    grad_logits += of_entropy
                 grad_logits.scatter_add_(1, places[part, None], of_piece[part, None])
                 add_gradient_product(grad_hidden[part], grad_logits, values)
                 if grad_values is not None:
@@ -337,18 +336,18 @@ class _Sums:
         self._move(peak, part)
         gaps = logits.sub_(peak[:, None])
         exponentials = gaps.exp()
-        self.total[part] += exponentials.sum(-1)
+        self.total[part].add_(exponentials.sum(-1))
         # einsum keeps the product of the two from being stored
-        self.weighed[part] += torch.einsum("nv,nv->n", exponentials, gaps)
+        self.weighed[part].add_(torch.einsum("nv,nv->n", exponentials, gaps))
         return exponentials
 
     def _move(self, peak: torch.Tensor, part: slice) -> None:
         """Makes the sums relative to a higher peak."""
         fall = self.peak[part] - peak
         shrunk = fall.exp()
-        self.weighed[part] = shrunk * (self.weighed[part] + self.total[part] * fall)
-        self.total[part] *= shrunk
-        self.peak[part] = peak
+        self.weighed[part].addcmul_(self.total[part], fall).mul_(shrunk)
+        self.total[part].mul_(shrunk)
+        self.peak[part].copy_(peak)
 
     def combine(self, vocabulary: VocabularyPart, is_foreign: torch.Tensor | None) -> None:
         """Over the ranks that have other parts of the vocabulary."""

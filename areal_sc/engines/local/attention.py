@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from areal_sc.engines.local.slots import PrefillChunk, StepPlan
-from areal_sc.engines.plain_attention import AttentionRule, attend_by_scores
+from areal_sc.engines.plain_attention import AttentionRule, attend_by_kernel, attend_by_scores
 from areal_sc.errors import ModelError
 
 ATTENTION_NAME = "areal_sc_slots"
@@ -255,13 +255,12 @@ class _ChunkBatch:
         entries = (keys[self._rows, :, : self._length], values[self._rows, :, : self._length])
         if rule.is_plain:
             is_causal = self._is_at_start and (rule.window is None or self._length <= rule.window)
-            attended = F.scaled_dot_product_attention(
+            attended = attend_by_kernel(
                 queries,
                 *entries,
-                attn_mask=None if is_causal else self._mask(rule.window),
+                is_seen=None if is_causal else self._mask(rule.window),
                 is_causal=is_causal,
                 scale=rule.scale,
-                enable_gqa=query.shape[1] != keys.shape[1],
             )
         else:
             attended = attend_by_scores(queries, *entries, self._mask(rule.window), rule)

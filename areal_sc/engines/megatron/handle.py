@@ -35,7 +35,7 @@ class MegatronPPOActor(TrainHandle):
         return Device.cpu if is_on_cpu() else self.config.device, 1
 
     def check(self, count_devices: Callable[[], int] | None) -> None:
-        for name in ("cpu_offload", "compile_layers"):
+        for name in ("cpu_offload", "compile_layers", "is_frozen"):
             if getattr(self.config, name):
                 raise ConfigError(
                     f"actor.{name}: expected false with actor.engine=megatron, got true; "
@@ -77,6 +77,7 @@ class MegatronPPOActor(TrainHandle):
                 index,
                 devices[0],
                 -(-(shape.num_parameters or 0) // parallel.num_ranks),
+                shape,
                 parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * (dense + experts),
                 optimizer_bytes=num_states * FLOAT32_BYTES * updated + largest_bytes,
                 gathered_bytes=(4 if is_tied_here else 2) * largest_bytes,

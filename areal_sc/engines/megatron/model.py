@@ -60,9 +60,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """What Megatron-core is told of the model and its mesh.
 
-    No fusions: they need kernels of CUDA's. The loss that the engine gives is divided by nothing.
+    Fusions need kernels of CUDA's; without that of rotary embeddings Megatron-core waits for the
+    device and goes through the rows one by one, twice a layer. The loss that the engine gives is
+    divided by nothing.
     """
-    parallel, dtype = config.parallel, compute_dtype(config)
+    parallel, dtype, on_gpu = config.parallel, compute_dtype(config), device.type == "cuda"
     further: dict[str, Any] = {}
     if sizes.num_experts:
         further |= {
@@ -113,13 +115,13 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=virtual_stages(config),
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=not on_gpu,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=on_gpu,
         persist_layer_norm=False,
         batch_p2p_comm=False,
         calculate_per_token_loss=True,

@@ -12,6 +12,7 @@ Every answer is checked: what comes back is what was asked for, or one of
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,8 +59,6 @@ class ServerAbilities:
         vocab_size: None when the server does not tell.
         max_context_tokens: longest prompt and completion that it takes.
         tp_size: ranks that hold the weights.
-        max_support: tokens that a truncated distribution may have; 0: the server gives no
-            log-probabilities under truncated distributions.
         has_version_spans: it tells the version of every token, so that weights may be replaced
             under running requests.
     """
@@ -70,7 +69,6 @@ class ServerAbilities:
     vocab_size: int | None
     max_context_tokens: int
     tp_size: int
-    max_support: int
     has_version_spans: bool
 
     def check(self, url: str, model_folder: str, max_context_tokens: int) -> None:
@@ -108,6 +106,7 @@ class ServerClient:
         api_key: sent with every request; empty sends none.
         control_timeout_s: for answers that do not wait for tokens or weights.
         step_timeout_s: for each step of a weight update.
+        start_timeout_s: for answers for which the server may have to build kernels first.
 
     Attributes:
         section: name of the kind's settings, for messages.
@@ -125,6 +124,7 @@ class ServerClient:
         api_key: str = "",
         control_timeout_s: float = 60.0,
         step_timeout_s: float = 600.0,
+        start_timeout_s: float = 900.0,
         *,
         is_own: bool = False,
     ) -> None:
@@ -133,6 +133,9 @@ class ServerClient:
         self.groups: set[str] = set()
         self._control_timeout_s = control_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._max_support: int | None = None
+        self._asks_max_support = asyncio.Lock()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -150,6 +153,22 @@ class ServerClient:
     async def ask_abilities(self) -> ServerAbilities:
         """Asks a server that is not paused what it can do. Raises: ConfigError: it is too old to be
         driven."""
+        raise NotImplementedError
+
+    async def max_support(self) -> int:
+        """Tokens that a truncated distribution may have; 0: the server gives no log-probabilities
+        under truncated distributions.
+
+        The server is asked once, and only for a request that needs it: on a GPU it may have to
+        build kernels for the answer, for minutes.
+        Raises: RpcTimeout: it did not answer within `start_timeout_s`.
+        """
+        async with self._asks_max_support:
+            if self._max_support is None:
+                self._max_support = await self._ask_max_support()
+        return self._max_support
+
+    async def _ask_max_support(self) -> int:
         raise NotImplementedError
 
     async def served_weights(self) -> tuple[int | None, str]:

@@ -156,7 +156,7 @@ class Completer:
         try:
             max_support = None
             if request.is_truncated:
-                max_support = min(server.max_support(request.sampling), self._vocab_size)
+                max_support = min(await server.max_support(request.sampling), self._vocab_size)
             while True:
                 begun = server.busy.begin()
                 whole = await server.generate(request, request.request_id, max_support)

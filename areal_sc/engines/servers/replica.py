@@ -239,12 +239,13 @@ class Replica(ServerLoad):
                 raise PeerLost(f"{self.name} has failed: {error}") from error
             raise
 
-    def max_support(self, sampling: GenerationConfig) -> int:
+    async def max_support(self, sampling: GenerationConfig) -> int:
         """Largest number of tokens that a truncated distribution of a request may have.
 
-        Raises: ConfigError: none, or fewer than are asked for.
+        Raises: ConfigError: none, or fewer than are asked for. PeerLost: the server is down.
+            RpcTimeout: as `ServerClient.max_support`.
         """
-        limit = self.client.abilities.max_support
+        limit = await self.client.max_support()
         if limit == 0:
             raise ConfigError(
                 f"{self.url} gives no log-probabilities under top_p and top_k: set "

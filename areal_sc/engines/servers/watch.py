@@ -10,13 +10,20 @@ HTTP process alone proves nothing: it goes on answering for a scheduler that han
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.servers.client import ServerClient
-from areal_sc.engines.servers.process import ProcessState, ServerProcess, read_process
+from areal_sc.engines.servers.process import (
+    ProcessState,
+    ServerProcess,
+    read_process,
+    session_members,
+)
 from areal_sc.errors import ArealError, RpcTimeout
 
 _MAX_REFUSALS = 2
@@ -37,6 +44,13 @@ class Activity:
     main: int | None = None
     schedulers: Sequence[int] = ()
     _ticks_at_answer: dict[int, int] = field(default_factory=dict)
+    _known: frozenset[int] = frozenset()
+    _builder_ticks: dict[int, int] = field(default_factory=dict)
+    _built_at: float = -math.inf
+
+    def __post_init__(self) -> None:
+        if self.main is not None:
+            self._known = frozenset(session_members(self.main))
 
     def note_answer(self) -> None:
         """Counts from here."""
@@ -53,6 +67,22 @@ class Activity:
         """Schedulers that have computed nothing since the answer."""
         before = self._ticks_at_answer
         return [pid for pid, state in _states(before) if state.cpu_ticks <= before[pid]]
+
+    def is_building(self, within_s: float) -> bool:
+        """Whether a process that the server has started since computes, as compilers do.
+
+        The schedulers wait for it, without computing, also those of other ranks.
+
+        Args: within_s: it may have done so lately; one compiler ends, and another begins.
+        """
+        if self.main is None:
+            return False
+        members = [pid for pid in session_members(self.main) if pid not in self._known]
+        before, now = self._builder_ticks, time.monotonic()
+        self._builder_ticks = {pid: state.cpu_ticks for pid, state in _states(members)}
+        if any(ticks > before.get(pid, 0) for pid, ticks in self._builder_ticks.items()):
+            self._built_at = now
+        return now - self._built_at < within_s
 
     def _all(self) -> list[int]:
         return [] if self.main is None else [self.main, *self.schedulers]
@@ -77,6 +107,9 @@ def why_replace(
         return f"{silence}, and its process {stopped[0]} is stopped"
     if is_updating:
         return None
+    if activity.is_building(servers.hung_after_s):
+        built_s = servers.start_timeout_s
+        return None if silent_s < built_s else f"{silence}, though it builds kernels"
     if idle := activity.idle():
         return f"{silence}, and its process {idle[0]} has computed nothing"
     if activity.main is None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from areal_sc.algorithms.packing import pack_micro_batches, pack_padded_micro_batches
+from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.transport.packed_rows import PackedRows
 
 LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
-"""Plans the attention of packed rows of these lengths."""
+"""Plans a device's attention of packed rows of these lengths; its tensors are on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class MicroBatch:
             computes.
         targets: [N] int64, the asked tokens.
         token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
+        fields: [N] values of each field of these rows at the asked tokens.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +36,7 @@ class MicroBatch:
     positions: torch.Tensor
     targets: torch.Tensor
     token_index: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
 
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
         """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
@@ -48,7 +51,7 @@ class MicroBatch:
                 "temperatures of asked tokens must be above 0, got "
                 f"{temperatures.min().item():g}: greedy tokens are context, and have 1"
             )
-        return None if bool((temperatures == 1).all()) else temperatures.to(self.input_ids.device)
+        return None if bool((temperatures == 1).all()) else self.fields["temperatures"]
 
 
 class TokenFields(dict[str, torch.Tensor]):
@@ -59,16 +62,16 @@ class TokenFields(dict[str, torch.Tensor]):
     """
 
     def __init__(self, batch: MicroBatch, rows: PackedRows) -> None:
-        super().__init__()
+        super().__init__(batch.fields)
         self._batch = batch
         self._rows = rows
 
     def __missing__(self, name: str) -> torch.Tensor:
         """Raises: ValueError: the rows have no such field."""
-        batch = self._batch
-        if not len(batch.token_index):  # a rank without rows does not know their fields
-            return torch.zeros(0, device=batch.input_ids.device)
-        return require_field(self._rows, name)[batch.token_index].to(batch.input_ids.device)
+        if len(self._batch.token_index):
+            return require_field(self._rows, name)
+        # a rank without rows does not know their fields
+        return torch.zeros(0, device=self._batch.input_ids.device)
 
 
 def with_token_advantages(rows: PackedRows) -> PackedRows:
@@ -174,10 +177,24 @@ def make_micro_batch(
     layout = layout_of(lengths, device)
     own = layout.own_tokens
     places = places[(places > own.start) & (places <= own.stop)]
+    asked_index = token_index[places]
+    of_asked = {name: values[asked_index] for name, values in rows.fields.items()} if chosen else {}
+    fields = {f"field {name}": values for name, values in of_asked.items()}
+    there = to_device(
+        {
+            "input_ids": input_ids,
+            "positions": places - 1 - own.start,
+            "targets": input_ids[places],
+            **layout.tensors,
+            **fields,
+        },
+        device,
+    )
     return MicroBatch(
-        input_ids.to(device),
-        layout,
-        (places - 1 - own.start).to(device),
-        input_ids[places].to(device),
-        token_index[places],
+        there["input_ids"],
+        replace(layout, **{name: there[name] for name in layout.tensors}),
+        there["positions"],
+        there["targets"],
+        asked_index,
+        {name: there[f"field {name}"] for name in of_asked},
     )

@@ -15,15 +15,20 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from areal_sc.engines.plain_attention import AttentionRule, attend_by_scores, with_all_heads
+from areal_sc.engines.plain_attention import (
+    AttentionRule,
+    attend_by_kernel,
+    attend_by_scores,
+    with_all_heads,
+)
+from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.sequence_parallel import SequencePart
 
@@ -33,6 +38,8 @@ UNCOMPILED_NAME = "areal_sc_packed_uncompiled"
 # One call costs about as much as this many multiply-adds of a forward pass; measured on a CPU.
 _CALL_COST_CPU = 100_000
 _CALL_COST_CUDA = 100_000_000
+
+_LAYOUT_TENSORS = ("position_ids", "pad_index", "unpad_index", "row_starts")
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class PackedLayout:
         pad_index: [P] token for each padded place, bucket after bucket; None if each row is a
             bucket, which is then a slice.
         unpad_index: [T] padded place of each token; None likewise.
-        row_starts: [R + 1] int32 on the device, first token of each row, and T.
+        row_starts: [R + 1] int32, first token of each row, and T.
         part: the tokens that this rank computes outside of attention; None: all of them.
     """
 
@@ -77,6 +84,7 @@ class PackedLayout:
         """Plans the attention of rows of these lengths.
 
         Args:
+            device: that computes it; the plan's own tensors are on the CPU, see `on`.
             attention_width: query heads times head dimension.
             sequence: ranks that share the tokens.
         """
@@ -90,16 +98,25 @@ class PackedLayout:
             buckets = tuple(sorted(buckets, key=lambda bucket: bucket.rows))
         else:
             pad_index, unpad_index = _padding_indices(buckets, starts, sizes)
-            pad_index, unpad_index = pad_index.to(device), unpad_index.to(device)
         return cls(
             tuple(lengths),
-            position_ids[None].to(device),
+            position_ids[None],
             buckets,
             pad_index,
             unpad_index,
-            starts.to(device, torch.int32),
+            starts.to(torch.int32),
             None if sequence is None else SequencePart(int(starts[-1]), sequence),
         )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by the names of the attributes."""
+        found = {name: getattr(self, name) for name in _LAYOUT_TENSORS}
+        return {name: values for name, values in found.items() if values is not None}
+
+    def on(self, device: torch.device) -> PackedLayout:
+        """The layout with its tensors on a device."""
+        return replace(self, **to_device(self.tensors, device))
 
     @property
     def own_tokens(self) -> range:
@@ -267,15 +284,8 @@ def _causal_attention(
     if not rule.is_plain:
         assert mask is not None
         return attend_by_scores(query, key, value, mask, rule)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None and length > 1,
-        scale=rule.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    is_causal = mask is None and length > 1
+    return attend_by_kernel(query, key, value, is_seen=mask, is_causal=is_causal, scale=rule.scale)
 
 
 @functools.cache

@@ -35,6 +35,8 @@ from areal_sc.sizing.machine import resolved_device
 from areal_sc.transport.sockets.interface import bracketed
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+_LEAST_DRIVERS = {"12": 525, "13": 580}
+"""The oldest driver for each major version of CUDA."""
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 """Above every deadline of a call: the controller restarts ranks that hang, with their stacks."""
 
@@ -207,7 +209,6 @@ def join_world(
         else:
             arguments["store"] = hosted or _connect(init_method, is_master=rank == 0)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
             arguments["device_id"] = device
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, **arguments
@@ -268,6 +269,26 @@ def select_device(device: str, rank: int) -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return torch.device("cuda", local_rank % num_devices)
+
+
+def take_device(rank: int, device: torch.device) -> None:
+    """Begins to use a rank's GPU; on a CPU nothing.
+
+    Raises: WorkerStartError: CUDA's own words, and the driver that this torch needs.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        built_for = torch.version.cuda or "no CUDA"
+        least = _LEAST_DRIVERS.get(built_for.partition(".")[0])
+        needs = f", and needs an NVIDIA driver of at least {least}" if least else ""
+        raise WorkerStartError(
+            f"rank {rank} cannot use {device}: {error}; torch {torch.__version__} is built for "
+            f"{built_for}{needs} (nvidia-smi names the driver that is installed)"
+        ) from error
 
 
 def _connect(init_method: str, *, is_master: bool) -> TCPStore:

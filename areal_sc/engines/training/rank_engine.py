@@ -38,11 +38,14 @@ from areal_sc.engines.training.process_group import (
     host_rendezvous,
     place_by_torchrun,
     select_device,
+    take_device,
 )
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.update_metrics import UpdateMetrics
 from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.errors import ConfigError
+from areal_sc.sizing.machine import threads_of_rank
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.weights import BucketLayout
 
@@ -180,8 +183,9 @@ class RankEngine(ABC):
         if rank is None:
             rank, world_size = place_by_torchrun(self.config.parallel)
         device = self._select_device(rank)
-        if device.type == "cpu":
-            torch.set_num_threads(self.config.num_threads)
+        take_device(rank, device)
+        num_ranks, is_cuda = self.config.parallel.num_ranks, device.type == "cuda"
+        torch.set_num_threads(threads_of_rank(self.config.num_threads, num_ranks, is_cuda=is_cuda))
         torch.manual_seed(self.config.seed)
         return self._join(rank, world_size, init_method, device)
 
@@ -239,8 +243,10 @@ class RankEngine(ABC):
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
         values = torch.zeros(rows.num_tokens)
         with torch.no_grad():
-            for micro_batch, outputs in self._outputs(batch):
-                values[micro_batch.token_index] = outputs[column].float().cpu()
+            each = [(it.token_index, outputs[column]) for it, outputs in self._outputs(batch)]
+        if each:  # all at the end: the host waits for the device once
+            found = torch.cat([asked.float() for _, asked in each]).cpu()
+            values[torch.cat([index for index, _ in each])] = found
         return self._combined_outputs(values)
 
     def update(
@@ -263,10 +269,13 @@ class RankEngine(ABC):
                 the denominator all the same.
         Returns: see `UpdateMetrics.summary`.
         Raises: ValueError: a field that every loss needs is missing, a row is over the micro-batch
-            limit, or the ranks have different numbers of minibatches. ConfigError: no such loss.
+            limit, or the ranks have different numbers of minibatches. ConfigError: no such loss,
+            or the model is frozen.
             WorkflowError: on all ranks: on one of them the loss raised, asked for a field that the
             rows lack, or returned something else than a loss does.
         """
+        if self.config.is_frozen:
+            raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
         minibatches = [with_token_advantages(rows) for rows in minibatches]
         is_zero_elsewhere = isinstance(loss, NamedLoss) and loss.is_zero_without_advantage
@@ -284,7 +293,11 @@ class RankEngine(ABC):
                 logger.warning("minibatch=%d step=%d has no token to train on", index, step)
                 continue
             of_minibatch = MinibatchLoss(
-                compute_loss, batch.rows, num_loss_tokens[index], index == 0, metrics
+                compute_loss,
+                batch.rows,
+                num_loss_tokens[index],
+                is_first=not metrics.gradient_norms,
+                metrics=metrics,
             )
             self._add_gradients(batch, of_minibatch)
             norm = self._take_step(step, is_void=metrics.failure is not None)

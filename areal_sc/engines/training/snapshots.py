@@ -251,10 +251,11 @@ class Snapshots:
         """Host memory for the copy of a tensor.
 
         Args:
-            values: of the same dtype; where they are on a GPU, the memory is pinned.
+            values: of the same dtype; where they are on a GPU, the memory is pinned, and has this
+                size if `tell_allocator` has been heard.
         """
         if name not in self._staging:
-            pinned = values.device.type == "cuda"
+            pinned = values.device.type != "cpu"
             self._staging[name] = torch.empty(shape, dtype=values.dtype, pin_memory=pinned)
         return self._staging[name]
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from traceback import format_exception_only
 
+import torch
+
 from areal_sc.algorithms.losses import Metric, Metrics
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ArealError, WorkflowError
@@ -83,7 +85,8 @@ class UpdateMetrics:
 
     def _combined(self, world: ProcessGroup, *, is_counted: bool) -> dict[str, float]:
         """Each metric of all ranks, of the ranks that have it."""
-        everyone = world.gather((self._failed(), self._own() if is_counted else {}))
+        own = self._own(world.device) if is_counted else {}
+        everyone = world.gather((self._failed(), own))
         for rank, (message, _) in enumerate(everyone):
             if message:
                 raise WorkflowError(f"train rank {rank}: {message}") from self.failure
@@ -93,11 +96,16 @@ class UpdateMetrics:
                 given.setdefault(name, []).append(numbers)
         return {name: _combine(of_ranks) for name, of_ranks in given.items()}
 
-    def _own(self) -> dict[str, _Numbers]:
-        """This rank's."""
+    def _own(self, device: torch.device) -> dict[str, _Numbers]:
+        """This rank's, which come from the device together: the host waits once."""
+        if not self.metrics:
+            return {}
+        values = torch.stack([metric.value.to(device) for metric in self.metrics.values()])
         return {
-            name: (metric.combine, float(metric.value), metric.weight)
-            for name, metric in self.metrics.items()
+            name: (metric.combine, value, metric.weight)
+            for (name, metric), value in zip(
+                self.metrics.items(), values.cpu().tolist(), strict=True
+            )
         }
 
     def _failed(self) -> str:

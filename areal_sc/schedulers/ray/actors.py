@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group_table
 
 from areal_sc.log import log_tail
 from areal_sc.nodes.joining import STARTER_VARIABLE
-from areal_sc.shipping.node_cache import own_folder
+from  import own_folder
 from areal_sc.system.durable import own_file
 from areal_sc.system.process import END_SIGNAL, exit_text, heard_from
 

@@ -109,6 +109,11 @@ def _of_this_node(path: Path, setting: str) -> Path:
     return path
 
 
+def folder_on_node(node_folder: str) -> Path:
+    """The folder of this user below `scheduler.node_folder`."""
+    return Path(node_folder).expanduser().absolute() / f"areal_sc-{os.geteuid()}"
+
+
 def user_folder(root: Path) -> Path:
     """Where the runs of this user on this node are.
 

@@ -13,8 +13,8 @@ from integration.scheduler_conformance import until
 from integration.slurm.test_lost_hosts import ROWS_A_STEP, STEPS_A_BYTE, RunOnHosts
 
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
+from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.trainer.metrics_log import History
 
 STEPS = 10
 

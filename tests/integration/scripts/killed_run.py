@@ -22,7 +22,8 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.trainer.checkpoints import Checkpoints
-from areal_sc.workers.calls import COMPUTE, PPO_UPDATE, RUN_GROUP
+from areal_sc.workers.calls import RUN_GROUP
+from areal_sc.workers.rank_methods import COMPUTE, UPDATE
 from areal_sc.workflows.base import EpisodeEngine
 
 SENT_AFTER_S: Final = 0.05
@@ -33,8 +34,8 @@ PLACES: Final[dict[str, tuple[type[Any], str, object, float]]] = {
     # when it has returned, what comes first; below 0: when it has returned
     "generating": (Fleet, "call", RUN_GROUP, SENT_AFTER_S),
     "computing": (Fleet, "call_each", COMPUTE, SENT_AFTER_S),
-    "training": (Fleet, "call_each", PPO_UPDATE, 0.005),
-    "trained": (Fleet, "call_each", PPO_UPDATE, -1),
+    "training": (Fleet, "call_each", UPDATE, 0.005),
+    "trained": (Fleet, "call_each", UPDATE, -1),
     "sealed": (RolloutController, "record_version_async", None, 0),
     "recorded": (RolloutController, "record_version_async", None, -1),
     "snapshot": (Checkpoints, "_begin", None, -1),

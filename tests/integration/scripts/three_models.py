@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     scheduler = make_scheduler(config.scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
     reference, imitator, actor = (
-        TrainController(make_actor(config.actor), scheduler, role=role)
+        TrainController(make_actor(config.actor, is_frozen=role == "ref"), scheduler, role=role)
         for role in ("ref", "imitator", "train")
     )
     prompts, task = letter_prompts(64, seed=0), config.task

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc import GRPOConfig, PPOTrainer, SingleTurnWorkflow, Trajectory, load_config, run_script
-from areal_sc.workflows.base import EpisodeEngine, RewardFunction
+from areal_sc.rewards.base import RewardFunction
+from areal_sc.workflows.base import EpisodeEngine
 
 
 def partial(prompt: dict[str, Any], completion: str) -> float:

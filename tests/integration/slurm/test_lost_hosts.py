@@ -11,8 +11,8 @@ from integration.run_process import REPOSITORY, RunProcess, open_gate, tiny_run
 from integration.slurm.conftest import Cluster
 
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
+from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.trainer.metrics_log import History
 
 ROWS_A_STEP = 4 * 2
 STEPS_A_BYTE = 2

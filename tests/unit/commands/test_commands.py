@@ -23,14 +23,14 @@ from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines import snapshot_model
 from areal_sc.engines.busy_time import TurnSums
+from areal_sc.records.metrics import EvaluationResult, StepMetrics
+from areal_sc.records.metrics_log import MetricsLog
+from areal_sc.records.samples import Place
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.samples import Place
 from areal_sc.system.disk import Disk
 from areal_sc.system.json_lines import JsonLines
 from areal_sc.trainer.failure import run_script
-from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
-from areal_sc.trainer.metrics_log import MetricsLog
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -24,6 +24,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError, PeerLost, WorkerLost
+from areal_sc.fleet.events import FleetEvent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.nodes.spec import NodeFacts
 from areal_sc.schedulers.base import Node
@@ -50,6 +51,9 @@ class Recorder(Controller):
         self.events.append(f"{self.name} closed")
 
     version = 0
+
+    def _hear(self, event: FleetEvent) -> None:
+        raise AssertionError("it has no workers")
 
     def note_end(self, error: BaseException) -> None:
         self.endings.append(error)

@@ -28,8 +28,8 @@ from areal_sc import (
 )
 from areal_sc.controller import dry_run
 from areal_sc.errors import ArealError, ConfigError, ModelError, WorkflowError
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workflows.base import EpisodeEngine
-from areal_sc.workflows.row_file import PromptSource
 
 ROWS = [{"prompt": f"{letters}=", "answer": letters[::-1]} for letters in ("ab", "cd", "xyz")]
 TOO_LONG = {"prompt": "a" * 40, "answer": "a"}

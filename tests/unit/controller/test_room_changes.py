@@ -40,7 +40,7 @@ def killed_in_training(step: int, **changes: object) -> FaultRun:
     for name, value in changes.items():
         setattr(settings, name, value)
     least = -(-settings.batch_groups // settings.num_rollout_workers)
-    kill = Fault(FaultKind.kill_controllers, 0, None, Stage.sent, "ppo_update", step)
+    kill = Fault(FaultKind.kill_controllers, 0, None, Stage.sent, "update", step)
     scenario = Scenario(
         settings=settings,
         faults=[kill],

@@ -17,7 +17,8 @@ from simulation.workers import SimulatedRolloutWorker
 from areal_sc.config.schema import OverBound
 from areal_sc.errors import CrashLoop, EngineFailed
 from areal_sc.weights import WeightsReference
-from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, PPOUpdate, RunGroup
+from areal_sc.workers.calls import RUN_GROUP, GroupAttempt, GroupReply, RunGroup
+from areal_sc.workers.rank_methods import Update
 
 KILLED = "signal 9 (SIGKILL)"
 
@@ -361,15 +362,15 @@ def test_a_worker_that_never_takes_new_weights_is_started_again(
 def test_ranks_that_never_answer_are_started_again(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    update, hung = SimulatedTrainWorker.ppo_update, []
+    update, hung = SimulatedTrainWorker.update, []
 
-    async def hangs_once(worker: SimulatedTrainWorker, wanted: PPOUpdate) -> dict[str, float]:
+    async def hangs_once(worker: SimulatedTrainWorker, wanted: Update) -> dict[str, float]:
         if wanted.operation.version == 2 and len(hung) < num_ranks:
             hung.append(worker.incarnation)
             await never_answered()
         return await update(worker, wanted)
 
-    monkeypatch.setattr(SimulatedTrainWorker, "ppo_update", hangs_once)
+    monkeypatch.setattr(SimulatedTrainWorker, "update", hangs_once)
 
     async def scenario() -> None:
         async with TrainingRun(Settings(num_steps=4, num_ranks=num_ranks)).started() as run:
@@ -377,7 +378,7 @@ def test_ranks_that_never_answer_are_started_again(
                 await run.step(checks_business=False)
             await run.check_end()
         assert hung
-        assert "ppo_update on train/" in caplog.text
+        assert "update on train/" in caplog.text
         assert all(f"the log of train/{n}" in caplog.text for n in range(num_ranks))
 
     run_virtual(scenario())

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_sc.errors import ConfigError
+from areal_sc.run.named_paths import Contents, NamedPath, find_named_path, name_path
 from areal_sc.shipping import trees
-from areal_sc.shipping.named_paths import Contents, NamedPath, find_named_path, name_path
 from areal_sc.shipping.trees import Trees, digest_of
 
 

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from areal_sc.config.schema import CheckpointConfig, EvaluationConfig, GenerationConfig, GRPOConfig
+from areal_sc.records.metrics import EvaluationResult, StepMetrics
+from areal_sc.records.metrics_log import MetricsLog
+from areal_sc.records.trackers.base import Tracker
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.display import make_display
-from areal_sc.trainer.metrics import EvaluationResult, StepMetrics
-from areal_sc.trainer.metrics_log import MetricsLog
 from areal_sc.trainer.run import Run
-from areal_sc.trainer.trackers.base import Tracker
 
 
 class Follower(Tracker):
@@ -70,63 +70,3 @@ def shown(run: Run) -> str:
     file = run.display._console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
-
-
-def with_workflow(changes: dict[str, Any]) -> dict[str, Any]:
-    """`accuracy` stands for the workflow's metric of that name; None: it reports none."""
-    if "accuracy" in changes:
-        accuracy = changes.pop("accuracy")
-        changes["workflow"] = {} if accuracy is None else {"accuracy": accuracy}
-    return changes
-
-
-@pytest.fixture
-def make_step() -> Callable[..., StepMetrics]:
-    def make(step: int = 1, **changes: Any) -> StepMetrics:
-        values: dict[str, Any] = {
-            "step": step,
-            "reward": 0.25,
-            "workflow": {"accuracy": 0.2},
-            "train": {
-                "loss": 0.0123,
-                "entropy": 1.25,
-                "grad_norm": 0.61,
-                "proximal_kl": 1.5e-4,
-                "behavior_kl": 0.02,
-            },
-            "group_staleness_mean": 1.3,
-            "group_staleness_max": 9,
-            "signal_share": 0.4,
-            "lead": 1.5,
-            "slack": 0.3,
-            "token_staleness_mean": 0.9,
-            "token_staleness_max": 4,
-            "num_rows": 256,
-            "num_generated_tokens": 6000,
-            "num_trained_tokens": 4000,
-            "step_time_s": 0.5,
-            "wait_s": 0.05,
-            "train_s": 0.4,
-            "sync_s": 0.02,
-        }
-        return StepMetrics(**values | with_workflow(changes))
-
-    return make
-
-
-@pytest.fixture
-def make_evaluation() -> Callable[..., EvaluationResult]:
-    def make(name: str = "before", **changes: Any) -> EvaluationResult:
-        values: dict[str, Any] = {
-            "name": name,
-            "step": 0,
-            "reward": 0.2,
-            "workflow": {"accuracy": 0.2},
-            "num_prompts": 64,
-            "version_min": 0,
-            "version_max": 0,
-            "temperature": 1.0,
-        }
-        return EvaluationResult(**values | with_workflow(changes))
-
-    return make

@@ -15,11 +15,11 @@ from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.errors import CheckpointError, RunFolderError, WaitTimeout
+from areal_sc.records.metrics_log import read_metrics
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
-from areal_sc.trainer.metrics_log import read_metrics
 from areal_sc.trainer.run import Run
 from areal_sc.trainer.snapshots import CONTROLLERS, load_latest_snapshot
 

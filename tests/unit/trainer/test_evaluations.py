@@ -9,11 +9,11 @@ from unit.trainer.conftest import Follower, shown
 
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
 from areal_sc.errors import ConfigError, StepsLost, WorkflowError
+from areal_sc.records.metrics import EvaluationResult
+from areal_sc.records.metrics_log import History
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.trainer.evaluations import Evaluations
-from areal_sc.trainer.metrics import EvaluationResult
-from areal_sc.trainer.metrics_log import History
 from areal_sc.trainer.run import Run
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 OUTCOME = EvaluationOutcome(
     num_prompts=3,

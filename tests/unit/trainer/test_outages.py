@@ -10,7 +10,8 @@ from pathlib import Path
 from unit.trainer.conftest import shown
 
 from areal_sc.errors import WorkerError, WorkerLost
-from areal_sc.trainer.metrics_log import History
+from areal_sc.fleet.events import UnitLost, UnitServes
+from areal_sc.records.metrics_log import History
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.run import Run
 
@@ -37,11 +38,11 @@ class Story:
 
     def lose(self, unit: str, worker: str, cause: str = KILLED) -> None:
         loss = WorkerLost.with_log(f"worker {worker} {cause}", Path("/run/logs/x.log"), [])
-        self.outages.note(unit, loss)
+        self.outages.hear(UnitLost(unit, loss, is_news=True))
 
     def bring_back(self, unit: str, at_s: float) -> None:
         self.now_s = at_s
-        self.outages.note(unit, None)
+        self.outages.hear(UnitServes(unit))
 
 
 def test_one_death_is_one_sentence() -> None:
@@ -93,7 +94,7 @@ def test_deaths_of_other_causes_or_times_are_told_by_themselves() -> None:
     story.lose("rollout/2", "rollout/2")
     story.bring_back("rollout/2", 11.0)
     story.bring_back("rollout/1", 12.0)
-    story.outages.note("rollout/3", WorkerError("it has no GPU"))
+    story.outages.hear(UnitLost("rollout/3", WorkerError("it has no GPU"), is_news=True))
     story.bring_back("rollout/3", 13.0)
     assert story.told == [
         f"rollout/2 {KILLED}; started again in 1.00s",

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from areal_sc.records.metrics import EvaluationResult, StepMetrics, summarize
 from areal_sc.trainer.display import Display, LiveDisplay, make_display
-from areal_sc.trainer.metrics import EvaluationResult, StepMetrics, summarize
 
 MakeStep = Callable[..., StepMetrics]
 MakeEvaluation = Callable[..., EvaluationResult]

@@ -13,9 +13,9 @@ from rich.console import Console
 from sample_rows import sample
 from unit.trainer.conftest import shown as shown_by
 
-from areal_sc.samples import Place, Sample
+from areal_sc.records.metrics import StepMetrics
+from areal_sc.records.samples import Place, Sample
 from areal_sc.trainer.display import make_display
-from areal_sc.trainer.metrics import StepMetrics
 from areal_sc.trainer.run import Run
 from areal_sc.trainer.sample_view import sample_view
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.step_table import COLUMNS, StepTable, named_values
 
 MakeStep = Callable[..., StepMetrics]

@@ -6,10 +6,10 @@ from typing import Any
 
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.trainer.metrics import StepMetrics
+from areal_sc.records.metrics import StepMetrics
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.trainer.steps import Step, count
 from areal_sc.workers.calls import RejectedEpisodes
-from areal_sc.workflows.rejection import Rejection, RejectionKind
 
 
 def failed(kind: RejectionKind, num_episodes: int) -> RejectedEpisodes:

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from areal_sc.fleet.events import Wished
 from areal_sc.nodes.spec import Wish
 from areal_sc.system import interrupts
 from areal_sc.trainer.failure import Terminated
@@ -79,7 +80,7 @@ def test_what_a_cluster_tells_agents_and_script_is_one_wish() -> None:
     try:
         wish = next(loop)
         for _ in range(3):  # an agent each
-            wish.on_wish(Wish.leave)
+            wish.hear(Wished(Wish.leave))
         signal.raise_signal(signal.SIGTERM)
         assert wish.takes_snapshot()
         with pytest.raises(Terminated):
@@ -96,7 +97,7 @@ def test_a_snapshot_is_taken_once_and_the_loop_goes_on() -> None:
         wish = next(loop)
         assert not wish.takes_snapshot()
         for wished in (
-            partial(wish.on_wish, Wish.snapshot),
+            partial(wish.hear, Wished(Wish.snapshot)),
             partial(signal.raise_signal, signal.SIGUSR1),
         ):
             wished()
@@ -183,7 +184,7 @@ def test_a_request_after_a_cluster_s_wish_ends_a_run_in_another_thread_at_once()
     def run() -> None:
         try:
             with stop_wishes(LIMIT_S, lambda asked_by: None) as wish:
-                wish.on_wish(Wish.leave)
+                wish.hear(Wished(Wish.leave))
                 interrupts.ask_to_stop("after a wish")
                 time.sleep(0.01)
                 done.append("went on")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from areal_sc.config.schema import OverBound, RolloutConfig
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.trainer.advice import tail_advice
-from areal_sc.trainer.metrics import StepMetrics
 
 MakeStep = Callable[..., StepMetrics]
 

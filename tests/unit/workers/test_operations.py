@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_sc.errors import EngineFailed, ShardGone, StaleCall
-from areal_sc.workers.operations import Operation, Operations, digest
+from areal_sc.workers.operations import Kind, Operation, Operations, digest
 
 
 class Engine:
@@ -37,11 +37,11 @@ async def nothing() -> None:
 
 
 def update(version: int, number: int = 0, content: str = "rows", lineage: int = 0) -> Operation:
-    return Operation(lineage, version, f"update/{number}", content)
+    return Operation(lineage, version, Kind.update, str(number), content)
 
 
 async def publish(operations: Operations, version: int) -> None:
-    operation = Operation(operations.lineage, operations.version, f"publish/{version}")
+    operation = Operation(operations.lineage, operations.version, Kind.publish, str(version))
     await operations.join(operation, nothing, next_version=version)
 
 
@@ -82,7 +82,7 @@ async def test_another_version_or_lineage_is_refused_by_both_names() -> None:
         await publish(operations, version)
     for version, lineage in ((4, 0), (6, 0), (5, 1)):
         expected = (
-            f"update/0 at lineage {lineage}, policy version {version}: "
+            f"update 0 at lineage {lineage}, policy version {version}: "
             "train/0 is at lineage 0, policy version 5"
         )
         with pytest.raises(StaleCall, match=expected):
@@ -96,7 +96,7 @@ async def test_a_repeat_must_be_about_the_same() -> None:
     engine, operations = Engine(), Operations("train/0")
     engine.goes_on.set()
     await operations.join(update(0), engine.change("a"))
-    with pytest.raises(StaleCall, match=r"update/0 at .* asked for before, with something else"):
+    with pytest.raises(StaleCall, match=r"update 0 at .* asked for before, with something else"):
         await operations.join(update(0, content="others"), engine.change("b"))
     await operations.join(update(0, number=1, content="others"), engine.change("b"))
     assert engine.done == ["a", "b"]
@@ -125,20 +125,20 @@ async def test_after_a_change_that_failed_only_a_snapshot_helps() -> None:
 
     with pytest.raises(MemoryError):
         await operations.join(update(0), fail)
-    reason = r"update/0 .* failed on train/0.*MemoryError.*second minibatch.*load a snapshot"
+    reason = r"update 0 .* failed on train/0.*MemoryError.*second minibatch.*load a snapshot"
     for _ in range(2):
         with pytest.raises(EngineFailed, match=reason):
             await operations.join(update(0), engine.change("again"))
     with pytest.raises(EngineFailed, match=reason):
         await publish(operations, 1)
     assert (operations.version, engine.begun) == (0, [])
-    load = Operation(1, 7, "load")
+    load = Operation(1, 7, Kind.load)
     for _ in range(2):  # a repeat joins, too
         await operations.join(load, nothing, next_version=7, begins_lineage=True)
     await operations.join(update(7, lineage=1), engine.change("a"))
     assert engine.done == ["a"]
     with pytest.raises(StaleCall, match=r"load at lineage 1, .* is at lineage 1, policy version 7"):
-        await operations.join(Operation(1, 5, "load"), nothing, begins_lineage=True)
+        await operations.join(Operation(1, 5, Kind.load), nothing, begins_lineage=True)
 
 
 async def test_memory_is_bounded() -> None:
@@ -147,7 +147,7 @@ async def test_memory_is_bounded() -> None:
         await operations.join(update(version - 1), nothing)
         await publish(operations, version)
         assert len(operations._noted) <= 4
-    await operations.join(Operation(1, 3, "load"), nothing, next_version=3, begins_lineage=True)
+    await operations.join(Operation(1, 3, Kind.load), nothing, next_version=3, begins_lineage=True)
     assert len(operations._noted) == 1
 
 

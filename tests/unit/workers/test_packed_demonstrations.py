@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from areal_sc.errors import WorkflowError
-from areal_sc.workers.train_worker import _packed
+from areal_sc.workers.rank_updates import packed
 
 
-def test_rows_of_all_kinds_of_numbers_are_packed() -> None:
+def test_rows_of_all_kinds_of_numbers_arepacked() -> None:
     rows: list[Any] = [[1, 2], np.array([3]), torch.tensor([4, 5]), []]
-    assert torch.equal(_packed(rows, torch.int32), torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32))
-    masks = _packed([[True, 0], np.array([1.0])], torch.bool)
+    assert torch.equal(packed(rows, torch.int32), torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32))
+    masks = packed([[True, 0], np.array([1.0])], torch.bool)
     assert torch.equal(masks, torch.tensor([True, False, True]))
-    assert _packed([], torch.bool).dtype == torch.bool
+    assert packed([], torch.bool).dtype == torch.bool
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_rows_of_all_kinds_of_numbers_are_packed() -> None:
 )
 def test_numbers_that_would_become_others_are_refused(row: list[Any], dtype: torch.dtype) -> None:
     with pytest.raises(WorkflowError, match=r"has numbers that torch\..* cannot hold"):
-        _packed([[1], row], dtype)
+        packed([[1], row], dtype)

@@ -5,13 +5,34 @@ from __future__ import annotations
 import pytest
 
 from areal_sc.engines.weight_group import tell_nccl
-from areal_sc.workers.entry import tell_allocator
+from areal_sc.workers import entry
+from areal_sc.workers.entry import tell_allocator, tell_cuda
 
 
 def test_memory_of_a_rank_is_in_segments_that_grow() -> None:
     environment: dict[str, str] = {}
     tell_allocator(environment)
-    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    settings = environment["PYTORCH_CUDA_ALLOC_CONF"].split(",")
+    assert "expandable_segments:True" in settings
+    assert environment.keys() == {"PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def test_pinned_memory_is_as_large_as_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch knows the setting; others refuse to start with it."""
+    for version, knows in (("2.9.1", False), ("2.12.0", False), ("2.13.0+cu130", True)):
+        monkeypatch.setattr(entry, "version", lambda _, version=version: version)
+        environment: dict[str, str] = {}
+        tell_allocator(environment)
+        found = "pinned_max_round_threshold_mb:1" in environment["PYTORCH_CUDA_ALLOC_CONF"]
+        assert found == knows
+
+
+def test_devices_have_the_numbers_that_a_run_is_planned_with() -> None:
+    environment: dict[str, str] = {}
+    tell_cuda(environment)
+    assert environment == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    tell_cuda(of_user := {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    assert of_user == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.base import RewardFunction
+from areal_sc.rewards.base import RewardFunction
+from areal_sc.sources.reference import reference_of, resolve
 from areal_sc.workflows.math_reward import exact_match
-from areal_sc.workflows.reference import reference_of, resolve
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 from areal_sc.workflows.text import describe_unknown, encode_text
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from areal_sc.sources.reference import reference_of, resolve
 from areal_sc.workflows.math_reward import NumericMatch, check_answers, numeric_match
-from areal_sc.workflows.reference import reference_of, resolve
 
 # a line is `reference ⇒ completion`; ⏎ is the end of a line
 RIGHT = r"""

@@ -13,7 +13,7 @@ import pytest
 
 from areal_sc import JsonlPrompts, Prompts, SingleTurnWorkflow, Workflow
 from areal_sc.errors import RunFolderError
-from areal_sc.workflows.sources import SourceReader, SourceRegistry
+from areal_sc.workflows.registry import SourceReader, SourceRegistry
 
 
 class SlowDisk:

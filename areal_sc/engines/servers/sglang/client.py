@@ -23,7 +23,7 @@ from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.answers import read_answer, request_body
 from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
-from areal_sc.errors import EngineFailed, ProtocolError
+from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout
 
 if TYPE_CHECKING:
     from areal_sc.weights import BucketLayout, WeightGroup
@@ -51,7 +51,7 @@ class SGLangClient(ServerClient):
         await self._server_info(timeout_s)
 
     async def ask_abilities(self) -> ServerAbilities:
-        """Generates two tokens. Raises: ConfigError: the server is too old."""
+        """Generates a token. Raises: ConfigError: the server is too old."""
         info = await self._server_info(self._control_timeout_s)
         version = str(info.get("version", ""))
         check_version(version, OLDEST_VERSION, self.url, "SGLang")
@@ -68,7 +68,6 @@ class SGLangClient(ServerClient):
                 vocab_size=await self._ask_vocab_size(),
                 max_context_tokens=int(info["max_req_input_len"]),
                 tp_size=int(info["tp_size"]),
-                max_support=await self._ask_max_support(info),
                 has_version_spans="weight_versions" in plain["meta_info"],
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -179,17 +178,25 @@ class SGLangClient(ServerClient):
         logger.warning("server=%s does not tell its vocabulary: it is not checked", self.url)
         return None
 
-    async def _ask_max_support(self, info: Mapping[str, Any]) -> int:
+    async def _ask_max_support(self) -> int:
+        info = await self._server_info(self._control_timeout_s)
         body = _probe(
             sampling_params={"top_k": 2},
             return_sampling_mask=True,
             sampling_logprobs_mode="selected",
         )
         try:
-            answer = await self._post("/generate", body)
+            answer = await self.request("POST", "/generate", body, self._start_timeout_s)
         except EngineFailed as refusal:
             logger.info("server=%s no truncated log-probabilities: %s", self.url, refusal)
             return 0
+        except RpcTimeout as error:
+            raise RpcTimeout(
+                f"{error}; it was asked for a token under top_k for the first time, and may still "
+                "be building FlashInfer's sampler with nvcc (its log says so): install "
+                "flashinfer-jit-cache beside SGLang, set sglang.args.sampling_backend=pytorch, or "
+                "raise sglang.start_timeout_s"
+            ) from error
         if "output_token_sampling_logprobs" not in answer["meta_info"]:
             return 0
         return int(info["sampling_mask_max_tokens"])

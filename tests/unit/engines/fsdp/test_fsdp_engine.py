@@ -320,6 +320,20 @@ def test_nothing_to_train_on_changes_nothing(engine: FSDPEngine) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_first_minibatch_with_tokens_makes_its_own_proximal_logprobs(
+    engine: FSDPEngine,
+) -> None:
+    """One without any before it has changed no weight."""
+    rows = make_rows()
+    fields = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
+    empty = replace(
+        rows, fields={**fields, "loss_mask": torch.zeros_like(rows.fields["loss_mask"])}
+    )
+    stats = ppo_update(engine, [empty, replace(rows, fields=fields)], step=0)
+    assert stats["num_updates"] == 1
+    assert stats["proximal_kl"] == 0
+
+
 def reinforce(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
     """A loss of which nobody knows that it is zero without an advantage."""
     gains = tokens.fields["advantages"] * tokens.logprobs

@@ -22,6 +22,7 @@ TIMEOUT = timedelta(seconds=30)
 WIDTH, VOCABULARY, PADDING = 6, 11, 3
 NUM_TOKENS = (9, 0, 4, 1)  # of each rank
 PIECES = [1, 4 * WIDTH * 5, 1 << 20]
+SMALL = 4 * WIDTH * 4
 CPU = torch.device("cpu")
 
 
@@ -65,11 +66,12 @@ def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("piece_bytes", PIECES)
-def test_embeddings(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
-
+def test_embeddings(size: int, piece_bytes: int) -> None:
     def embed(group: ProcessGroup) -> tuple[torch.Tensor, ...]:
-        own, rows = own_rows(WEIGHT, group), spread.SpreadRows(VOCABULARY, group, torch.float32)
+        own, rows = (
+            own_rows(WEIGHT, group),
+            spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes),
+        )
         found = spread.spread_embedding(own, TOKENS[group.rank], rows, PADDING)
         (found * HIDDEN[group.rank]).sum().backward()
         return found.detach(), *gradients(own)
@@ -89,11 +91,8 @@ def test_embeddings(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("piece_bytes", PIECES)
 @pytest.mark.parametrize("chunk_tokens", [2, 100])
-def test_logprobs(
-    size: int, piece_bytes: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logprobs(size: int, piece_bytes: int, chunk_tokens: int) -> None:
     """With gradients of the mean over the ranks, against all logits in float64."""
-    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
 
     def compute(group: ProcessGroup) -> list[torch.Tensor]:
         rank = group.rank
@@ -103,7 +102,7 @@ def test_logprobs(
             hidden,
             own,
             TOKENS[rank],
-            spread.SpreadRows(VOCABULARY, group, torch.float32),
+            spread.SpreadRows(VOCABULARY, group, torch.float32, piece_bytes),
             bias=bias,
             temperatures=TEMPERATURES[rank],
             chunk_tokens=chunk_tokens,
@@ -135,14 +134,11 @@ def check_against_all_logits(ranks: list[list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
-def test_a_vocabulary_that_is_split_over_tensor_ranks(
-    piece_bytes: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vocabulary_that_is_split_over_tensor_ranks(piece_bytes: int, chunk_tokens: int) -> None:
     """Ranks 0 and 1 have other tokens of the vocabulary, and the same hidden states; 2 and 3, too.
 
     The rows of what 0 has are spread over 0 and 2, those of 1 over 1 and 3.
     """
-    monkeypatch.setattr(spread, "PIECE_BYTES", piece_bytes)
     border, stores = 5, [dist.HashStore() for _ in range(4)]
 
     def group_of(number: int, rank: int) -> ProcessGroup:
@@ -159,7 +155,7 @@ def test_a_vocabulary_that_is_split_over_tensor_ranks(
             hidden,
             own,
             TOKENS[rows_rank],
-            spread.SpreadRows(len(WEIGHT[part]), rows, torch.float32),
+            spread.SpreadRows(len(WEIGHT[part]), rows, torch.float32, piece_bytes),
             bias=bias,
             temperatures=TEMPERATURES[rows_rank],
             chunk_tokens=chunk_tokens,
@@ -182,12 +178,12 @@ def test_an_output_layer_that_is_not_trained_has_no_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And none is sent."""
-    monkeypatch.setattr(dist, "reduce_scatter", None)  # whoever calls it fails
+    monkeypatch.setattr(dist.ProcessGroupGloo, "_reduce_scatter_base", None)  # its calls fail
 
     def compute(group: ProcessGroup) -> tuple[bool, torch.Tensor]:
         hidden = HIDDEN[group.rank].clone().requires_grad_()
         own = own_rows(WEIGHT, group).requires_grad_(False)
-        rows = spread.SpreadRows(VOCABULARY, group, torch.float32)
+        rows = spread.SpreadRows(VOCABULARY, group, torch.float32, SMALL)
         settings = {"bias": None, "temperatures": None, "chunk_tokens": 100, "vocabulary": None}
         logprobs, entropy = spread.spread_logprobs(
             hidden, own, TOKENS[group.rank], rows, **settings
@@ -207,12 +203,14 @@ def test_an_output_layer_that_is_not_trained_has_no_gradient(
         assert torch.allclose(found.double(), hidden.grad, atol=2e-5)
 
 
-def test_no_rank_ever_has_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
+def test_no_rank_ever_has_all_rows() -> None:
     tokens = torch.tensor([1, 4, 10])
 
     def compute(group: ProcessGroup) -> int:
-        own, rows = own_rows(WEIGHT, group), spread.SpreadRows(VOCABULARY, group, torch.float32)
+        own, rows = (
+            own_rows(WEIGHT, group),
+            spread.SpreadRows(VOCABULARY, group, torch.float32, SMALL),
+        )
         settings = {"bias": None, "temperatures": None, "chunk_tokens": 2, "vocabulary": None}
         with LargestTensor() as largest:
             hidden = spread.spread_embedding(own, tokens, rows)
@@ -223,7 +221,6 @@ def test_no_rank_ever_has_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
     alive, most = weakref.WeakSet[torch.Tensor](), list[int]()
     add = spread._Sums.add
 
@@ -236,7 +233,10 @@ def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(spread._Sums, "add", watched)
 
     def compute(group: ProcessGroup) -> None:
-        own, rows = own_rows(WEIGHT, group), spread.SpreadRows(VOCABULARY, group, torch.float32)
+        own, rows = (
+            own_rows(WEIGHT, group),
+            spread.SpreadRows(VOCABULARY, group, torch.float32, SMALL),
+        )
         settings = {"bias": None, "temperatures": None, "chunk_tokens": 100, "vocabulary": None}
         with torch.no_grad():
             spread.spread_logprobs(HIDDEN[0], own, TOKENS[0], rows, **settings)
@@ -246,9 +246,8 @@ def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatc
     assert max(most) <= 2  # this one, and the one before
 
 
-def test_what_is_gathered_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "PIECE_BYTES", 4 * WIDTH * 4)
-    rows = spread.SpreadRows(VOCABULARY, ProcessGroup(1, 2, CPU), torch.float32)
+def test_what_is_gathered_is_small() -> None:
+    rows = spread.SpreadRows(VOCABULARY, ProcessGroup(1, 2, CPU), torch.float32, SMALL)
     assert list(rows.pieces(WIDTH)) == [range(0, 2), range(2, 4), range(4, 6)]
     found = [rows.rows_in(piece, CPU).tolist() for piece in rows.pieces(WIDTH)]
     assert found == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10]]

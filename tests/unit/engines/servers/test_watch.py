@@ -96,6 +96,31 @@ def test_one_that_does_nothing_is_hung(start: Callable[[str], int]) -> None:
     assert verdict(6.0, activity, is_updating=True) is None
 
 
+def test_one_that_waits_for_a_compiler_is_not_hung(start: Callable[[str], int]) -> None:
+    """Its schedulers compute nothing; it has the time of a start."""
+    pid = start(
+        "import signal, subprocess, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
+        f"subprocess.run([sys.executable, '-c', {COMPUTE!r}])"
+    )
+    settle(pid)
+    activity = Activity(pid, [pid])
+    activity.note_answer()
+    assert verdict(6.0, activity) == "hung"
+    os.kill(pid, signal.SIGUSR1)
+    try:
+        until(lambda: len(session_members(pid)) == 2)
+        until(lambda: activity.is_building(0.5))
+        activity.note_answer()
+        assert activity.idle() == [pid]
+        assert verdict(61.0, activity) is None
+        assert verdict(LIMITS.start_timeout_s, activity) == "hung"
+    finally:
+        kill_session(pid)
+    until(lambda: not activity.is_building(0.5))
+
+
 def test_one_idle_rank_among_busy_ones_is_hung(start: Callable[[str], int]) -> None:
     """The other ranks wait for it, and waiting looks like computing."""
     busy, idle = start(COMPUTE), start(SLEEP)

@@ -15,6 +15,8 @@ from areal_sc.engines.training.update_metrics import UpdateMetrics
 class TwoRanks:
     """The other rank has the same numbers, once more, but for those that are given."""
 
+    device = torch.device("cpu")
+
     def __init__(self, **others: tuple[str, float, float]) -> None:
         self.others = others
 

@@ -219,8 +219,40 @@ async def test_a_server_that_can_less() -> None:
     async with serving(answer) as client:
         abilities = await client.ask_abilities()
         await client.begin_update()  # it has no such route, and is not asked
+        assert await client.max_support() == 0
     assert not abilities.has_version_spans
-    assert abilities.max_support == 0
     assert abilities.vocab_size is None
     assert (abilities.tp_size, abilities.max_context_tokens) == (2, 50)
     assert abilities.architectures == ()
+
+
+class SlowSampler:
+    """A server that builds its kernels when it is first asked for a token under top_k."""
+
+    def __init__(self) -> None:
+        self.num_builds = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/generate" and "top_k" in (await request.json())["sampling_params"]:
+            self.num_builds += 1
+            await asyncio.sleep(1.0)
+        return web.json_response(OLD_SERVER.get(request.path, {}))
+
+
+async def test_truncated_sampling_is_tried_by_a_request_that_needs_it() -> None:
+    """Once, and under the limit of a start: SGLang on CUDA builds its sampler for the answer."""
+    server = SlowSampler()
+    async with serving(server.answer) as client:
+        client._control_timeout_s = 0.5
+        await client.ask_abilities()
+        assert server.num_builds == 0
+        both = await asyncio.gather(client.max_support(), client.max_support())
+    assert both == [0, 0]
+    assert server.num_builds == 1
+
+
+async def test_a_sampler_that_is_not_built_in_time_is_named() -> None:
+    async with serving(SlowSampler().answer) as client:
+        client._start_timeout_s = 0.2
+        with pytest.raises(RpcTimeout, match=r"within 0\.2 s; .* nvcc .*flashinfer-jit-cache"):
+            await client.max_support()

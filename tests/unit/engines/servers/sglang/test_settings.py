@@ -145,7 +145,6 @@ def test_a_server_of_the_same_model(tiny_model_folder: Any) -> None:
         vocab_size=39,
         max_context_tokens=200,
         tp_size=1,
-        max_support=0,
         has_version_spans=True,
     )
     abilities.check("url", str(tiny_model_folder), 200)

@@ -1,0 +1,94 @@
+"""What the ranks do with the rows of a batch: each model group gets a share of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.controller.train.rank_layout import with_sealed_field
+from areal_sc.controller.train.rank_losses import RankLosses
+from areal_sc.controller.train.ranks import Ranks
+from areal_sc.controller.train.train_history import Asked
+from areal_sc.controller.train.train_step import TrainStep
+from areal_sc.errors import ROWS_GONE, MetadataError
+from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.workers import rank_methods
+from areal_sc.workers.operations import Kind, Operation
+
+
+class RankWork:
+    """Computes fields, and makes updates."""
+
+    def __init__(self, ranks: Ranks, step: TrainStep, losses: RankLosses) -> None:
+        self._ranks = ranks
+        self._step = step
+        self._losses = losses
+
+    async def compute(
+        self,
+        batch: BatchMetadata,
+        selected: BatchMetadata,
+        output: str,
+        field: str,
+        *,
+        sweeps: bool,
+    ) -> BatchMetadata:
+        """The batch with a field that the ranks compute from `selected`, the same rows.
+
+        Args:
+            sweeps: as in `Ranks.compute`.
+        """
+        if field in batch.fields:
+            raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
+        share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]
+        shares = []
+        for rows in share_rows:  # there may be none, and then the share has no fields
+            await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
+            shares.append(rank_methods.Compute(selected.take(rows), output, field))
+        try:
+            asked = Asked(rank_methods.COMPUTE, shares)
+            computed = await self._ranks.compute(asked, sweeps=sweeps)
+        except ROWS_GONE as error:
+            raise self._step.lose_rows(batch, error) from error
+        await asyncio.sleep(0)
+        return with_sealed_field(batch, field, share_rows, computed.shards)
+
+    async def shares(
+        self, batch: BatchMetadata, loss: NamedLoss, num_minibatches: int
+    ) -> list[rank_methods.Rows]:
+        """The minibatches of each model group."""
+        shares = list[rank_methods.Rows]()
+        for share_rows in self._step.split(batch, loss, num_minibatches):
+            minibatches = []
+            for rows in share_rows:
+                await asyncio.sleep(0)  # as above
+                minibatches.append(batch.take(rows))
+            shares.append(tuple(minibatches))
+        return shares
+
+    async def update(
+        self,
+        shares: Sequence[rank_methods.Rows],
+        loss: NamedLoss,
+        content: object,
+        trained: Sequence[RowMetadata],
+        *,
+        advances: bool,
+    ) -> tuple[Operation, dict[str, float]]:
+        """The update, which every rank makes once, and its metrics.
+
+        Args:
+            content: all that decides what the update does, but for the loss.
+            trained: the rows, where they are those of a batch.
+            advances: the ranks are at the next version then.
+        """
+        named, number = await self._losses.number(loss), self._ranks.step.num_updates
+        operation = self._ranks.operation(Kind.update, str(number), [content, named])
+        updates = [rank_methods.Update(operation, named, rows, advances) for rows in shares]
+        asked = Asked(rank_methods.UPDATE, updates)
+        metrics = await self._ranks.update(asked, number, trained)
+        if self._ranks.history.version == operation.version:
+            self._ranks.step.num_updates = number + 1
+        return operation, metrics

@@ -1,0 +1,145 @@
+"""What runs inside a reward process: load the user's function, call it, say what came of it.
+
+Messages are msgpack lists on a stream socket, one request at a time:
+
+    ["load", key, reference]   -> ["loaded", key] | ["failed", what, details]
+    ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
+
+where the arguments are `values.to_wire([prompt, completion, extra])`, and the details are the
+attributes of a RewardError; and one ["ready"] at the start. Before an answer there may be
+["warned", text]: what the user's code has logged. The process ends with the connection, or by
+SIGKILL.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from areal_sc.errors import RewardError, WorkflowError
+from areal_sc.log import setup_logging, take_warnings
+from areal_sc.rejection import RejectionKind, kind_of
+from areal_sc.rewards.base import DECLARATION, RewardDeclaration
+from areal_sc.sources.reference import ObjectReference, resolve
+from areal_sc.sources.values import from_wire
+from areal_sc.system.process import bury_left
+from areal_sc.user_code import (
+    MAX_TEXT_CHARS,
+    describe,
+    first_of,
+    last_frames,
+    place_of,
+    text_of,
+)
+
+MAX_MESSAGE_BYTES = 256 << 20
+
+_REQUESTS_A_BURIAL = 2048
+"""A reward may leave processes at each call; to look for them takes milliseconds."""
+
+
+def pack(message: list[Any]) -> bytes:
+    """Text may hold what no UTF-8 can, e.g. half a surrogate pair that a model sampled."""
+    packed: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
+    return packed
+
+
+def make_unpacker() -> Any:
+    return msgpack.Unpacker(
+        max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False, unicode_errors="surrogatepass"
+    )
+
+
+def finite_reward(value: Any) -> float:
+    """`value` as a float: a Python, numpy or one-element torch number.
+
+    Raises: RewardError: it is no number, or NaN or infinite.
+    """
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise RewardError(
+            "the reward function returned an awaitable: declare it with `async def`, "
+            "or return a number",
+            kind=RejectionKind.bad_reward,
+        )
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise RewardError(
+            f"the reward function returned {type(value).__name__} {text_of(value)[:80]!r}: "
+            "expected a finite number",
+            kind=RejectionKind.bad_reward,
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(
+            f"the reward function returned {number}: expected a finite number",
+            kind=RejectionKind.bad_reward,
+        )
+    return number
+
+
+def failure_of(error: BaseException) -> tuple[str, dict[str, str]]:
+    """The message and the attributes of the RewardError for a reward that raised this."""
+    error = first_of(error)
+    if type(error) is RewardError:
+        return text_of(error)[:MAX_TEXT_CHARS], {"kind": kind_of(error).value}
+    raised = error
+    if isinstance(error, WorkflowError) and error.__cause__ is not None:
+        raised = error.__cause__  # by the user's module, while it was imported
+    return describe(error), {
+        "kind": RejectionKind.reward_error.value,
+        "error_type": type(raised).__name__,
+        "place": place_of(raised),
+        "frames": last_frames(raised),
+    }
+
+
+def run_reward_process(spec: dict[str, Any]) -> int:
+    """Entry point. Returns at the end of file of the socket to the pool.
+
+    Args:
+        spec: `fd`, the socket; `sources`, as in `RewardPool`.
+    """
+    sources = Path(spec["sources"])
+    rewards: dict[int, Callable[..., Any]] = {}
+    setup_logging("reward")
+    with socket.socket(fileno=spec["fd"]) as connection:
+        connection.setblocking(True)
+        connection.sendall(pack(["ready"]))
+        left: set[int] = set()
+        for number, request in enumerate(_requests(connection), start=1):
+            answer = _answer(request, rewards, sources)
+            for text in take_warnings():
+                connection.sendall(pack(["warned", text]))
+            connection.sendall(pack(answer))
+            if number % _REQUESTS_A_BURIAL == 0:
+                left = bury_left(left)
+    return 0
+
+
+def _requests(connection: socket.socket) -> Iterator[list[Any]]:
+    unpacker = make_unpacker()
+    while received := connection.recv(1 << 16):
+        unpacker.feed(received)
+        yield from unpacker
+
+
+def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]], sources: Path) -> list[Any]:
+    kind, key, *rest = request
+    try:
+        if kind == "load":
+            rewards[key] = resolve(ObjectReference.from_wire(rest[0]), sources)
+            declaration: RewardDeclaration | None = getattr(rewards[key], DECLARATION, None)
+            if declaration is not None:
+                declaration.prepare()
+            return ["loaded", key]
+        prompt, completion, extra = from_wire(rest[0])
+        return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
+    except BaseException as error:  # the user's code: whatever it raises is its answer
+        return ["failed", *failure_of(error)]

@@ -1,0 +1,182 @@
+"""The files of a worker whose node does not see the run folder. The agent's side is `node_side`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areal_sc.config.schema import SchedulerConfig
+from areal_sc.engines.training.snapshot_index import INDEX_NAME
+from areal_sc.errors import (
+    CheckpointError,
+    ConfigError,
+    TransportError,
+    WaitTimeout,
+    WorkflowError,
+)
+from areal_sc.nodes.joining import read_address
+from areal_sc.nodes.node_folder import WorkerFiles
+from areal_sc.nodes.spec import Shipped
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.shipping.client import ScriptFiles, together, until_there
+from areal_sc.shipping.node_cache import NodeCache
+from areal_sc.sources.reference_paths import code_folders, data_paths, script_files
+from areal_sc.sources.row_file import GROWING
+from areal_sc.system.durable import remove, write_atomic
+from areal_sc.transport.rpc.transport import Transport
+
+
+class ShippedFiles(WorkerFiles):
+    """Brings files to the node, and back.
+
+    Args:
+        shipped: what was brought already.
+        config: of the run, with the run folder here.
+        transport: of the worker.
+    """
+
+    are_shared = False
+
+    def __init__(self, shipped: Shipped, config: SchedulerConfig, transport: Transport) -> None:
+        self._script_dir = shipped.run_dir
+        self._places: dict[str, str] = {**shipped.places, shipped.run_dir: config.run_dir}
+        self._here = RunFolder(config.run_dir)
+        self._limit_s = config.shipping_timeout_s
+        self._cache = NodeCache(config.node_folder)
+        self._transport = transport
+        self._growing: dict[int, list[str]] = {}  # names of files, by the number of their source
+        self._one_brings: dict[int, asyncio.Lock] = {}
+
+    def place(self, path: str) -> str:
+        for named in sorted(self._places, key=len, reverse=True):
+            if path == named or path.startswith(f"{named.rstrip('/')}/"):
+                return self._places[named] + path.removeprefix(named.rstrip("/"))
+        return path
+
+    def script_path(self, path: Path) -> str:
+        return f"{self._script_dir}/{path.relative_to(self._here.path)}"
+
+    async def bring_source(self, number: int) -> None:
+        try:
+            async with self._one_brings.setdefault(number, asyncio.Lock()):
+                if self._growing.get(number) != []:
+                    what = f"source {number}"
+                    await until_there(what, lambda: self._bring_source(number), self._limit_s)
+        except (TransportError, ConfigError, WaitTimeout, OSError) as error:
+            raise WorkflowError(
+                f"source {number} cannot be brought to this node: {error}"
+            ) from error
+
+    async def _bring_source(self, number: int) -> None:
+        async with self._opened() as files:
+            wanted = self._growing.get(number) or await self._bring_new(files, number)
+            await together([self._bring_rest(files, it) for it in wanted])
+        self._growing[number] = [it for it in wanted if Path(it).name.startswith(GROWING)]
+
+    async def bring_snapshot(self, folder: Path) -> None:
+        name = folder.relative_to(self._here.path).as_posix()
+        digest = hashlib.sha256(str(folder).encode()).hexdigest()
+
+        async def bring() -> None:
+            async with (
+                self._cache.bringing(digest, name, self._limit_s),
+                self._opened() as files,
+            ):
+                await self._bring_snapshot(files, folder, name)
+
+        try:
+            await until_there(name, bring, self._limit_s)
+        except WaitTimeout:
+            raise  # an OSError, too; that it can be read is as likely as not
+        except TransportError as error:
+            raise CheckpointError(f"{name} cannot be brought to this node: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot be written to {folder} of node {socket.gethostname()}: "
+                f"{error.strerror}; set scheduler.node_folder to a disk of the nodes with room"
+            ) from error
+
+    async def _bring_snapshot(self, files: ScriptFiles, folder: Path, name: str) -> None:
+        """All of it, unless another rank of this node has brought it: the index has checksums."""
+        index, listing = folder / INDEX_NAME, await files.list_run(name)
+        if INDEX_NAME not in {fact.name for fact in listing.files}:
+            return  # whoever loads it says so
+        content = await files.read_all("", f"{name}/{INDEX_NAME}")
+        if index.exists() and index.read_bytes() == content:
+            return
+        await asyncio.to_thread(self._make_room_for, folder)
+        for fact in listing.files:
+            if fact.name != INDEX_NAME:
+                below = replace(fact, name=f"{name}/{fact.name}")
+                await files.read_file("", below, folder / fact.name)
+        write_atomic(index, content)
+
+    def _make_room_for(self, snapshot: Path) -> None:
+        """One snapshot at a time is on this node, of each role."""
+        for earlier in self._here.snapshots():
+            remove(earlier / snapshot.name)
+            with suppress(OSError):
+                earlier.rmdir()  # unless there is another role's
+        snapshot.mkdir(parents=True)
+
+    async def bring_back(self, folder: Path, names: Sequence[str] | None) -> None:
+        below = folder.relative_to(self._here.path).as_posix()
+        found: Sequence[str] = names or ()
+        try:
+            found = sorted(os.listdir(folder)) if names is None else names
+            async with self._opened() as files:
+                for name in found:
+                    await files.write_file(folder / name, f"{below}/{name}")
+        except (TransportError, OSError) as error:
+            raise CheckpointError(f"{below} cannot be brought back: {error}") from error
+        finally:  # what has not come back is written again
+            with suppress(OSError):
+                for name in found:
+                    (folder / name).unlink()
+                for empty in (folder, folder.parent):
+                    if empty == folder or empty.suffix == ".partial":
+                        empty.rmdir()  # unless others still bring theirs
+
+    def _opened(self) -> Any:
+        return ScriptFiles.opened(self._transport, read_address(self._here.files_path))
+
+    async def _bring_new(self, files: ScriptFiles, number: int) -> list[str]:
+        """The reference, and what it names; files of the run folder are left to `_bring_rest`."""
+        name = f"sources/{int(number)}.json"
+        wire = await files.read_all("", name)
+        write_atomic(self._here.path / name, wire)
+        reference, own = json.loads(wire), list[str]()
+        sources = f"{self._script_dir}/sources/"
+        named = data_paths(reference) | code_folders(reference)
+        for path in named | script_files(reference):
+            if path.startswith(sources):
+                own.append(f"sources/{path.removeprefix(sources)}")
+            elif path in named and path not in self._places:
+                place = await self._cache.bring(files, path, self._limit_s)
+                if place is not None:
+                    self._places[path] = str(place)
+        return own
+
+    async def _bring_rest(self, files: ScriptFiles, name: str) -> None:
+        """What a file of the run folder has got since; workers of a node write the same bytes.
+
+        Of a growing one these are whole lines: the one that is being written becomes another one,
+        if the script is killed.
+        """
+        target = self._here.path / name
+        target.touch()
+        with target.open("r+b") as file:
+            offset = file.seek(0, 2)
+            more = await files.read_all("", name, offset)
+            if target.name.startswith(GROWING):
+                more = more[: more.rfind(b"\n") + 1]
+            file.seek(offset)
+            file.write(more)

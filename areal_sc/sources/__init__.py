@@ -1,0 +1,1 @@
+"""Prompts, and the user's code and values, as other processes get them."""

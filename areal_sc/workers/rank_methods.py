@@ -1,0 +1,225 @@
+"""The methods of ranks: name, arguments, reply and deadline of each, declared once. No torch.
+
+A method whose arguments are a `Change` changes the rank's state, or writes: the change names its
+operation, which runs once however often it is asked for (see `operations`). What a rank does is in
+files by subject: `rank_updates`, `rank_weights`, `begun_writes`, `weight_broadcasts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from types import NoneType
+from typing import Self
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from areal_sc.engines.base import RankPosition
+from areal_sc.metadata import BatchMetadata
+from areal_sc.transport.rpc.method import Method
+from areal_sc.transport.security.passes import CONTROLLER, Caller
+from areal_sc.weights import BucketLayout, WeightGroup
+from areal_sc.workers.calls import Numbers, SealedShard
+from areal_sc.workers.operations import Operation
+
+BatchMap = Callable[[BatchMetadata], BatchMetadata]
+
+
+class RankCall(Struct, frozen=True, array_like=True):
+    """What the ranks of a model are asked to do, and asked again after a death."""
+
+    @property
+    def batches(self) -> tuple[BatchMetadata, ...]:
+        """The rows that it reads."""
+        return ()
+
+    def on(self, current: BatchMap) -> Self:
+        """The same call on rows that may lie in other shards by now."""
+        return self
+
+
+class Change(RankCall, frozen=True, array_like=True):
+    """What a method that changes state is asked to do."""
+
+    operation: Operation
+
+
+class InitializeRank(Struct, frozen=True, array_like=True):
+    """What a rank needs to join the others and to build the model.
+
+    Attributes:
+        init_method: the ranks' meeting point; "" where there is one rank.
+        lineage: of the weights that it begins with; 0: none, a snapshot is loaded next.
+    """
+
+    rank: int
+    world_size: int
+    init_method: str
+    lineage: int
+
+
+class Compute(RankCall, frozen=True, array_like=True):
+    """What the model says of the rows of this rank, as a new field of theirs.
+
+    Attributes:
+        batch: the rows, with the fields that the model reads.
+        output: as `TrainEngine.forward` takes it.
+        field: name of the new field.
+    """
+
+    batch: BatchMetadata
+    output: str
+    field: str
+
+    @property
+    def batches(self) -> tuple[BatchMetadata, ...]:
+        return (self.batch,)
+
+    def on(self, current: BatchMap) -> Self:
+        return replace(self, batch=current(self.batch))
+
+
+class Demonstrations(Struct, frozen=True):
+    """Rows `indices` of a registered dataset."""
+
+    dataset: int
+    indices: tuple[int, ...]
+
+
+class TryLoss(RankCall, frozen=True, array_like=True):
+    """A registered loss is called once, on a row that is made up: so what is wrong is known."""
+
+    loss: int
+
+
+Rows = tuple[BatchMetadata, ...] | Demonstrations
+"""What an update trains on: the minibatches of a batch, or one of demonstrations."""
+
+
+class Update(Change, frozen=True, array_like=True):
+    """One optimizer update for each minibatch, of the rows of this rank.
+
+    Attributes:
+        loss: number of the registered loss.
+        rows: of this rank's share.
+        advances: it makes the next version by itself.
+    """
+
+    loss: int
+    rows: Rows
+    advances: bool
+
+    @property
+    def batches(self) -> tuple[BatchMetadata, ...]:
+        return () if isinstance(self.rows, Demonstrations) else self.rows
+
+    def on(self, current: BatchMap) -> Self:
+        if isinstance(self.rows, Demonstrations):
+            return self
+        return replace(self, rows=tuple(map(current, self.rows)))
+
+
+class SealWeights(Change, frozen=True, array_like=True):
+    """The weights are sealed, and the policy version becomes `version`."""
+
+    version: int
+
+
+class SaveWeights(Change, frozen=True, array_like=True):
+    """The weights are written to a folder, and the policy version becomes `version`.
+
+    Attributes:
+        oldest: version that somebody may still read; the folders of earlier ones go.
+        run: folder of the run; tells its folders from those of other runs.
+    """
+
+    version: int
+    oldest: int
+    run: str
+
+
+class SavedWeights(Struct, frozen=True, array_like=True):
+    """Weights in a folder; `last_sequence` as in `SealedShard`."""
+
+    folder: str
+    last_sequence: int
+
+
+class SnapshotPlace(StrEnum):
+    """Where a state is that ranks begin from.
+
+    disk: a snapshot in the run folder.
+    memory: a snapshot in the memory of the node, which is gone with the node.
+    initial: the model that the engine was built with.
+    """
+
+    disk = "disk"
+    memory = "memory"
+    initial = "initial"
+
+
+class Write(Change, frozen=True, array_like=True):
+    """The kind of the operation says what is written: a snapshot to the disk or in memory, or a
+    Hugging Face folder.
+
+    Attributes:
+        kept: before a snapshot is written in memory, those there go but for that of this version.
+    """
+
+    kept: int = -1
+
+
+class Load(Change, frozen=True, array_like=True):
+    """The snapshot of the operation's version is loaded from a place."""
+
+    place: SnapshotPlace
+
+
+class OpenWeightGroup(Struct, frozen=True, array_like=True):
+    """A weight group of rank 0 and the generating ranks, which rank 0 is to open.
+
+    Attributes:
+        is_cuda: all generating ranks compute on GPUs.
+        devices: their GPUs, as far as they are known, as `own_devices` names them.
+    """
+
+    name: str
+    world_size: int
+    is_cuda: bool
+    devices: tuple[str, ...]
+
+
+class SentWeights(Struct, frozen=True, array_like=True):
+    """The end of a broadcast; `failure` says why not all was sent, "" if it was."""
+
+    num_bytes: int
+    failure: str
+
+
+CREATE_RENDEZVOUS = Method("create_rendezvous", NoneType, str)
+INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes=True)
+"""It reads the model and tries it, which takes the longer the larger the model is."""
+COMPUTE = Method("compute", Compute, SealedShard)
+"""The head of each model group seals the field of its rows."""
+TRY_LOSS = Method("try_loss", TryLoss, NoneType)
+UPDATE = Method("update", Update, Numbers)
+SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
+SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, writes=True)
+"""Also waits for a snapshot that is being written."""
+OPEN_WEIGHT_GROUP = Method("open_weight_group", OpenWeightGroup, WeightGroup)
+MEET_WEIGHT_GROUP = Method("meet_weight_group", int, NoneType)
+"""Its argument is the number of ranks."""
+WEIGHT_LAYOUTS = Method("weight_layouts", NoneType, tuple[BucketLayout, ...])
+BROADCAST_WEIGHTS = Method("broadcast_weights", NoneType, SentWeights)
+CANCEL_BROADCAST = Method("cancel_broadcast", str, NoneType, callers=CONTROLLER | {Caller.rollout})
+"""Its argument is the weight group. Also called by rollout workers, whose servers have refused."""
+BEGIN_WRITE = Method("begin_write", Write, str, writes=True)
+"""Takes this rank's part of what is written, and names its folder. A snapshot on the disk is
+completed by the controller."""
+DROP_MEMORY_SNAPSHOTS = Method("drop_memory_snapshots", NoneType, NoneType)
+"""Drops this model's snapshots in memory on the node: what cannot be spared needs their room."""
+FINISH_WRITE = Method("finish_write", Change, NoneType, writes=True)
+"""Replies when what the operation took is on the disk."""
+LOAD_SNAPSHOT = Method("load_snapshot", Load, NoneType, ships=True)
+"""Goes to the state of the operation's version, in its lineage."""

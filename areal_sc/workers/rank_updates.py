@@ -1,0 +1,100 @@
+"""What a rank computes from rows: a new field of theirs, or the next weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from areal_sc.algorithms.loss_trial import try_loss
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.errors import WorkflowError
+from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.workers import calls, rank_methods
+from areal_sc.workers.rank import Rank
+
+
+async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedShard:
+    """Seals the field, if this rank is the head of its model group."""
+    rank.num_computed += 1
+    rank.num_computing += 1
+    try:
+        rows = await rank.plane.puller.pull(args.batch)
+
+        def compute() -> str:
+            values = rank.engine.forward(rows, args.output)
+            if not rows.num_rows or not rank.position.is_head:
+                return ""
+            return rank.plane.store.put({args.field: values}, rows.lengths)
+
+        return rank.sealed(await rank.compute(compute))
+    finally:
+        rank.num_computing -= 1
+
+
+async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> None:
+    """Raises: ConfigError: as `loss_trial.try_loss`."""
+    try_loss(await _loss(rank, args.loss))
+
+
+async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
+    """Metrics of one optimizer update a minibatch.
+
+    Raises: what `Operations.join`, the engine and the loss raise. WorkflowError: a row of the
+        demonstrations is no such row.
+    """
+    operation = args.operation
+
+    async def run() -> dict[str, float]:
+        loss, oldest = await _loss(rank, args.loss), None
+        if isinstance(args.rows, rank_methods.Demonstrations):
+            minibatches = [await _read(rank, args.rows)]
+        else:
+            minibatches = [await rank.plane.puller.pull(batch) for batch in args.rows]
+            oldest = args.rows[0].min_token_version
+        with rank.operations.changing(operation):
+            return await rank.compute(
+                lambda: rank.engine.update(
+                    minibatches, loss, step=operation.version, min_token_version=oldest
+                )
+            )
+
+    next_version = operation.version + 1 if args.advances else None
+    return await rank.operations.join(operation, run, next_version=next_version)
+
+
+async def _loss(rank: Rank, number: int) -> NamedLoss:
+    await rank.files.bring_source(number)
+    return rank.sources.loss(number)
+
+
+async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
+    """Rows of a dataset, with `input_ids` and `loss_mask`."""
+    await rank.files.bring_source(wanted.dataset)
+    dataset = rank.sources.prompts(wanted.dataset)
+    items = [dataset[index] for index in wanted.indices]
+    return PackedRows(
+        {
+            "input_ids": packed([item["input_ids"] for item in items], torch.int32),
+            "loss_mask": packed([item["loss_mask"] for item in items], torch.bool),
+        },
+        tuple(len(item["input_ids"]) for item in items),
+    )
+
+
+def packed(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of all rows, one after the other.
+
+    Raises: WorkflowError: a number would become another one.
+    """
+    parts = [torch.empty(0, dtype=dtype)]
+    for given in map(torch.as_tensor, values):
+        parts.append(given.to(dtype))
+        if not torch.equal(parts[-1].to(given.dtype), given):
+            raise WorkflowError(
+                f"a row of the dataset has numbers that {dtype} cannot hold: "
+                f"{given.tolist()!r:.80}; expected input_ids of integers, and loss_mask of bools, "
+                "or of 0 and 1"
+            )
+    return torch.cat(parts)

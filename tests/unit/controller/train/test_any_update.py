@@ -1,0 +1,89 @@
+"""Updates by any loss, of a model of any role, in virtual time; and models that only compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulation.settings import Settings, configs
+from simulation.training_run import TrainingRun
+from simulation.virtual_loop import run_virtual
+
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.engines.handles import FSDPPPOActor, make_actor
+from areal_sc.errors import ConfigError, StaleCall
+from areal_sc.workers.rank_methods import TRY_LOSS, UPDATE
+
+SETTINGS = Settings(num_steps=4, num_ranks=2, has_reference=True)
+
+
+def test_a_second_model_is_trained_by_any_loss_and_comes_back_after_a_death() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(SETTINGS).started() as run:
+            (critic,) = run.others
+            assert isinstance(critic, TrainController)
+            tried, asked = list[int](), list[tuple[int, int, bool]]()
+            worker = run.cluster.workers["ref/0"]
+            for method, seen in ((TRY_LOSS, tried), (UPDATE, asked)):
+                served = worker.served[method.name]
+
+                async def noted(args: object, served=served, seen=seen) -> object:
+                    seen.append(args)
+                    return await served.handler(args)
+
+                worker.served[method.name] = method.served_by(noted)
+            for number in range(SETTINGS.num_steps):
+                batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+                metrics = await critic.update_async(batch, "cross_entropy", num_minibatches=2)
+                assert (metrics["loss"], critic.version) == (0.0, number + 1)
+                if number == 1:
+                    run.cluster.workers["ref/1"].end("killed")
+                await run.step(checks_business=False)
+            assert len(tried) == 1, "each loss is tried once"
+            assert all(len(args.rows) == 2 and args.advances for args in asked)
+            own = [args.loss for args in asked]
+            await critic.update_async(batch, NamedLoss("cross_entropy", {}))
+            assert {args.loss for args in asked} == set(own), "it has one number"
+
+    run_virtual(scenario())
+
+
+def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(SETTINGS).started() as run:
+            (critic,) = run.others
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            await critic.update_async(batch, "cross_entropy", advances=False)
+            critic._step.num_updates = 0  # as if the call had been given up
+            with pytest.raises(StaleCall, match="asked for before, with something else"):
+                await critic.update_async(batch, "decoupled_ppo", advances=False)
+            await critic.update_async(batch, "cross_entropy", advances=False)
+            assert critic.version == 0
+
+    run_virtual(scenario())
+
+
+def test_a_frozen_model_is_refused_what_would_change_it() -> None:
+    actor_config, _ = configs(SETTINGS)
+    handle = make_actor(actor_config, is_frozen=True)
+    assert handle.config == replace(actor_config, is_frozen=True)
+    assert isinstance(handle, FSDPPPOActor)
+
+    async def scenario() -> None:
+        run = TrainingRun(SETTINGS)
+        reference = TrainController(handle, run.cluster, role="judge", runtime=run.runtime)
+        run.others.append(reference)
+        async with run.started():
+            batch = await run.step(checks_business=False)
+            refused = "the model of role 'judge' is frozen"
+            with pytest.raises(ConfigError, match=refused):
+                await reference.update_async(batch, "cross_entropy")
+            with pytest.raises(ConfigError, match=refused):
+                await reference.ppo_update_async(batch)
+            with pytest.raises(ConfigError, match=refused):
+                await reference.sft_update_async([{"input_ids": [1], "loss_mask": [1]}], [0])
+            with pytest.raises(ConfigError, match=refused):
+                await reference.publish_weights_async(run.rollout)
+
+    run_virtual(scenario())

@@ -1,0 +1,55 @@
+"""When the ranks are asked for proximal log-probabilities, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
+from simulation.virtual_loop import run_virtual
+
+from areal_sc.workers.rank_methods import COMPUTE
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_only_minibatches_after_the_first_need_a_recompute(num_minibatches: int) -> None:
+    async def scenario() -> tuple[dict[str, float], list[str]]:
+        settings = Settings(num_minibatches=num_minibatches, num_ranks=2)
+        async with TrainingRun(settings).started() as run:
+            asked: list[str] = []
+            for name in ("train/0", "train/1"):
+                worker: Any = run.cluster.workers[name]
+                compute = worker.compute_field
+
+                async def noted(args: Any, name: str = name, compute: Any = compute) -> Any:
+                    asked.append(name)
+                    return await compute(args)
+
+                worker.served["compute"] = COMPUTE.served_by(noted)
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            batch = run.actor.compute_advantages(batch)
+            batch = await run.actor.compute_proximal_logprobs_async(batch)
+            return await run.actor.ppo_update_async(batch), asked
+
+    stats, asked = run_virtual(scenario())
+    assert stats == {"loss": 0.0}
+    assert sorted(asked) == (["train/0", "train/1"] if num_minibatches > 1 else [])
+
+
+def test_a_second_update_of_a_version_needs_a_recompute() -> None:
+    """Its own forward is not that of the proximal policy any more."""
+
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_minibatches=1, num_ranks=2)).started() as run:
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            batch = await run.actor.compute_proximal_logprobs_async(
+                run.actor.compute_advantages(batch)
+            )
+            await run.actor.ppo_update_async(batch)
+            with pytest.raises(ValueError, match="proximal_logprobs"):
+                await run.actor.ppo_update_async(batch)
+            batch = await run.actor.compute_proximal_logprobs_async(batch)
+            assert "proximal_logprobs" in batch.fields
+
+    run_virtual(scenario())
