@@ -30,9 +30,9 @@ from ray.util.placement_group import placement_group_table
 
 from areal_sc.log import log_tail
 from areal_sc.nodes.joining import STARTER_VARIABLE
-from  import own_folder
 from areal_sc.system.durable import own_file
 from areal_sc.system.process import END_SIGNAL, exit_text, heard_from
+from areal_sc.transport.shards.memory_folder import folder_on_node
 
 KEY_LIMIT_S: Final = 60.0
 """In so long an agent's process has imported what it needs, and tells its key."""
@@ -117,7 +117,7 @@ class AgentActor:
         """In the run folder, if this node sees that."""
         self._shares_log = os.access(log_path.parent, os.W_OK)
         if not self._shares_log:
-            own = own_folder(node_folder)
+            own = folder_on_node(node_folder)
             own.mkdir(_OWNER_ONLY, parents=True, exist_ok=True)
             (own / "logs").mkdir(_OWNER_ONLY, exist_ok=True)
             log_path = own / "logs" / log_path.name
