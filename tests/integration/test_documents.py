@@ -50,7 +50,7 @@ NOT_RUN_HERE = {
     "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText": (
         "tests/unit/engines/test_multimodal.py"
     ),
-    "import asyncio": "tests/unit/workflows/test_weighted.py",
+    "import asyncio": "tests/unit/rewards/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
     "make test": ".ci/run",

@@ -105,7 +105,7 @@ class Bridge:
         """How many nodes the run has, or gets; `lack`: the cluster does not have them."""
         known = groups_of(self._prefix).get(group)
         if known is not None:
-            return {"count": len(known["bundles"])}
+            return {"count": len(known["bundles"]), "lack": ""}
         bundles, lack = _bundles(nodes, resources)
         return {"count": len(bundles), "lack": lack}
 
@@ -305,8 +305,9 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 def _end_of_actor(error: Exception, machine: str) -> str:
     """Words that follow "ended with"."""
-    is_lost = isinstance(error, RayActorError) and not _is_there(machine)
-    return "the loss of its Ray node" if is_lost else f"the end of its Ray actor: {_words(error)}"
+    if isinstance(error, RayActorError | ValueError) and not _is_there(machine):
+        return "the loss of its Ray node"
+    return f"the end of its Ray actor: {_words(error)}"
 
 
 def _words(error: Exception) -> str:

@@ -47,11 +47,11 @@ class RayHosts:
         try:
             yield
         finally:
-            self.hosts.host("boot", node)
-            self.wait_for_node(node)
+            self.boot(node)
 
-    def wait_for_node(self, node: str) -> None:
-        """It is one of the cluster again."""
+    def boot(self, node: str) -> None:
+        """Returns when the host is a node of the cluster again."""
+        self.hosts.host("boot", node)
         give_up_s = time.monotonic() + LIMIT_S
         while self.ask("nodes").count(node) != 1:
             assert time.monotonic() < give_up_s

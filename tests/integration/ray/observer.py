@@ -8,6 +8,7 @@ python VERSION   the cluster says from now on that it was started with that one
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import ray
@@ -43,10 +44,12 @@ ANSWERS = {"state": state, "nodes": nodes, "python": pretend}
 
 
 def main() -> None:
+    output = os.dup(1)
+    os.dup2(2, 1)  # Ray says of a node that it is lost
     ray.init(sys.argv[1], log_to_driver=False)
     for line in sys.stdin:
         what, *words = line.split()
-        print(json.dumps(ANSWERS[what](*words)), flush=True)
+        os.write(output, json.dumps(ANSWERS[what](*words)).encode() + b"\n")
 
 
 if __name__ == "__main__":

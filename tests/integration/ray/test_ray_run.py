@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,15 @@ async def test_nothing_is_lost_or_doubled_when_a_node_and_the_script_are_killed(
         *("scheduler.type=ray", f"scheduler.ray.address={ray_hosts.address}"),
         *("scheduler.ray.nodes=2", "scheduler.orphan_timeout_s=300"),
         *("checkpoint.every_steps=1", f"total_steps={STEPS}"),
+        "transport.stalled_peer_timeout_s=5",  # of pulls from the node that is lost
         f"task.num_free_episodes={STEPS_A_BYTE * ROWS_A_STEP}",
     ]
-    with tiny_run(run_dir, tiny_model_folder, *words) as killed:
+    with ExitStack() as stack, tiny_run(run_dir, tiny_model_folder, *words) as killed:
         run = RunOnHosts(killed, ray_hosts.hosts)
         killed.wait_for_step(1)
-        lost = run.lose("kill", "rollout/0")
+        lost = run.host_of("rollout/0")
+        stack.callback(ray_hosts.boot, lost)
+        run.lose("kill", "rollout/0")
         run.wait_until_elsewhere("rollout/0", lost)
         run.go_on()
         living = {worker: run.host_of(worker) for worker in ("rollout/0", "train/0")}
@@ -55,5 +59,3 @@ async def test_nothing_is_lost_or_doubled_when_a_node_and_the_script_are_killed(
     groups: list[GroupAccount] = []
     assert read_account(folder.ledger, groups.append).trained_again == []
     assert not folder.keys_path.exists()
-    ray_hosts.hosts.host("boot", lost)
-    ray_hosts.wait_for_node(lost)

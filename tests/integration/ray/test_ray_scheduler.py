@@ -119,7 +119,7 @@ class TestRayScheduler(Conformance):
 
 def ray_processes(hosts: RayHosts) -> dict[int, str]:
     """Those of the cluster, on all of its hosts, by this machine's process ids."""
-    words = ["ps", "-eo", "pid=,args="]
+    words = ["ps", "-ewwo", "pid=,args="]
     found = {}
     for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
         pid, command = line.split(None, 1)
