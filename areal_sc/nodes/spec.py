@@ -295,10 +295,6 @@ class Launch:
     timeout_s: float
     replaced: dict[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if len(self.keys) != len(self.orders):
-            raise ValueError(f"{len(self.orders)} workers have {len(self.keys)} key pairs")
-
 
 @dataclass(frozen=True)
 class Launched:

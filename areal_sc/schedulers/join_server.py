@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from areal_sc.errors import NotPermitted, TransportError
+from areal_sc.errors import NotPermitted
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
@@ -91,6 +91,7 @@ class JoinServer:
 
     Attributes:
         address: where agents join.
+        refused: agents that were not invited, or came a second time.
         unseen: the nodes of those that do not see the folder.
     Raises: TransportError: the interface cannot be bound. RunFolderError: the folder cannot be
         written.
@@ -106,7 +107,7 @@ class JoinServer:
         self._one_changes = threading.Lock()
         self._keys = keys
         self._invited: dict[bytes, _Invited] = {}  # by the digest of the secret
-        self._refused = Refusals(logger, "joining_refused", "scheduler")
+        self.refused = Refusals(logger, "joining_refused", "scheduler")
         self._interface = interface
         self._loop = asyncio.new_event_loop()
         self._is_open, self._done = asyncio.Event(), asyncio.Event()
@@ -183,30 +184,19 @@ class JoinServer:
         finally:
             self._loop.close()
 
-    def _server(self, port: str) -> RpcServer:
-        return RpcServer(
-            [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
-            node_id="scheduler",
-            incarnation="scheduler",
-            bind=f"{self._interface.bind}:{port or 0}",
-            security=CurveServer(
-                self._keys.controller,
-                KnownCallers(self._keys.controller.public, takes_newcomers=True),
-                "scheduler",
-            ),
-        )
-
     async def _serve(self, started: Future[str]) -> None:
         # agents of jobs that wait know where an earlier start was, if they do not see the folder
         earlier = read_address(self._folder.join_path).rpartition(":")[2]
-        server = self._server(earlier)
+        callers = KnownCallers(self._keys.controller.public, takes_newcomers=True)
+        server = RpcServer(
+            [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
+            node_id="scheduler",
+            incarnation="scheduler",
+            bind=f"{self._interface.bind}:{earlier or 0}",
+            security=CurveServer(self._keys.controller, callers, "scheduler"),
+        )
         try:
-            try:
-                address = await server.start()
-            except TransportError:  # another process has the port by now
-                server = self._server("0")
-                address = await server.start()
-            self.address = self._interface.reachable(address)
+            self.address = self._interface.reachable(await server.start(at_any_port=True))
             self.unseen.join_address = self.address  # before an agent is answered
             started.set_result(self.address)
         except Exception as error:
@@ -242,7 +232,7 @@ class JoinServer:
                 raise NotPermitted("another agent has taken the place of this one")
             invited.admit(joining)
         except NotPermitted as error:
-            self._refused.add(error)
+            self.refused.add(error)
             raise
 
 

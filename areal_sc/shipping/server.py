@@ -211,23 +211,16 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
             callers.note_replaced(json.decode(line, type=dict[str, int]))
         return is_whole
 
-    def server_at(port: str) -> RpcServer:
-        return RpcServer(
-            FileServer(folder).methods(),
-            node_id="files",
-            incarnation="files",
-            bind=f"{interface}:{port}",
-            security=CurveServer(keys.workers, callers, "files"),
-        )
-
     if not await is_told():
         return
-    server = server_at(port)
-    try:
-        address = await server.start()
-    except TransportError:  # another process has the port by now
-        server = server_at("0")
-        address = await server.start()
+    server = RpcServer(
+        FileServer(folder).methods(),
+        node_id="files",
+        incarnation="files",
+        bind=f"{interface}:{port}",
+        security=CurveServer(keys.workers, callers, "files"),
+    )
+    address = await server.start(at_any_port=True)
     tell_starter(address.encode())
     try:
         while await is_told():
