@@ -11,7 +11,7 @@ from simulation.workers import SimulatedWorker
 from areal_sc.controller.train.train_controller import MODEL_FIELDS
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
-from areal_sc.nodes.spec import WorkerOrder
+from areal_sc.nodes.spec import TRAIN_ROLE, WorkerOrder
 from areal_sc.transport.rpc.method import Served
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers import calls, rank_methods
@@ -113,7 +113,7 @@ class SimulatedTrainWorker(SimulatedWorker):
                 await self.read_shards(batch)
             with self.operations.changing(args.operation):
                 for number, batch in enumerate(args.batches):
-                    if self.is_head:
+                    if self.is_head and self.order.role == TRAIN_ROLE:
                         self.cluster.note_trained(self.version, number, batch)
                     self.past.append((self.version, tuple(map(row_key, batch.rows))))
                 await self.spend(self.cluster.behavior.training_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from simulation.settings import Settings, configs
@@ -13,6 +15,7 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import FSDPPPOActor, make_actor
 from areal_sc.errors import ConfigError, StaleCall
+from areal_sc.workers.operations import Kind
 from areal_sc.workers.rank_methods import TRY_LOSS, UPDATE
 
 SETTINGS = Settings(num_steps=4, num_ranks=2, has_reference=True)
@@ -23,7 +26,7 @@ def test_a_second_model_is_trained_by_any_loss_and_comes_back_after_a_death() ->
         async with TrainingRun(SETTINGS).started() as run:
             (critic,) = run.others
             assert isinstance(critic, TrainController)
-            tried, asked = list[int](), list[tuple[int, int, bool]]()
+            tried, asked = list[Any](), list[Any]()
             worker = run.cluster.workers["ref/0"]
             for method, seen in ((TRY_LOSS, tried), (UPDATE, asked)):
                 served = worker.served[method.name]
@@ -37,14 +40,15 @@ def test_a_second_model_is_trained_by_any_loss_and_comes_back_after_a_death() ->
                 batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
                 metrics = await critic.update_async(batch, "cross_entropy", num_minibatches=2)
                 assert (metrics["loss"], critic.version) == (0.0, number + 1)
+                same = NamedLoss("cross_entropy", {})
+                await critic.update_async(batch, same, advances=False)
+                assert critic.version == number + 1
                 if number == 1:
                     run.cluster.workers["ref/1"].end("killed")
                 await run.step(checks_business=False)
             assert len(tried) == 1, "each loss is tried once"
-            assert all(len(args.rows) == 2 and args.advances for args in asked)
-            own = [args.loss for args in asked]
-            await critic.update_async(batch, NamedLoss("cross_entropy", {}))
-            assert {args.loss for args in asked} == set(own), "it has one number"
+            assert {(len(args.rows), args.advances) for args in asked} == {(2, True), (1, False)}
+            assert len({args.loss for args in asked}) == 1, "equal losses have one number"
 
     run_virtual(scenario())
 
@@ -54,12 +58,20 @@ def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
         async with TrainingRun(SETTINGS).started() as run:
             (critic,) = run.others
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
-            await critic.update_async(batch, "cross_entropy", advances=False)
-            critic._ranks.step.num_updates = 0  # as if the call had been given up
+            call = critic.update_async(batch, "cross_entropy", advances=False)
+            given_up = asyncio.create_task(call)
+            # a worker tells nobody that it has begun
+            while not run.cluster.workers["ref/0"].operations.noted:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
             with pytest.raises(StaleCall, match="asked for before, with something else"):
                 await critic.update_async(batch, "decoupled_ppo", advances=False)
             await critic.update_async(batch, "cross_entropy", advances=False)
             assert critic.version == 0
+            (noted,) = run.cluster.workers["ref/0"].operations.noted
+            assert noted.kind is Kind.update, "it was made once"
 
     run_virtual(scenario())
 
@@ -71,7 +83,7 @@ def test_a_frozen_model_is_refused_what_would_change_it() -> None:
     assert isinstance(handle, FSDPPPOActor)
 
     async def scenario() -> None:
-        run = TrainingRun(SETTINGS)
+        run = TrainingRun(replace(SETTINGS, has_reference=False))
         reference = TrainController(handle, run.cluster, role="judge", runtime=run.runtime)
         run.others.append(reference)
         async with run.started():

@@ -62,5 +62,5 @@ def test_the_plan_of_a_frozen_model_has_parameters_alone() -> None:
 
 def test_megatron_refuses_to_be_frozen() -> None:
     config = ActorConfig(path="model", engine="megatron")
-    with pytest.raises(ConfigError, match=r"actor.is_frozen: expected false .* engine=fsdp has it"):
+    with pytest.raises(ConfigError, match=r"actor.is_frozen: expected false .*engine=fsdp has it"):
         make_actor(config, is_frozen=True).check(None)
