@@ -35,8 +35,6 @@ C = TypeVar("C", ActorConfig, RolloutConfig)
 FLOAT32_BYTES = 4
 ADAM_STATES = 2
 _LOGIT_COPIES = 4
-_SCORE_COPIES = 4
-"""Scores are scaled, capped, masked, and normalised; each step keeps its own."""
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
 _MEMORY_SNAPSHOTS = 2
@@ -151,6 +149,7 @@ class TrainHandle:
                 device=device,
                 parameter_bytes=parameter_bytes // 2,
                 gathered_bytes=gathered_bytes,
+                activation_bytes=self._activation_bytes(shape),
                 is_offloaded=is_offloaded,
             )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
@@ -174,8 +173,9 @@ class TrainHandle:
     def _activation_bytes(self, shape: ModelShape) -> int:
         """What the largest micro-batch leaves for its backward pass, and the output layer's logits.
 
-        One layer more than are kept goes through its backward pass. A chunk's logits exist four
-        times: as they are, exponentials, their gradient, and that of the entropy.
+        One layer more than are kept goes through its backward pass; a frozen model keeps none. A
+        chunk's logits exist four times: as they are, exponentials, their gradient, and that of the
+        entropy.
         """
         config, layer = self.config, shape.layer
         parallel, width = config.parallel, DTYPE_BYTES[config.dtype]
@@ -186,12 +186,9 @@ class TrainHandle:
         if layer is None:
             return logit_bytes
         kept = width * num_tokens * layer.activation_values
-        if layer.stores_scores:  # of one row, the longest that there may be
-            kept += (
-                _SCORE_COPIES * FLOAT32_BYTES * layer.heads * config.max_tokens_per_micro_batch**2
-            )
+        kept += layer.score_bytes(config.max_tokens_per_micro_batch)  # of one row, the longest
         kept = -(-kept // parallel.tensor)
-        num_layers = -(-layer.num_layers // parallel.pipeline)
+        num_layers = 0 if config.is_frozen else -(-layer.num_layers // parallel.pipeline)
         inputs = width * num_tokens * layer.hidden
         of_layers = num_layers * (inputs if config.activation_checkpointing else kept) + kept
         return of_layers + FLOAT32_BYTES * num_tokens * layer.hidden + logit_bytes
