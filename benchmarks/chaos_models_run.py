@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
                 step.record(batch, stats)
                 checkpoints.after_step()
                 held = {
-                    it.role: max(int(stats["store_bytes"]) for stats in it.worker_stats())
+                    it.role: max(int(one.get("store_bytes", 0)) for one in it.worker_stats())
                     for it in controllers
                 }
                 with book.open("a") as file:

@@ -15,12 +15,10 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from subprocess import PIPE
 
-from areal_sc.config.schema import SchedulerConfig
-from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agents_elsewhere import AgentsElsewhere, AgentStart
+from areal_sc.schedulers.agents_elsewhere import AgentCommand, AgentsElsewhere, AgentStart
 from areal_sc.system.process import exit_text
 
 ANSWER_LIMIT_S = 10.0
@@ -79,21 +77,21 @@ class SshAgent:
 class SshScheduler(AgentsElsewhere[SshAgent]):
     """Lends `nodes` of the `hosts`, which default to all of them."""
 
-    def __init__(self, config: SchedulerConfig, folder: RunFolder | None = None) -> None:
-        names = config.settings["hosts"]
-        command = config.settings.get("command", "ssh -o BatchMode=yes -o ConnectTimeout=5 {host}")
-        self._hosts = {name: Host(name, command) for name in names}
-        super().__init__(config, folder, config.settings.get("nodes", len(names)), names[0])
+    def reach(self, undo: ExitStack) -> tuple[int, list[str]]:
+        settings = self.config.settings
+        command = settings.get("command", "ssh -o BatchMode=yes -o ConnectTimeout=5 {host}")
+        self._hosts = {name: Host(name, command) for name in settings["hosts"]}
+        return settings.get("nodes", len(self._hosts)), list(self._hosts)
 
     def idle_machine(self) -> str | None:
         used = [agent.start.machine for agent in self.agents]
         idle = (host for name, host in self._hosts.items() if name not in used)
         return next((host.name for host in idle if host.run(host.left)), None)
 
-    def start_agent(self, start: AgentStart, command: str, invitation: bytes) -> SshAgent:
+    def start_agent(self, start: AgentStart, command: AgentCommand, invitation: bytes) -> SshAgent:
         host = self._hosts[start.machine]
         with start.log_path.open("ab") as log:
-            words = [*host.words, command]
+            words = [*host.words, command.shell_text]
             ssh = subprocess.Popen(words, stdin=PIPE, stdout=log, stderr=log, process_group=0)
         with suppress(BrokenPipeError):  # it has ended, and so it never joins
             os.write(ssh.stdin.fileno(), invitation)

@@ -16,7 +16,11 @@ from hypothesis import settings
 settings.register_profile("areal_sc", deadline=None)
 settings.load_profile("areal_sc")
 
-SERVER_TESTS = ("tests/integration/sglang/", "tests/integration/vllm/")
+SERVER_TESTS = (
+    "tests/integration/sglang/",
+    "tests/integration/vllm/",
+    "tests/integration/ray/",
+)
 
 
 def pytest_configure() -> None:
@@ -40,7 +44,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes (`-n 2`) a file's tests stay together: fixtures are made once a file.
 
-    Those of a kind of server share two servers, so their whole folder stays together.
+    Those of a kind of server share two servers, and those of Ray a cluster: so their whole folder
+    stays together.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -17,6 +17,7 @@ from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import setting, shared
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
+from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
@@ -344,9 +345,10 @@ class TransportConfig:
 class SchedulerConfig(KnowsRunOnly):
     """Where and how worker processes run."""
 
-    type: str = setting(SchedulerType.local.value, "local, slurm, or package.module:Class")
+    type: str = setting(SchedulerType.local.value, "local, slurm, ray, or package.module:Class")
     settings: dict[str, Any] = setting(dict, "settings of a scheduler of your own")
     slurm: SlurmConfig = setting(SlurmConfig)
+    ray: RayConfig = setting(RayConfig)
     run_dir: str = shared("${run_dir}", MISSING, "folder of the run")
     resume: Resume = shared("${resume}", Resume.auto, "of a loop without a `Run`")
     overwrite: bool = shared("${overwrite}", False, "of a loop without a `Run`")

@@ -14,11 +14,13 @@ class SchedulerType(StrEnum):
     """Where workers run.
 
     local: on this machine.
-    slurm: on nodes of a cluster.
+    slurm: on nodes of a cluster that SLURM has.
+    ray: on nodes of a Ray cluster.
     """
 
     local = "local"
     slurm = "slurm"
+    ray = "ray"
 
 
 @dataclass

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -27,13 +28,18 @@ from msgspec import json
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, ConfigError
 from areal_sc.log import setup_logging
-from areal_sc.nodes.joining import Invitation, announce, read_introduction
+from areal_sc.nodes.joining import STARTER_VARIABLE, Invitation, announce, read_introduction
 from areal_sc.nodes.node_agent import Agent
 from areal_sc.nodes.node_folder import NodeFolder, sees_folder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.sizing.machine import count_cuda_devices
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.system.process import allow_open_files, leave_signals_to_script, name_process
+from areal_sc.system.process import (
+    allow_open_files,
+    die_with,
+    leave_signals_to_script,
+    name_process,
+)
 from areal_sc.transport.security.keys import KeyPair
 
 logger = logging.getLogger(__name__)
@@ -66,6 +72,8 @@ def main(
     """
     run_id, settings, *address = sys.argv[1:] if argv is None else argv
     config = json.decode(settings, type=SchedulerConfig)
+    if starter := os.environ.get(STARTER_VARIABLE):
+        die_with(int(starter))
     leave_signals_to_script()
     setup_logging("agent")
     name_process("agent")
@@ -74,7 +82,7 @@ def main(
     fork_server = ForkServer(target, () if num_devices else preload)
     keys, invitation = KeyPair.create(), None
     try:
-        script_key, secret, nonce = read_introduction()
+        script_key, secret, nonce = read_introduction(keys)
         if address:
             address_path = RunFolder(config.run_dir).join_path
             invitation = Invitation(address[0], address_path, script_key, secret)

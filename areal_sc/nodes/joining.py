@@ -27,6 +27,7 @@ from areal_sc.transport.rpc.codec import ANY_INCARNATION
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import KeyPair
+from areal_sc.transport.security.sealed import unseal
 
 JOIN_LIMIT_S: Final = 30.0
 """A new agent waits so long for a script, or for `orphan_timeout_s` if that is less."""
@@ -34,24 +35,35 @@ _RETRY_S: Final = 0.5
 _MAX_ADDRESS_CHARS: Final = 256
 START_VARIABLE: Final = "AREAL_SC_START"
 """Environment variable: what the scheduler calls this start of an agent, if it is not SLURM."""
+STARTER_VARIABLE: Final = "AREAL_SC_STARTER"
+"""Environment variable: id of the process that has started the agent, whose words others can read.
+The agent dies with it, tells it a public key, and is introduced by what is sealed for that."""
 INTRODUCTION_LIMIT_S: Final = 30.0
 _MAX_LINE_BYTES: Final = 256
+_MAX_SEALED_BYTES: Final = 512
 
 
-def read_introduction() -> tuple[bytes, str, str]:
+def read_introduction(own: KeyPair) -> tuple[bytes, str, str]:
     """Public key of the script; for an agent that joins, the secret to do so, and the run's nonce.
 
     They are the first line of the standard input.
 
-    Raises: WorkerStartError: it does not come.
+    Args:
+        own: keys of the agent, for which the line may be sealed.
+    Raises: WorkerStartError: it does not come. TransportError: it is sealed for others.
     """
-    line, fd = b"", 0
-    while not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
+    is_sealed = STARTER_VARIABLE in os.environ
+    if is_sealed:
+        tell_starter(own.public)
+    line, fd, most = b"", 0, _MAX_SEALED_BYTES if is_sealed else _MAX_LINE_BYTES
+    while not line.endswith(b"\n") and len(line) < most:
         is_there, _, _ = select.select([fd], [], [], INTRODUCTION_LIMIT_S)
-        part = os.read(fd, _MAX_LINE_BYTES) if is_there else b""
+        part = os.read(fd, most) if is_there else b""
         if not part:
             raise WorkerStartError("the standard input does not say whose agent this is")
         line += part
+    if is_sealed:
+        line = unseal(line.strip(), own)
     key, secret, nonce = [*line.decode("ascii", "replace").split(), "", "", ""][:3]
     return key.encode("ascii", "replace"), secret, nonce
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from areal_sc.config.schema import SchedulerConfig
@@ -84,7 +85,10 @@ class WorkerFiles:
 
     def placed(self, order: WorkerOrder) -> WorkerOrder:
         """What a worker is to do, with paths of this machine."""
-        return order
+        engine_config = dict(order.engine_config)
+        if isinstance(path := engine_config.get("path"), str):
+            engine_config["path"] = self.place(path)
+        return replace(order, engine_config=engine_config)
 
     def place(self, path: str) -> str:
         """Where a path of the script's machine is on this one."""

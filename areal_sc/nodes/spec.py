@@ -73,6 +73,11 @@ class Joining:
     restart: int = 0
     step: int = 0
 
+    @property
+    def shares_folder(self) -> bool:
+        """Whether it sees the run folder, or is of no use."""
+        return not isinstance(self.facts, NodeFacts) or self.facts.shares_folder
+
 
 @dataclass(frozen=True)
 class Welcome:
@@ -140,14 +145,12 @@ class WorkerOrder:
 
 ROLLOUT_ROLE = "rollout"
 TRAIN_ROLE = "train"
+"""What a TrainController is called unless it is given a role."""
 
 
 def snapshot_name(role: str) -> str:
     """Name of a model within the folder of a snapshot, which holds the models of all roles."""
     return "engine" if role == TRAIN_ROLE else f"engine-{role}"
-
-
-"""What a TrainController is called unless it is given a role."""
 
 
 @dataclass(frozen=True)
@@ -291,10 +294,6 @@ class Launch:
     keys: list[WorkerKeys]
     timeout_s: float
     replaced: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if len(self.keys) != len(self.orders):
-            raise ValueError(f"{len(self.orders)} workers have {len(self.keys)} key pairs")
 
 
 @dataclass(frozen=True)

@@ -292,8 +292,9 @@ def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list
         ("actor", make_actor(actor), actor.dtype, "parallel", actor.parallel.num_ranks),
         ("rollout", make_generator(rollout), rollout.dtype, most, rollout.most_workers),
     )
-    is_own = config.scheduler.type not in list(SchedulerType)  # what it lends, it will tell
-    if is_own or all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):
+    is_known = config.scheduler.type in (SchedulerType.local, SchedulerType.slurm)
+    # what any other scheduler lends, it will tell
+    if not is_known or all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):
         return []
     is_local = config.scheduler.type == SchedulerType.local
     where = "of this machine" if is_local else "asked of SLURM"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 from areal_sc.config.loading.differences import check_resumable
 from areal_sc.errors import RunFolderError
@@ -62,6 +62,21 @@ class Opening(Enum):
 _GOES_ON = (Opening.attach, Opening.resume)
 
 
+class HowToOpen(TypedDict, total=False):
+    """How a folder is to be opened.
+
+    Attributes:
+        resume: `auto`, unless it is said, goes on with an unfinished run, else starts one; `never`
+            needs a new or empty folder; `must` needs an unfinished run with a snapshot.
+        overwrite: empty the folder first, provided that it is a run's.
+        total_steps: that are planned; a finished run with fewer goes on. None: not known.
+    """
+
+    resume: str
+    overwrite: bool
+    total_steps: int | None
+
+
 class RunFolder(RunFiles):
     """The durable files of one run; construct it anywhere, `open` it to own it.
 
@@ -76,18 +91,12 @@ class RunFolder(RunFiles):
         self.warnings: list[str] = []
         self._lock: HeldLock | None = None
 
-    def decide(
-        self, *, resume: str = "auto", overwrite: bool = False, total_steps: int | None = None
-    ) -> Opening:
+    def decide(self, **wanted: Unpack[HowToOpen]) -> Opening:
         """What `open` would do with the folder as it is now; changes nothing.
 
-        Args:
-            total_steps: that are planned; a finished run with fewer goes on. None: not known.
-            resume: `auto` goes on with an unfinished run, else starts one; `never` needs a new or
-                empty folder; `must` needs an unfinished run with a snapshot.
-            overwrite: empty the folder first, provided that it is a run's.
         Raises: RunFolderError: the folder is in no state for it, or cannot be written.
         """
+        resume = wanted.get("resume", "auto")
         assert resume in ("auto", "never", "must"), resume
         with self._errors_named():
             existing = next(p for p in (self.path, *self.path.parents) if p.exists())
@@ -109,7 +118,7 @@ class RunFolder(RunFiles):
                     f"it has other files in it ({sample}) and is not the folder of a run{why}; so "
                     "it is left alone; choose another run_dir"
                 )
-            if overwrite:
+            if wanted.get("overwrite"):
                 return Opening.overwrite
             if (found := marker.format_version) != FORMAT_VERSION:
                 raise self._error(
@@ -121,7 +130,7 @@ class RunFolder(RunFiles):
             for path in files:
                 if path.is_dir():
                     raise self._error(f"{path} is a folder, not a file; move it away")
-            return self._continuation(resume, total_steps)
+            return self._continuation(resume, wanted.get("total_steps"))
 
     def _continuation(self, resume: str, total_steps: int | None) -> Opening:
         snapshots = self.snapshots()
@@ -154,19 +163,12 @@ class RunFolder(RunFiles):
             raise self._error("its run has no snapshot to resume from")
         return Opening.restart
 
-    def preview(
-        self,
-        *,
-        config_text: str,
-        resume: str = "auto",
-        overwrite: bool = False,
-        total_steps: int | None = None,
-    ) -> Opening:
+    def preview(self, *, config_text: str, **wanted: Unpack[HowToOpen]) -> Opening:
         """What `open` would do; changes nothing.
 
         Raises: RunFolderError: `open` would refuse.
         """
-        opening = self.decide(resume=resume, overwrite=overwrite, total_steps=total_steps)
+        opening = self.decide(**wanted)
         with self._errors_named():
             if (self.path / LOCK).exists():
                 take_folder(self.path).close()
@@ -175,31 +177,18 @@ class RunFolder(RunFiles):
                 self._check_settings(config_text, opening)
         return opening
 
-    def open(
-        self,
-        *,
-        config_text: str,
-        resume: str = "auto",
-        overwrite: bool = False,
-        total_steps: int | None = None,
-    ) -> Opening:
+    def open(self, *, config_text: str, **wanted: Unpack[HowToOpen]) -> Opening:
         """Takes the folder for this process and brings it into the state to run in.
 
         Args:
             config_text: the resolved configuration as YAML, kept as `config.yaml`.
-            resume, overwrite, total_steps: as in `decide`.
         Returns: what was done; `Opening.resume` asks the caller to go on from the last snapshot,
             `Opening.attach` to take over the workers that live, or else to do the same.
         Raises: RunFolderError: the folder is in use, not writable, in no state for it, or its run
             was begun with settings that cannot change.
         """
-        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "total_steps": total_steps}
-        self.decide(**how)  # before anything is created
-        with self._taken():
-            opening = self.decide(**how)  # now that no other can act
-            if opening is Opening.overwrite:
-                self._empty()
-            elif opening is Opening.restart:
+        with self._taken(wanted) as opening:
+            if opening is Opening.restart:
                 self._set_aside()
             elif opening in _GOES_ON:
                 for change in self._check_settings(config_text, opening):
@@ -212,27 +201,21 @@ class RunFolder(RunFiles):
             self.write_atomic(self.config_path, config_text.encode())
         return opening
 
-    def lock(self, *, resume: str = "auto", overwrite: bool = False) -> None:
+    def lock(self, **wanted: Unpack[HowToOpen]) -> None:
         """Takes the folder for this process: for a training loop that has no `Run`.
 
         What is in it stays, unless it is to be overwritten; snapshots are not read.
 
-        Args:
-            resume, overwrite: as in `decide`; but `must` is refused.
         Raises: RunFolderError: the folder is in use, not writable, in no state for it, holds a
             finished run, or other files.
         """
-        if resume == "must":
+        if wanted.get("resume") == "must":
             raise self._error(
                 "a loop without a `Run` starts from nothing and cannot resume; write it with "
                 "`with Run(config) as run:` (examples/own_loop.py), or leave out --resume"
             )
-        self.decide(resume=resume, overwrite=overwrite)
-        with self._taken():
-            opening = self.decide(resume=resume, overwrite=overwrite)
-            if opening is Opening.overwrite:
-                self._empty()
-            elif opening in (Opening.resume, Opening.restart):
+        with self._taken(wanted) as opening:
+            if opening in (Opening.resume, Opening.restart):
                 self.begun_path.unlink(missing_ok=True)
                 what = "held a run whose workers are gone: this loop starts from nothing"
                 _logger.warning("%s %s", self.path, what)
@@ -317,11 +300,13 @@ class RunFolder(RunFiles):
             raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
 
     @contextmanager
-    def _taken(self) -> Iterator[None]:
-        """Takes the folder, made if needed, and keeps it unless the block raises.
+    def _taken(self, wanted: HowToOpen) -> Iterator[Opening]:
+        """Takes the folder, made or emptied if needed, and keeps it unless the block raises.
 
-        Raises: RunFolderError: another process has it, or something cannot be written.
+        Raises: RunFolderError: another process has it, it is in no state for what is wanted, or
+            something cannot be written.
         """
+        self.decide(**wanted)  # before anything is created
         assert self._lock is None, f"run folder {self.path} is open already"
         try:
             with self._errors_named():
@@ -329,7 +314,10 @@ class RunFolder(RunFiles):
                 self._lock = take_folder(self.path)
                 make_private(self.path, self.warnings.append)
                 self.term = RunTerm.begin(self.path)
-                yield
+                opening = self.decide(**wanted)  # now that no other can act
+                if opening is Opening.overwrite:
+                    self._empty()
+                yield opening
         except BaseException:
             self.close()
             raise

@@ -6,9 +6,8 @@
 
     found_agent ──► an agent that a killed script has left, with its workers ──► Node
 
-A subclass says how an agent is started, and on which machine; `examples/ssh_scheduler.py` is one.
-All machines see the Python environment under the same path; files of the script are brought to
-those that do not see its run folder.
+A subclass says how an agent is started, and on which machine: `examples/ssh_scheduler.py`, and
+`ray.scheduler`. Files of the script are brought to machines that do not see its run folder.
 
 The name of a start says on which machine it is, and agents note it in their files: so the next
 start of a killed script knows where they are. Those that live go on, unless their settings differ;
@@ -34,7 +33,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
 from msgspec import json
 
@@ -82,6 +81,25 @@ class AgentStart:
     log_path: Path
 
 
+@dataclass(frozen=True)
+class AgentCommand:
+    """What a machine runs, for as long as the agent lives.
+
+    Attributes:
+        arguments: of the Python interpreter.
+        variables: of the environment, beside what the machine has.
+    """
+
+    arguments: list[str]
+    variables: dict[str, str]
+
+    @property
+    def shell_text(self) -> str:
+        """A line for a shell of a machine whose interpreter is where this script's is."""
+        variables = (f"{name}={value}" for name, value in self.variables.items())
+        return f"exec {shlex.join(['env', *variables, AGENT[0], *self.arguments])}"
+
+
 class AgentElsewhere(Protocol):
     """An agent on another machine."""
 
@@ -110,23 +128,22 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
 
     Args:
         config, folder: as in `make_scheduler`; `config.settings` is the subclass's own.
-        num_nodes: that it lends.
-        host: one of the machines. Agents reach the script at the address from which the script
-            reaches that one, unless `transport.bind` names another.
 
     Attributes:
         config: as in `Scheduler`.
         folder: of the run.
         agents: those that were started, and neither replaced nor given up.
+        may_queue: machines may be on their way when a run begins, which has no limit; else a run
+            that gets too few at once is refused.
     Raises: RunFolderError: another process runs in the folder, or agents of a script that was
-        killed do on their machines, or it cannot be used. ConfigError: there is no way to the host.
+        killed do on their machines, or it cannot be used. ConfigError: as `reach`, or there is no
+        way to the hosts. WorkerStartError: there are too few machines.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, folder: RunFolder | None, num_nodes: int, host: str
-    ) -> None:
+    may_queue: ClassVar[bool] = False
+
+    def __init__(self, config: SchedulerConfig, folder: RunFolder | None = None) -> None:
         self.config = config
-        self._num_nodes = num_nodes
         self.agents: list[A] = []
         self._nodes: dict[Node, A] = {}
         self._workers: dict[str, list[LivingWorker]] = {}  # by the agent's start
@@ -139,10 +156,12 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         with interrupts.deferred(), ExitStack() as undo:
             self.folder = self._take(config, folder, undo)
             self._use_keys(keys_of(self.folder))
+            num_nodes, hosts = self.reach(undo)
+            self._num_nodes = num_nodes
             end_agents(self.folder.path, config.shutdown_timeout_s, but_of_jobs=True)
             found = self._find(num_nodes)
             delete_files_of_dead_agents(self.folder.path)
-            interface = Interface.towards(config.transport.bind, [host])
+            interface = Interface.towards(config.transport.bind, hosts)
             self._joins = JoinServer(self.keys, self.passes, interface, self.folder)
             undo.callback(self._joins.close)
             self.keys.write(self.folder.keys_path)
@@ -152,21 +171,37 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
             self._take_over(found)
             while len(self.agents) < num_nodes and self._start(None) is not None:
                 pass
-            if len(self.agents) < num_nodes and not found:
+            if len(self.agents) < num_nodes and not found and not self.may_queue:
                 raise WorkerStartError(f"there are fewer machines than the {num_nodes} wanted")
             self._keep(undo)
 
     @abstractmethod
-    def idle_machine(self) -> str | None:
-        """One that answers, and on which none of the `agents` is; None: there is none now."""
+    def reach(self, undo: ExitStack) -> tuple[int, Sequence[str]]:
+        """Makes the connections that the other methods need; `folder` and `keys` are there.
+
+        Args:
+            undo: what is to be undone when all agents have ended.
+        Returns: how many machines are lent; and hosts of some, by name or address. Agents reach the
+            script at the address from which that reaches the hosts, unless `transport.bind` names
+            another.
+        Raises: ConfigError: these machines are not to be had.
+        """
 
     @abstractmethod
-    def start_agent(self, start: AgentStart, command: str, invitation: bytes) -> A:
-        """Has a machine run a shell command, which runs as long as the agent does.
+    def idle_machine(self) -> str | None:
+        """One that answers, and on which none of the `agents` is; None: there is none now.
+
+        It is known by that name until an agent of it is lost with the machine.
+        """
+
+    @abstractmethod
+    def start_agent(self, start: AgentStart, command: AgentCommand, invitation: bytes) -> A:
+        """Has a machine run a command, which runs as long as the agent does.
 
         Args:
             invitation: what the command reads first from its standard input, which stays open as
-                long as the script lives. Nobody else may see it.
+                long as the script lives. Nobody else may see it: where others can, an agent makes a
+                key for which it is sealed (`STARTER_VARIABLE`).
         """
 
     @abstractmethod
@@ -241,7 +276,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
 
         Raises: RunFolderError: one of those has not. StaleTerm.
         """
-        wanted = settings_of_agents(self._config_of_agents)
+        wanted = settings_of_agents(self.config_of_agents)
         found: list[tuple[A, FoundAgent]] = []
         others: list[FoundAgent] = []
         for it in find_agents(self.folder, self.keys):
@@ -283,7 +318,8 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         return AgentStart(name, machine, path) if mark else None
 
     @property
-    def _config_of_agents(self) -> SchedulerConfig:
+    def config_of_agents(self) -> SchedulerConfig:
+        """The settings that agents are started with; those of others end when the script begins."""
         return replace(self.config, run_dir=str(self.folder.path), settings={})
 
     def _start(self, machine: str | None) -> A | None:
@@ -294,13 +330,13 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         term = 0 if self.term is None else self.term.number
         start = self._start_of(f"{machine}{_MARK}{term}.{next(self._numbers)}")
         assert start is not None
-        variables = {START_VARIABLE: start.name, **agent_environment(os.environ)}
-        words = [
-            *("env", *(f"{variable}={value}" for variable, value in variables.items()), *AGENT),
-            *(self.keys.run_id, json.encode(self._config_of_agents).decode(), self._joins.address),
-        ]
+        config = json.encode(self.config_of_agents).decode()
+        command = AgentCommand(
+            [*AGENT[1:], self.keys.run_id, config, self._joins.address],
+            {START_VARIABLE: start.name, **agent_environment(os.environ)},
+        )
         invitation = f"{self._joins.invite(random_id(), 1)}\n".encode()
-        agent = self.start_agent(start, f"exec {shlex.join(words)}", invitation)
+        agent = self.start_agent(start, command, invitation)
         self.agents.append(agent)
         return agent
 

@@ -15,6 +15,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.local import LocalScheduler
 from areal_sc.schedulers.no_nodes import NoNodes
+from areal_sc.schedulers.ray.scheduler import RayScheduler
 from areal_sc.schedulers.slurm.scheduler import SlurmScheduler
 from areal_sc.system.process import refuse_in_worker, refuse_several_starts
 from areal_sc.system.telling import tell
@@ -27,6 +28,7 @@ MakeScheduler = Callable[[SchedulerConfig, RunFolder | None], Scheduler]
 _BUILT_IN: Final[dict[str, MakeScheduler]] = {
     SchedulerType.local: LocalScheduler,
     SchedulerType.slurm: SlurmScheduler,
+    SchedulerType.ray: RayScheduler,
 }
 _AWAITED: Final = ("nodes", "ended_nodes", "renew", "ask_node", "give_back")
 

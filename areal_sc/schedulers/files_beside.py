@@ -24,8 +24,7 @@ from msgspec import json
 from areal_sc.errors import WorkerStartError
 from areal_sc.log import log_tail
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_process import agent_environment
-from areal_sc.system.durable import own_file
+from areal_sc.schedulers.agent_process import agent_environment, start_beside
 from areal_sc.system.process import exit_text, heard_from
 from areal_sc.transport.security.passes import Passes
 from areal_sc.transport.sockets.interface import Interface
@@ -126,15 +125,9 @@ class FilesBeside:
         before, path = self._address, self._folder.log_path(_LOG)
         port = before.rpartition(":")[2] or "0"
         words = str(self._folder.path), self._interface.bind, port
-        with open(path, "ab", opener=own_file) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words],
-                stdin=subprocess.PIPE,  # open as long as this process lives, unless it is closed
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **agent_environment(os.environ)},
-                start_new_session=True,
-            )
+        command = [sys.executable, "-P", "-m", "areal_sc.shipping.server", *words]
+        env = os.environ | agent_environment(os.environ)
+        process = start_beside(command, path, env, subprocess.PIPE)
         self._process, self._news = process, threading.Event()
         self._passes.on_replaced = self._news.set
         told = process, self._news

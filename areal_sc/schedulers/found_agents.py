@@ -12,12 +12,11 @@ from msgspec import MsgspecError, json
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import RunFolderError, WaitTimeout
-from areal_sc.nodes.spec import Joining, LivingWorker, NodeFacts
+from areal_sc.nodes.spec import DESCRIBE, END, Joining, LivingWorker, NodeFacts
 from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
-from areal_sc.schedulers import agent_calls as other_agents
-from areal_sc.schedulers.agent_calls import AgentAddress
+from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
 from areal_sc.transport.security.keys import RunKeys
 
 _LOOK_S: Final = 0.1
@@ -42,11 +41,6 @@ class FoundAgent:
     calls_format: int
 
     @property
-    def shares_folder(self) -> bool:
-        """Whether it sees the run folder."""
-        return shares_folder(self.joining)
-
-    @property
     def address(self) -> AgentAddress:
         assert isinstance(self.joining.facts, NodeFacts), "it answers"
         return AgentAddress.of(self.joining.facts)
@@ -56,17 +50,12 @@ class FoundAgent:
         return self.joining.job, self.joining.node
 
 
-def shares_folder(joining: Joining) -> bool:
-    """Whether an agent sees the run folder, or is of no use."""
-    return not isinstance(joining.facts, NodeFacts) or joining.facts.shares_folder
-
-
 def note_unseen(folder: RunFolder, joined: Iterable[Joining]) -> None:
     """The folder tells of agents that do not see it, and so cannot do that themselves. Blocks.
 
     Raises: RunFolderError: it cannot be written. StaleTerm.
     """
-    unseen = [it for it in joined if not shares_folder(it)]
+    unseen = [it for it in joined if not it.shares_folder]
     if unseen:
         folder.write_atomic(folder.joined_path, json.encode(unseen))
     else:
@@ -104,9 +93,8 @@ def find_agents(folder: RunFolder, keys: RunKeys, lent: Sequence[Joining] = ()) 
     for it in left:
         facts = it if isinstance(it, AgentFile) else it.facts
         if not isinstance(facts, str):
-            address = AgentAddress(facts.address, facts.incarnation, facts.key)
-            places.setdefault(address, it)
-    answered = other_agents.describe(places, keys, folder.term)
+            places.setdefault(AgentAddress.of(facts), it)
+    answered = call_agents(DESCRIBE, None, places, keys, folder.term)
     found = []
     for address, place in places.items():
         if (told := answered.get(address)) is not None:
@@ -160,12 +148,12 @@ class UnseenAgents:
         return [it.joining.node for it in living]
 
     def _living(self, keys: RunKeys) -> list[FoundAgent]:
-        return [it for it in find_agents(self._folder, keys) if not it.shares_folder]
+        return [it for it in find_agents(self._folder, keys) if not it.joining.shares_folder]
 
 
 def tell_to_end(agents: Iterable[FoundAgent], keys: RunKeys, term: RunTerm | None) -> None:
     """They end soon, with their workers. Raises: StaleTerm: one knows a later term."""
-    other_agents.end([it.address for it in agents], keys, term)
+    call_agents(END, None, [it.address for it in agents], keys, term)
 
 
 def end_found(

@@ -26,15 +26,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from areal_sc.errors import NotPermitted, StaleTerm, TransportError
+from areal_sc.errors import NotPermitted
 from areal_sc.ids import random_id
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import JOIN, STOP_RUN, Joining, NodeFacts, Welcome
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers import agent_calls as other_agents
-from areal_sc.schedulers.agent_calls import AgentAddress
-from areal_sc.schedulers.files_beside import FilesBeside
-from areal_sc.schedulers.found_agents import FoundAgent, note_unseen, shares_folder
+from areal_sc.schedulers.found_agents import FoundAgent
+from areal_sc.schedulers.unseen_nodes import UnseenNodes
 from areal_sc.system import interrupts
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
@@ -44,7 +42,6 @@ from areal_sc.transport.sockets.interface import Interface
 from areal_sc.transport.sockets.refusals import Refusals
 
 _CLOSE_LIMIT_S: Final = 10.0
-_NONCE: Final = b"areal_sc nonce 1\0"
 _PURPOSE: Final = b"areal_sc invitation 1\0"
 """Before the name, in what a secret is made of: it is none of anything else."""
 
@@ -90,10 +87,12 @@ class JoinServer:
 
     Args:
         passes: of the run's workers.
-        folder: of the run, in which a nonce is written that agents look for.
+        folder: of the run.
 
     Attributes:
         address: where agents join.
+        refused: agents that were not invited, or came a second time.
+        unseen: the nodes of those that do not see the folder.
     Raises: TransportError: the interface cannot be bound. RunFolderError: the folder cannot be
         written.
     """
@@ -101,22 +100,17 @@ class JoinServer:
     def __init__(
         self, keys: RunKeys, passes: Passes, interface: Interface, folder: RunFolder
     ) -> None:
-        # as secret as the invitations, and the same for every start of the script
-        self._nonce = hmac.digest(keys.controller.secret, _NONCE, "sha256").hex()
-        folder.write_atomic(folder.nonce_path, self._nonce.encode())
+        self.unseen = UnseenNodes(keys, passes, interface, folder, self.agents)
         self._folder = folder
-        self._files = FilesBeside(folder, interface, passes, self._tell_of_files)
         self._joined: dict[tuple[str, str], Joining] = {}
         self._replaced: set[str] = set()
         self._one_changes = threading.Lock()
         self._keys = keys
         self._invited: dict[bytes, _Invited] = {}  # by the digest of the secret
-        self._refused = Refusals(logger, "joining_refused", "scheduler")
+        self.refused = Refusals(logger, "joining_refused", "scheduler")
         self._interface = interface
         self._loop = asyncio.new_event_loop()
         self._is_open, self._done = asyncio.Event(), asyncio.Event()
-        self._one_notes = asyncio.Lock()
-        self._noted: list[Joining] = []
         self.address = ""
         started: Future[str] = Future()
         self._thread = threading.Thread(
@@ -124,11 +118,6 @@ class JoinServer:
         )
         self._thread.start()
         self.address = started.result()
-
-    @property
-    def num_refused(self) -> int:
-        """Agents that were not invited, or came a second time."""
-        return self._refused.num
 
     def invite(self, name: str, num_nodes: int, num_restarts: int = 0) -> str:
         """The first line of its agents' standard input, which nobody else may see.
@@ -142,7 +131,7 @@ class JoinServer:
         secret = base64.urlsafe_b64encode(made).decode("ascii")
         with self._one_changes:
             self._invited.setdefault(_digest(secret), _Invited(num_nodes, num_restarts))
-        return f"{self._keys.controller.public.decode()} {secret} {self._nonce}"
+        return f"{self._keys.controller.public.decode()} {secret} {self.unseen.nonce}"
 
     def open(self, found: Sequence[FoundAgent] = ()) -> list[FoundAgent]:
         """Agents can join from now on; those of an earlier start of the script have. Blocks.
@@ -153,15 +142,10 @@ class JoinServer:
         Raises: WorkerStartError: files cannot be served. RunFolderError: it cannot be written.
             StaleTerm.
         """
-        unseen = {it.address for it in found if not it.shares_folder}
-        told = unseen and other_agents.welcome(
-            Welcome(self.address, self._files.address()), unseen, self._keys, self._folder.term
-        )
-        adopted = [it for it in found if it.address not in unseen - told]
+        adopted = self.unseen.adopt(found)
         with self._one_changes:
             self._joined |= {it.place: it.joining for it in adopted}
-        self._noted = self.agents()
-        note_unseen(self._folder, self._noted)
+        self.unseen.note()
         self._loop.call_soon_threadsafe(self._is_open.set)
         return adopted
 
@@ -189,7 +173,7 @@ class JoinServer:
 
     def close(self) -> None:
         """Nobody joins any more, or gets files. Closing again does nothing."""
-        self._files.close()
+        self.unseen.files.close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join(_CLOSE_LIMIT_S)
@@ -200,30 +184,20 @@ class JoinServer:
         finally:
             self._loop.close()
 
-    def _server(self, port: str) -> RpcServer:
-        return RpcServer(
-            [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
-            node_id="scheduler",
-            incarnation="scheduler",
-            bind=f"{self._interface.bind}:{port or 0}",
-            security=CurveServer(
-                self._keys.controller,
-                KnownCallers(self._keys.controller.public, takes_newcomers=True),
-                "scheduler",
-            ),
-        )
-
     async def _serve(self, started: Future[str]) -> None:
         # agents of jobs that wait know where an earlier start was, if they do not see the folder
         earlier = read_address(self._folder.join_path).rpartition(":")[2]
-        server = self._server(earlier)
+        callers = KnownCallers(self._keys.controller.public, takes_newcomers=True)
+        server = RpcServer(
+            [JOIN.served_by(self._welcome), STOP_RUN.served_by(_stop_run)],
+            node_id="scheduler",
+            incarnation="scheduler",
+            bind=f"{self._interface.bind}:{earlier or 0}",
+            security=CurveServer(self._keys.controller, callers, "scheduler"),
+        )
         try:
-            try:
-                address = await server.start()
-            except TransportError:  # another process has the port by now
-                server = self._server("0")
-                address = await server.start()
-            self.address = self._interface.reachable(address)  # before an agent is answered
+            self.address = self._interface.reachable(await server.start(at_any_port=True))
+            self.unseen.join_address = self.address  # before an agent is answered
             started.set_result(self.address)
         except Exception as error:
             started.set_exception(error)
@@ -232,44 +206,10 @@ class JoinServer:
         await server.close()
 
     async def _welcome(self, joining: Joining) -> Welcome:
-        """Raises: NotPermitted: as `_join`. WorkerStartError: files cannot be served.
-        RunFolderError: it cannot be written. StaleTerm.
-        """
+        """Raises: NotPermitted: as `_join`. Else as `UnseenNodes.welcome`."""
         await self._is_open.wait()
         self._join(joining)
-        if shares_folder(joining):
-            return Welcome(self.address)
-        await self._note_unseen(joining)
-        logger.info("node=%s does not see the run folder: it gets the script's files", joining.node)
-        return Welcome(self.address, await asyncio.to_thread(self._files.address))
-
-    async def _note_unseen(self, joining: Joining) -> None:
-        """Returns when it is noted; those that come at one time are noted together.
-
-        One that asks whether the script lives is noted already.
-        """
-        async with self._one_notes:
-            if replace(joining, secret="") not in self._noted:
-                agents = self.agents()
-                await asyncio.to_thread(note_unseen, self._folder, agents)
-                self._noted = agents
-
-    def _tell_of_files(self, address: str) -> None:
-        """Agents know where files were served before. Blocks, but not for long."""
-        unseen = {
-            AgentAddress.of(it.facts): it.node
-            for it in self.agents()
-            if isinstance(it.facts, NodeFacts) and not it.facts.shares_folder
-        }
-        try:
-            welcome = Welcome(self.address, address)
-            told = other_agents.welcome(welcome, unseen, self._keys, self._folder.term)
-        except StaleTerm as error:
-            logger.error("no node is told where files are served: %s", error)
-            return
-        if silent := [node for agent, node in unseen.items() if agent not in told]:
-            what = "nodes=%s do not hear where files are served until their agents join again"
-            logger.warning(what, ",".join(silent))
+        return await self.unseen.welcome(joining)
 
     def _join(self, joining: Joining) -> None:
         """Raises: NotPermitted: the agent is not the one that was invited."""
@@ -292,7 +232,7 @@ class JoinServer:
                 raise NotPermitted("another agent has taken the place of this one")
             invited.admit(joining)
         except NotPermitted as error:
-            self._refused.add(error)
+            self.refused.add(error)
             raise
 
 

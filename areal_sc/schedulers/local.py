@@ -30,16 +30,11 @@ from msgspec import json
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError, WorkerStartError
 from areal_sc.log import log_tail
-from areal_sc.nodes.spec import NodeDescription, NodeFacts
+from areal_sc.nodes.spec import DESCRIBE, NodeDescription, NodeFacts
 from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents, living_agents
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers.agent_process import (
-    AGENT,
-    AgentProcess,
-    LocalAgent,
-    StartedAgent,
-    agent_environment,
-)
+from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
+from areal_sc.schedulers.agent_process import AGENT, LocalAgent, StartedAgent, agent_environment
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.open_run import OpenRun, keys_of, settings_of_agents
 from areal_sc.system import interrupts
@@ -80,7 +75,7 @@ class LocalScheduler(OpenRun):
             self._run_id = self.keys.run_id
             agent = self._found_agent()
             undo.callback(folder.remove_keys)
-            self._agent: AgentProcess = agent or self._start_agent()
+            self._agent: StartedAgent | LocalAgent = agent or self._start_agent()
             undo.callback(self._end_agent)
             self._keep(undo)
 
@@ -94,7 +89,7 @@ class LocalScheduler(OpenRun):
     async def renew(self, node: Node, incarnation: str) -> None:
         await asyncio.to_thread(self._replace_agent, node, incarnation)
 
-    def _found_agent(self) -> AgentProcess | None:
+    def _found_agent(self) -> LocalAgent | None:
         """The agent that an earlier start of the script has left, if it is of use; others end.
 
         Raises: RunFolderError: there is one, on another machine; or it knows a later term.
@@ -104,8 +99,9 @@ class LocalScheduler(OpenRun):
             process = file.process()
             if process is None:
                 continue  # it has just ended, or `end_agents` says where it is
-            agent = LocalAgent(file, process)
-            found = None if used else agent.describe(self.keys, self.term)
+            agent, address = LocalAgent(process), AgentAddress.of(file)
+            asked = [] if used else [address]
+            found = call_agents(DESCRIBE, None, asked, self.keys, self.term).get(address)
             if found is None:
                 logger.warning("agent=%d does not answer; it is killed", agent.pid)
                 agent.kill()  # not asked: it would delete what its successor can use
@@ -174,7 +170,7 @@ class LocalScheduler(OpenRun):
                 past.close()  # now that `ended_nodes`, in another thread, asks its successor
             node.facts, node.found = self._wait_for_facts(self._agent), []
 
-    def _wait_for_facts(self, agent: AgentProcess) -> NodeFacts:
+    def _wait_for_facts(self, agent: StartedAgent | LocalAgent) -> NodeFacts:
         """What a new agent tells when it listens. Blocks, but not for ever."""
         assert isinstance(agent, StartedAgent), "one that was found has told already"
         timeout_s, output = self.config.startup_timeout_s, agent.output

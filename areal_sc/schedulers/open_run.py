@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from areal_sc.config.loading.differences import OF_SCRIPT
+from areal_sc.config.loading.differences import OF_ONE_SCHEDULER, OF_SCRIPT
 from areal_sc.config.schema import SchedulerConfig
-from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import RunFolderError, TransportError
 from areal_sc.nodes.spec import CALLS_FORMAT
 from areal_sc.run.agent_files import living_agents
@@ -107,5 +106,5 @@ def settings_of_agents(config: SchedulerConfig, calls_format: int = CALLS_FORMAT
         calls_format: of the agents.
     """
     settings: dict[str, Any] = {**to_builtins(config), "calls_format": calls_format}
-    others = OF_SCRIPT | ({"slurm"} if config.type == SchedulerType.local.value else set())
+    others = OF_SCRIPT | (OF_ONE_SCHEDULER - {config.type})
     return {key: value for key, value in settings.items() if key not in others}

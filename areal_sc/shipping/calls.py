@@ -102,7 +102,7 @@ class HeldTree:
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """A part of a file that comes back to the run folder.
+    """A part of a file that comes back to the run folder; the first one is empty.
 
     Attributes:
         name: below the run folder.

@@ -18,21 +18,10 @@ from typing import Final, TypeVar
 
 from areal_sc.errors import PeerLost, RpcTimeout, StaleCall, TransportError, WaitTimeout
 from areal_sc.ids import random_id
+from areal_sc.shipping import calls
 from areal_sc.shipping.calls import (
-    END_FILE,
-    END_LOG,
-    HOLD,
-    HOLDERS,
-    LIST_PATH,
-    LIST_RUN,
-    LISTING_LIMIT_S,
     PIECE_BYTES,
     PIECE_LIMIT_S,
-    READ_PIECE,
-    READ_TREE_PIECE,
-    TAKE_TURN,
-    WRITE_LOG_PIECE,
-    WRITE_PIECE,
     FileFact,
     FilePiece,
     HeldTree,
@@ -44,6 +33,7 @@ from areal_sc.shipping.calls import (
 )
 from areal_sc.shipping.names import checked_name
 from areal_sc.transport.rpc.codec import ANY_INCARNATION
+from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.transport import Connection, Transport
 
 NUM_AT_ONCE: Final = 8
@@ -53,6 +43,8 @@ RETRY_S: Final = 0.5
 TURN_LIMIT_S: Final = 10.0
 """A node that does not answer by then is cut off, or busy with others."""
 
+A = TypeVar("A")
+R = TypeVar("R")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -112,20 +104,23 @@ class ScriptFiles:
         finally:
             await connection.close()
 
+    async def _call(self, method: Method[A, R], args: A, limit_s: float = PIECE_LIMIT_S) -> R:
+        return await self._connection.call(method, args, timeout_s=limit_s)
+
     async def list_path(self, path: str) -> Listing:
         """Raises: NotPermitted, ConfigError: nodes do not get it. TransportError."""
-        return _checked(await self._connection.call(LIST_PATH, path, timeout_s=LISTING_LIMIT_S))
+        return _checked(await self._call(calls.LIST_PATH, path, calls.LISTING_LIMIT_S))
 
     async def list_run(self, name: str) -> Listing:
         """Raises: TransportError."""
-        return _checked(await self._connection.call(LIST_RUN, name, timeout_s=PIECE_LIMIT_S))
+        return _checked(await self._call(calls.LIST_RUN, name))
 
     async def read_all(self, path: str, name: str, offset: int = 0) -> bytes:
         """A small file, or what has been written to it since. Raises: TransportError."""
         parts = []
         while True:
             piece = FilePiece(path, name, offset, PIECE_BYTES)
-            parts.append(await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S))
+            parts.append(await self._call(calls.READ_PIECE, piece))
             offset += len(parts[-1])
             if len(parts[-1]) < PIECE_BYTES:
                 return b"".join(parts)
@@ -138,7 +133,7 @@ class ScriptFiles:
 
         async def read(offset: int, size: int) -> bytes:
             piece = FilePiece(path, fact.name, offset, size)
-            return await self._connection.call(READ_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+            return await self._call(calls.READ_PIECE, piece)
 
         await _read_file(path, fact, target, read)
 
@@ -152,12 +147,12 @@ class ScriptFiles:
             digest: of the tree.
         """
         while True:
-            told = await self._connection.call(HOLDERS, digest, timeout_s=PIECE_LIMIT_S)
+            told = await self._call(calls.HOLDERS, digest)
             usable = [holder for holder in told if holder not in self._failed]
             for holder in sorted(usable, key=lambda holder: holder != self._last):
                 if await self._has_read(holder, digest, fact, target):
                     return
-            if await self._connection.call(TAKE_TURN, None, timeout_s=PIECE_LIMIT_S):
+            if await self._call(calls.TAKE_TURN, None):
                 return await self.read_file(path, fact, target)
             await asyncio.sleep(RETRY_S)
 
@@ -169,12 +164,12 @@ class ScriptFiles:
 
         async def read(offset: int, size: int) -> bytes:
             piece = TreePiece(digest, fact.name, offset, size)
-            return await connection.call(READ_TREE_PIECE, piece, timeout_s=PIECE_LIMIT_S)
+            return await connection.call(calls.READ_TREE_PIECE, piece, timeout_s=PIECE_LIMIT_S)
 
         try:
             connection = self._transport.connect(*place, server_key=holder.key)
             try:
-                if not await connection.call(TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
+                if not await connection.call(calls.TAKE_TURN, None, timeout_s=TURN_LIMIT_S):
                     return False
                 await _read_file(digest, fact, target, read)
             finally:
@@ -188,7 +183,7 @@ class ScriptFiles:
 
     async def note_held(self, held: HeldTree) -> None:
         """Other nodes may read it there. Raises: TransportError."""
-        await self._connection.call(HOLD, held, timeout_s=PIECE_LIMIT_S)
+        await self._call(calls.HOLD, held)
 
     async def write_file(self, source: Path, name: str, *, is_log: bool = False) -> None:
         """Brings a file back to the run folder.
@@ -197,7 +192,8 @@ class ScriptFiles:
             is_log: any worker may bring one; what else comes back is a trainer's.
         Raises: TransportError, CheckpointError: it cannot be written there. OSError.
         """
-        write_piece, end_file = (WRITE_LOG_PIECE, END_LOG) if is_log else (WRITE_PIECE, END_FILE)
+        write_piece = calls.WRITE_LOG_PIECE if is_log else calls.WRITE_PIECE
+        end_file = calls.END_LOG if is_log else calls.END_FILE
         fd, token = os.open(source, os.O_RDONLY | os.O_CLOEXEC), random_id()
         try:
             num_bytes, digest = os.fstat(fd).st_size, await asyncio.to_thread(_digest, fd)
@@ -205,15 +201,13 @@ class ScriptFiles:
             async def write(offset: int) -> None:
                 content = await asyncio.to_thread(os.pread, fd, PIECE_BYTES, offset)
                 piece = WrittenPiece(name, token, offset, content)
-                await self._connection.call(write_piece, piece, timeout_s=PIECE_LIMIT_S)
+                await self._call(write_piece, piece)
 
             # a caller that is not known yet may say little
-            await self._connection.call(
-                write_piece, WrittenPiece(name, token, 0, b""), timeout_s=PIECE_LIMIT_S
-            )
+            await self._call(write_piece, WrittenPiece(name, token, 0, b""))
             await _some_at_once(write, num_bytes)
             end = WrittenFile(name, token, num_bytes, digest)
-            await self._connection.call(end_file, end, timeout_s=LISTING_LIMIT_S)
+            await self._call(end_file, end, calls.LISTING_LIMIT_S)
         finally:
             os.close(fd)
 

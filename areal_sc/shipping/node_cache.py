@@ -29,15 +29,8 @@ from typing import Final
 from areal_sc.errors import ConfigError, RunFolderError, WaitTimeout
 from areal_sc.ids import random_id
 from areal_sc.run.private_folder import make_private
-from areal_sc.shipping import names
-from areal_sc.shipping.calls import (
-    READ_TREE_PIECE,
-    TAKE_TURN,
-    HeldTree,
-    Listing,
-    TreeHolder,
-    TreePiece,
-)
+from areal_sc.shipping import calls, names
+from areal_sc.shipping.calls import HeldTree, Listing, TreeHolder, TreePiece
 from areal_sc.shipping.client import ScriptFiles
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
@@ -140,8 +133,8 @@ class NodeCache:
             return await asyncio.to_thread(self._read, piece)
 
         return [
-            TAKE_TURN.served_to(lambda _, reader: turns.take(reader)),
-            READ_TREE_PIECE.served_to(read),
+            calls.TAKE_TURN.served_to(lambda _, reader: turns.take(reader)),
+            calls.READ_TREE_PIECE.served_to(read),
         ]
 
     def _read(self, piece: TreePiece) -> bytes:

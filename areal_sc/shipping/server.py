@@ -27,18 +27,8 @@ from areal_sc.errors import CheckpointError, NotPermitted, StaleCall, TransportE
 from areal_sc.log import setup_logging
 from areal_sc.run.named_paths import find_named_path
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.shipping import names
+from areal_sc.shipping import calls, names
 from areal_sc.shipping.calls import (
-    END_FILE,
-    END_LOG,
-    HOLD,
-    HOLDERS,
-    LIST_PATH,
-    LIST_RUN,
-    READ_PIECE,
-    TAKE_TURN,
-    WRITE_LOG_PIECE,
-    WRITE_PIECE,
     FileFact,
     FilePiece,
     HeldTree,
@@ -82,16 +72,18 @@ class FileServer:
 
     def methods(self) -> list[Served]:
         return [
-            LIST_PATH.served_by(self.list_path),
-            LIST_RUN.served_by(self.list_run),
-            READ_PIECE.served_to(self.read_piece),
-            TAKE_TURN.served_to(lambda _, reader: self._turns.take(reader)),
-            HOLDERS.served_by(self.holders),
-            HOLD.served_to(self.hold),
-            WRITE_PIECE.served_by(lambda piece: asyncio.to_thread(self._write, piece)),
-            END_FILE.served_by(lambda file: asyncio.to_thread(self._end, file)),
-            WRITE_LOG_PIECE.served_by(lambda it: asyncio.to_thread(self._write, it, is_log=True)),
-            END_LOG.served_by(lambda file: asyncio.to_thread(self._end, file, is_log=True)),
+            calls.LIST_PATH.served_by(self.list_path),
+            calls.LIST_RUN.served_by(self.list_run),
+            calls.READ_PIECE.served_to(self.read_piece),
+            calls.TAKE_TURN.served_to(lambda _, reader: self._turns.take(reader)),
+            calls.HOLDERS.served_by(self.holders),
+            calls.HOLD.served_to(self.hold),
+            calls.WRITE_PIECE.served_by(lambda piece: asyncio.to_thread(self._write, piece)),
+            calls.END_FILE.served_by(lambda file: asyncio.to_thread(self._end, file)),
+            calls.WRITE_LOG_PIECE.served_by(
+                lambda it: asyncio.to_thread(self._write, it, is_log=True)
+            ),
+            calls.END_LOG.served_by(lambda file: asyncio.to_thread(self._end, file, is_log=True)),
         ]
 
     async def list_path(self, path: str) -> Listing:
@@ -174,9 +166,6 @@ class FileServer:
         partial = self._partial_of(file.name, file.token, is_log=is_log)
         target = self._folder.path / file.name
         try:
-            if not file.num_bytes:
-                self._make_folder(partial.parent)
-                os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | _OPEN, 0o666))
             with partial.open("rb") as opened:
                 num_bytes = os.fstat(opened.fileno()).st_size
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -222,23 +211,16 @@ async def _serve(folder: RunFolder, interface: str, port: str) -> None:
             callers.note_replaced(json.decode(line, type=dict[str, int]))
         return is_whole
 
-    def server_at(port: str) -> RpcServer:
-        return RpcServer(
-            FileServer(folder).methods(),
-            node_id="files",
-            incarnation="files",
-            bind=f"{interface}:{port}",
-            security=CurveServer(keys.workers, callers, "files"),
-        )
-
     if not await is_told():
         return
-    server = server_at(port)
-    try:
-        address = await server.start()
-    except TransportError:  # another process has the port by now
-        server = server_at("0")
-        address = await server.start()
+    server = RpcServer(
+        FileServer(folder).methods(),
+        node_id="files",
+        incarnation="files",
+        bind=f"{interface}:{port}",
+        security=CurveServer(keys.workers, callers, "files"),
+    )
+    address = await server.start(at_any_port=True)
     tell_starter(address.encode())
     try:
         while await is_told():

@@ -24,7 +24,7 @@ from areal_sc.errors import (
 )
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.node_folder import WorkerFiles
-from areal_sc.nodes.spec import Shipped, WorkerOrder
+from areal_sc.nodes.spec import Shipped
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.shipping.client import ScriptFiles, together, until_there
 from areal_sc.shipping.node_cache import NodeCache
@@ -54,12 +54,6 @@ class ShippedFiles(WorkerFiles):
         self._transport = transport
         self._growing: dict[int, list[str]] = {}  # names of files, by the number of their source
         self._one_brings: dict[int, asyncio.Lock] = {}
-
-    def placed(self, order: WorkerOrder) -> WorkerOrder:
-        engine_config = dict(order.engine_config)
-        if isinstance(path := engine_config.get("path"), str):
-            engine_config["path"] = self.place(path)
-        return replace(order, engine_config=engine_config)
 
     def place(self, path: str) -> str:
         for named in sorted(self._places, key=len, reverse=True):

@@ -63,7 +63,7 @@ def write_session(folder: Path, definitions: Sequence[Any]) -> str:
     try:
         pickled = cloudpickle.dumps(list(definitions))
     except Exception as error:  # objects say in many ways that they are none to be copied
-        raise WorkflowError(_what_to_do(definitions)) from error
+        raise WorkflowError(_what_to_do(definitions, error)) from error
     folders = [os.path.abspath(path) for path in sys.path]
     header = {"python": sys.implementation.cache_tag, "folders": folders}
     content = json.dumps(header).encode() + b"\n" + pickled
@@ -71,9 +71,8 @@ def write_session(folder: Path, definitions: Sequence[Any]) -> str:
     path = folder / f".{location}"
     try:
         folder.mkdir(exist_ok=True)  # not a run folder that was moved away
-        if not path.exists():
-            with replace_file(path, mode=_OWNER_ONLY) as file:
-                file.write(content)
+        with replace_file(path, mode=_OWNER_ONLY) as file:
+            file.write(content)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
     _loaded[location] = list(definitions)  # loaded here, a class would replace its own methods
@@ -116,16 +115,19 @@ def load_session(folder: Path | None, location: str) -> list[Any]:
     return _loaded[location]
 
 
-def _what_to_do(definitions: Sequence[Any]) -> str:
-    seen = set[int]()
-    causes = (cause for it in definitions for cause in _unfit_globals(it, seen))
-    user, name, value = next(causes, (definitions[0].__qualname__, "something", None))
-    short = user.partition(".")[0]
+def _what_to_do(definitions: Sequence[Any], error: Exception) -> str:
+    seen, user = set[int](), definitions[0].__qualname__
+    what = f"{user} cannot be sent to workers from an interactive session ({error}): change it"
+    if found := next((it for one in definitions for it in _unfit_globals(one, seen)), None):
+        user, name, value = found
+        what = (
+            f"{user} uses {name}, which cannot be sent to workers from an interactive session (it "
+            f"is of type {type(value).__name__}): make it inside of {user}"
+        )
     return (
-        f"{user} uses {name}, which cannot be sent to workers from an interactive session (it is "
-        f"of type {type(value).__name__}): make it inside of {user}, or put it into a file of the "
-        "current folder, `rewards.py` say (a notebook cell whose first line is "
-        f"`%%writefile rewards.py` writes it), and `from rewards import {short}`"
+        f"{what}, or put it into a file of the current folder, `rewards.py` say (a notebook cell "
+        "whose first line is `%%writefile rewards.py` writes it), and `from rewards import "
+        f"{user.partition('.')[0]}`"
     )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -49,7 +50,7 @@ NOT_RUN_HERE = {
     "from transformers import AutoModelForCausalLM, AutoModelForImageTextToText": (
         "tests/unit/engines/test_multimodal.py"
     ),
-    "import asyncio": "tests/unit/workflows/test_weighted.py",
+    "import asyncio": "tests/unit/rewards/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
     "make test": ".ci/run",
@@ -63,6 +64,9 @@ NOT_RUN_HERE = {
     "python examples/letter_sort.py --config configs/letter_sort.yaml "
     "scheduler.type=ssh_scheduler:SshScheduler "
     "scheduler.settings={hosts: [gpu1, gpu2, gpu3], nodes: 2}": "tests/integration/slurm",
+    "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=ray": (
+        "tests/integration/ray"
+    ),
     "MEGATRON_ON_CPU=1 python examples/letter_sort.py --config configs/letter_sort.yaml "
     "run_dir=runs/megatron actor.engine=megatron": "tests/integration/test_megatron_run.py",
     "python two_models.py --config count.yaml run_dir=runs/two_models "
@@ -79,6 +83,7 @@ FRAGMENTS = (
     "@declare_reward(",
     "# reference_kl.py",
     "# two_models.py",
+    "# a scheduler alone",
 )
 """How the blocks begin that tests below run."""
 
@@ -186,6 +191,15 @@ def test_settings_without_a_command_line(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["x.py", "--config", "x.yaml"])
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "x.py", raising=False)
     run_block("load_config({", ActorConfig=ActorConfig)
+
+
+def test_a_scheduler_lends_a_machine_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (node,) = run_block("# a scheduler alone")["nodes"]
+    assert node.name == socket.gethostname()
+    assert not Path("runs/lent/keys.json").exists(), "it was closed"
 
 
 def test_a_tracker_and_a_reward_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:

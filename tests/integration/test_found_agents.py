@@ -20,7 +20,7 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.run.agent_files import living_agents
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers import agent_process
+from areal_sc.schedulers import agent_calls
 from areal_sc.system.disk import Disk
 from areal_sc.workers.calls import PING
 
@@ -161,7 +161,7 @@ async def test_an_agent_with_other_settings_ends_with_its_workers(tmp_path: Path
 async def test_an_agent_that_does_not_answer_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_process, "REACH_LIMIT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "REACH_LIMIT_S", 0.5)
     with killed_script(tmp_path) as left:
         os.kill(left.agent, signal.SIGSTOP)
         async with next_start(tmp_path) as fleet:

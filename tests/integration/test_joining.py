@@ -126,7 +126,7 @@ async def test_an_invitation_is_good_for_one_agent_in_each_place(
         "node1": first.public.decode(),
         "node2": second.public.decode(),
     }
-    assert joins.num_refused >= 10
+    assert joins.refused.num >= 10
     refusals = [r.getMessage() for r in caplog.records if "joining_refused" in r.getMessage()]
     assert len(refusals) == 1, "a flood is one line"
     assert secret not in caplog.text + repr(told)
@@ -166,10 +166,10 @@ async def test_agents_are_told_where_files_are_served_once_another_process_has_t
     agent = RpcServer([WELCOME.served_by(told.put_nowait)], **parts)
     unseen = replace(facts_of_a_blind_agent(own), address=await agent.start())
     await come(joins, keys, own, secret_of(joins, 1), monkeypatch, facts=unseen)
-    before, pid = await asyncio.to_thread(joins._files.address), joins._files.pid
+    before, pid = await asyncio.to_thread(joins.unseen.files.address), joins.unseen.files.pid
     assert pid is not None
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        with joins._files._one_starts:  # so it is not started again before the port is taken
+        with joins.unseen.files._one_starts:  # so it is not started again before the port is taken
             os.kill(pid, signal.SIGKILL)
             port = int(before.rpartition(":")[2])
             while True:
@@ -181,7 +181,7 @@ async def test_agents_are_told_where_files_are_served_once_another_process_has_t
     assert welcome.address == joins.address
     assert welcome.files.startswith("tcp://127.0.0.1:")
     assert welcome.files != before
-    assert await asyncio.to_thread(joins._files.address) == welcome.files
+    assert await asyncio.to_thread(joins.unseen.files.address) == welcome.files
     await agent.close()
 
 
@@ -321,7 +321,8 @@ async def test_nobody_else_gets_anything_from_where_agents_join(
 def test_whatever_is_said_to_an_agent_first_it_gets_on_or_says_so(given: bytes) -> None:
     program = (
         "from areal_sc.nodes.joining import read_introduction\n"
-        "key, secret, nonce = read_introduction()\n"
+        "from areal_sc.transport.security.keys import KeyPair\n"
+        "key, secret, nonce = read_introduction(KeyPair.create())\n"
         "print(len(key) + len(secret) + len(nonce))"
     )
     done = subprocess.run(

@@ -90,7 +90,7 @@ def test_nothing_of_shipping_is_imported_where_the_run_folder_is_shared(
     said["script"] = finished_run.output
     assert "areal_sc.controller.base\n" in said["script"]
     assert "areal_sc.nodes.node_agent\n" in said["agent-0"]
-    assert "areal_sc.workers.rollout_worker\n" in said["agent-0"], "its fork server prepares it"
+    assert "areal_sc.workers.base\n" in said["agent-0"], "its fork server prepares it"
     assert all("import time:" in said[name] for name in ("train-0", "rollout-0"))
     for name, text in said.items():
         assert "areal_sc.shipping" not in text, name

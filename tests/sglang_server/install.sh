@@ -29,8 +29,8 @@ python=$folder/bin/python
 # torch brings its own dependencies. The rest is complete as it stands: SGLang itself declares
 # dozens of packages for GPUs, which the stand-ins answer for.
 torch=$(grep '^torch==' "$requirements")
-"$python" -m pip install --quiet --disable-pip-version-check -c "$requirements" "$torch"
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$requirements"
+"$python" -m pip install --quiet --disable-pip-version-check --no-compile -c "$requirements" "$torch"
+"$python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r "$requirements"
 
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp "$stand_ins" "$packages/"

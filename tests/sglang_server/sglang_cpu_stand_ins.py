@@ -5,6 +5,9 @@ them gigabytes large. Here an import of one that is not installed gives a stand-
 imported to any depth, named, subclassed and used as a decorator. Whatever would *run* raises
 NotImplementedError, so nothing is computed wrongly in silence.
 
+A server is three processes. Each would import all of SGLang, which takes eight seconds of a core.
+Here two of them are forks of the first, which has imported it and has no threads yet.
+
 `install.sh` puts this file beside SGLang with a `.pth` line that imports it, which Python does in
 every process of that environment, also in those that the server spawns.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import multiprocessing.context
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -164,3 +168,4 @@ def _is_asked_by_importlib_util() -> bool:
 
 
 sys.meta_path.append(StandInFinder())  # at the end: what is installed is found first
+multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")

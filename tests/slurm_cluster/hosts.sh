@@ -9,11 +9,15 @@
 #   hosts.sh ctld STOP        a signal for slurmctld: STOP, CONT or KILL; `start` after KILL
 #   hosts.sh stop
 # SLURM_CLUSTER_ID (1 to 99) tells clusters apart; SLURM_CLUSTER_ROOT is an empty folder of its own.
+# With RAY, a Python interpreter that has Ray, it is a Ray cluster: each host is a node with one CPU,
+# and this machine its head, with none.
 set -euo pipefail
 SELF=$(readlink -f "$0")
 ID=$SLURM_CLUSTER_ID ROOT=$SLURM_CLUSTER_ROOT
 NODES=3 CPUS=8 GPUS=8
 NET=10.77.$ID NET6=fd77:$ID: BRIDGE=slbr$ID PORT=$((27600 + 10 * ID))
+RAY_START=("${RAY:-}" -m ray.scripts.scripts start --block --object-store-memory=80000000
+  --disable-usage-stats --include-log-monitor=false)
 export SLURM_CONF=$ROOT/slurm.conf PATH=$PATH:/usr/sbin:/sbin
 
 is_gone() { # PID: under a container's first process the dead stay zombies for a while
@@ -30,6 +34,12 @@ init() { # NODE: runs as the first process of a host, in its namespaces
   mount --bind "$ROOT/hosts" /etc/hosts
   mount -t tmpfs -o size=2g,mode=1777 tmpfs /dev/shm
   cd /
+  if [ -n "${RAY:-}" ]; then
+    mount --bind "$ROOT/ray-$1" "$ROOT/ray"
+    "${RAY_START[@]}" --address="$NET.1:$PORT" --node-ip-address="$NET.$((10 + ${1#node}))" \
+      --num-cpus=1
+    return
+  fi
   slurmd -D -c -N "$1" -f "$SLURM_CONF" # no exec: bash reaps what its parents leave behind
 }
 
@@ -126,24 +136,47 @@ LUA
 
 start() {
   trap 'tail -n 20 "$ROOT"/log/* >&2; "$SELF" stop' ERR
-  mkdir -p "$ROOT"/{munge,state,spool,log,pids,dev}
+  mkdir -p "$ROOT"/{munge,state,spool,log,pids,dev,ray{,-node1,-node2,-node3}}
   chmod 755 "$ROOT" "$ROOT/munge"
   write_config
+  connect_hosts
+  if [ -n "${RAY:-}" ]; then start_ray; else start_slurm; fi
+}
+
+connect_hosts() {
+  ip link add "$BRIDGE" type bridge
+  ip addr add "$NET.1/24" dev "$BRIDGE"
+  ip addr add "$NET6:1/64" dev "$BRIDGE" nodad
+  ip link set "$BRIDGE" up
+  for i in $(seq $NODES); do connect "node$i"; done
+}
+
+start_ray() {
+  # a node that is gone is noticed in a few seconds
+  export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000
+  export RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3
+  setsid "${RAY_START[@]}" --head --node-ip-address="$NET.1" --port="$PORT" --num-cpus=0 \
+    --temp-dir="$ROOT/ray" --include-dashboard=false --no-monitor \
+    >"$ROOT/log/head.out" 2>&1 </dev/null &
+  echo $! >"$ROOT/pids/head"
+  for i in $(seq $NODES); do boot "node$i"; done
+  for _ in $(seq 600); do
+    started=$(grep -l "Ray runtime started" "$ROOT"/log/*.out | wc -l || true)
+    [ "$started" != $((NODES + 1)) ] || break
+    sleep 0.1
+  done
+  [ "$started" = $((NODES + 1)) ]
+}
+
+start_slurm() {
   (umask 077 && head -c 1024 /dev/urandom >"$ROOT/munge/key")
   munged --force --foreground --num-threads=2 --key-file="$ROOT/munge/key" \
     --socket="$ROOT/munge/socket" --pid-file="$ROOT/munge/pid" --seed-file="$ROOT/munge/seed" \
     --log-file="$ROOT/log/munged.log" >"$ROOT/log/munged.out" 2>&1 </dev/null &
   echo $! >"$ROOT/pids/munged"
-  ip link add "$BRIDGE" type bridge
-  ip addr add "$NET.1/24" dev "$BRIDGE"
-  ip addr add "$NET6:1/64" dev "$BRIDGE" nodad
-  ip link set "$BRIDGE" up
   setsid slurmctld -D -c -f "$SLURM_CONF" >"$ROOT/log/slurmctld.out" 2>&1 </dev/null &
   echo $! >"$ROOT/pids/slurmctld"
-  for i in $(seq $NODES); do
-    connect "node$i"
-    boot "node$i"
-  done
+  for i in $(seq $NODES); do boot "node$i"; done
   for _ in $(seq 600); do
     idle=$(sinfo -h -p debug -N -o %t 2>/dev/null | grep -cx idle || true)
     [ "$idle" != $NODES ] || break
@@ -154,7 +187,7 @@ start() {
 }
 
 stop() {
-  for file in "$ROOT"/pids/node* "$ROOT/pids/slurmctld" "$ROOT/pids/munged"; do
+  for file in "$ROOT"/pids/{node*,slurmctld,munged,head}; do
     pid=$(cat "$file" 2>/dev/null || true)
     [ -n "$pid" ] || continue
     kill -KILL "$pid" 2>/dev/null || true # a host dies with all of its processes

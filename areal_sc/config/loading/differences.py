@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import yaml
@@ -54,7 +54,10 @@ FREE = (
 OF_SCRIPT = frozenset(
     ["resume", "overwrite", "dry_run", "startup_timeout_s", "hung_after_s", "shutdown_timeout_s"]
 )
-"""Settings of `scheduler` that no agent, and no worker, goes by; on one machine, nor by `slurm`."""
+"""Settings of `scheduler` that no agent, and no worker, goes by."""
+
+OF_ONE_SCHEDULER = frozenset([SchedulerType.slurm.value, SchedulerType.ray.value])
+"""Sections of `scheduler` that matter only where `type` names them."""
 
 STARTED_AGAIN = {
     "actor": "train workers that live are started again, from the newest snapshot",
@@ -109,17 +112,18 @@ def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> li
     ]
     if not lives_with:
         return warnings
-    is_local = _parse(new_text).get("scheduler", {}).get("type") == SchedulerType.local.value
+    unused = OF_ONE_SCHEDULER - {_parse(new_text).get("scheduler", {}).get("type")}
     since = config_differences(lives_with, new_text)
-    return warnings + _started_again(since, is_local=is_local)
+    return warnings + _started_again(since, OF_SCRIPT | unused)
 
 
-def _started_again(differences: Iterable[str], *, is_local: bool) -> list[str]:
+def _started_again(differences: Iterable[str], of_script: Set[str]) -> list[str]:
+    """Args: of_script: what of `scheduler` touches no worker."""
     changed: dict[str, list[str]] = {}
     for key in differences:
         section, _, name = key.partition(".")
-        is_of_script = name in OF_SCRIPT or (is_local and name.startswith("slurm."))
-        if section in STARTED_AGAIN and not (section == "scheduler" and is_of_script):
+        is_of_script = section == "scheduler" and name.partition(".")[0] in of_script
+        if section in STARTED_AGAIN and not is_of_script:
             changed.setdefault(section, []).append(key)
     return [f"{STARTED_AGAIN[section]}: {', '.join(keys)}" for section, keys in changed.items()]
 

@@ -15,13 +15,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
+from areal_sc.controller.events import Hear
 from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StoreFull, WorkerLost
 from areal_sc.metadata import PromptReference
@@ -37,33 +40,42 @@ DEATHS_TO_BLAME: Final = 3
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class GroupTools:
+    """What groups need of their controller.
+
+    Attributes:
+        make_readable: returns when workers can read a row of a dataset.
+        new_id: names batches.
+    """
+
+    config: RolloutConfig
+    workers: RolloutWorkers
+    rejections: Rejections
+    background: Background
+    hear: Hear
+    make_readable: MakeReadable
+    new_id: Callable[[], str]
+
+
 class Groups(ABC):
     """Runs groups on the workers of one controller.
 
-    Args:
-        make_readable: returns when workers can read a row of a dataset.
-        new_id: names batches.
-
     Attributes:
+        step: the training step that goes on.
         num_finished: groups, or evaluated prompts, that gave something, since the start.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        workers: RolloutWorkers,
-        rejections: Rejections,
-        background: Background,
-        make_readable: MakeReadable,
-        new_id: Callable[[], str],
-    ) -> None:
+    def __init__(self, tools: GroupTools) -> None:
+        self.step = StepLife()
         self.num_finished = 0
-        self._config = config
-        self._workers = workers
-        self._rejections = rejections
-        self._background = background
-        self._make_readable = make_readable
-        self._new_id = new_id
+        self._config = tools.config
+        self._workers = tools.workers
+        self._rejections = tools.rejections
+        self._background = tools.background
+        self._hear = tools.hear
+        self._make_readable = tools.make_readable
+        self._new_id = tools.new_id
         self._suspects = asyncio.Lock()  # held by the one that runs
 
     async def _reply(

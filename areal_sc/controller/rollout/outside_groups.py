@@ -13,19 +13,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.controller.background import Background
-from areal_sc.controller.ledger.group import Group, MakeReadable, RolloutSource
+from areal_sc.controller.events import RoomFreed
+from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
-from areal_sc.controller.rollout.groups import Groups
-from areal_sc.controller.rollout.rejections import Rejections
-from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
 from areal_sc.rejection import Rejection, describe_counts
 from areal_sc.workers.calls import (
-    RUN_EVALUATION,
     EvaluationReply,
     GroupAttempt,
     RunEvaluation,
@@ -44,23 +40,14 @@ class OutsideGroups(Groups):
         num_open: groups, and prompts of evaluations, that are waiting or run.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        workers: RolloutWorkers,
-        rejections: Rejections,
-        background: Background,
-        make_readable: MakeReadable,
-        new_id: Callable[[], str],
-    ) -> None:
-        super().__init__(config, workers, rejections, background, make_readable, new_id)
+    def __init__(self, tools: GroupTools) -> None:
+        super().__init__(tools)
         self.num_open = 0
         self._num_groups = 0
         self._lost: set[int] = set()  # groups whose rows are gone
         self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
         self._awaited: set[asyncio.Future[Any]] = set()  # results of calls
-        self._steps_lost = ""  # why there may be no weights to generate with
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows are in a batch that was not forgotten, or will be in one."""
@@ -70,16 +57,11 @@ class OutsideGroups(Groups):
         """The rows of these runs are gone; groups of batches that are not complete run again."""
         self._lost |= {run.group_id for run in runs if self.needs(run)}
 
-    def lose_steps(self, why: str) -> None:
-        """Calls raise StepsLost until `go_back`: their workers may wait for weights until then."""
-        self._steps_lost = why
+    def lose_steps(self) -> None:
+        """Calls raise StepsLost: their workers may wait for weights that nobody makes."""
         for results in self._awaited:
             if not results.done():
-                results.set_exception(StepsLost(why))
-
-    def go_back(self) -> None:
-        """Follows `RolloutController.go_back_async`: calls no longer raise StepsLost."""
-        self._steps_lost = ""
+                results.set_exception(StepsLost(self.step.why_lost))
 
     async def run_batch(
         self, source: RolloutSource, num_groups: int, version: int
@@ -90,7 +72,7 @@ class OutsideGroups(Groups):
             reply = await self._reply(group, source, lambda: self._workers.set.take(version))
             self._rejections.add_group(reply.rejected, self._config.group_size)
             if reply.batch is None:
-                self._workers.on_room()
+                self._hear(RoomFreed())
             else:
                 self.num_finished += 1
             return reply.batch
@@ -158,7 +140,7 @@ class OutsideGroups(Groups):
                 episode = RunEvaluation(prompt, source.workflow, temperature)
 
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
-                    reply = await self._workers.call(worker, RUN_EVALUATION, episode)
+                    reply = await self._workers.evaluate(worker, episode)
                     if reply.rejection is None:
                         self._workers.note_progress(worker)
                     return reply
@@ -177,10 +159,9 @@ class OutsideGroups(Groups):
     async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
         """Results in order, at most `max_concurrent_groups` of them at a time.
 
-        Raises: StepsLost: see `lose_steps`.
+        Raises: StepsLost: the ranks make no weights.
         """
-        if self._steps_lost:
-            raise StepsLost(self._steps_lost)
+        self.step.check()
         slots = asyncio.Semaphore(self._config.max_concurrent_groups)
 
         async def one(item: S) -> T:

@@ -14,7 +14,6 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,11 +22,13 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.dry_run import TaskLook
+from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
 from areal_sc.controller.ledger.group import RolloutSource, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
@@ -40,7 +41,7 @@ from areal_sc.controller.rollout.weights_reader import WeightsReader
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
-from areal_sc.errors import RunFolderError, StoreFull, WorkerError
+from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata
@@ -78,21 +79,24 @@ class RolloutController(WeightsReader):
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
         )
-        self._workers = RolloutWorkers(engine, self.fleet, self._background, self._needs)
+        self._workers = RolloutWorkers(
+            engine, self.fleet, self._background, self._needs, self._hear
+        )
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
-        shared = (
+        tools = GroupTools(
             self.config,
             self._workers,
             self.rejections,
             self._background,
+            self._hear,
             self._sources.make_readable,
             self._runtime.new_id,
         )
-        self.groups = TrainingGroups(*shared, self._journal.durable)
-        self._outside = OutsideGroups(*shared)
+        self.groups = TrainingGroups(tools, self._journal.durable)
+        self._outside = OutsideGroups(tools)
         self._tell_more = self.groups.tell
         self._scaling = Scaling(
             self.config,
@@ -105,13 +109,11 @@ class RolloutController(WeightsReader):
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
         )
-        self.groups.on_batch = self._scaling.note_batch
         self._samples = BatchSamples(
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
         self._checked: set[RolloutSource] = set()
         self._task_look = TaskLook(self.config, self._folder.path)
-        self._workers.on_rows_lost = self._lose_rows
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -285,7 +287,6 @@ class RolloutController(WeightsReader):
             self.rejections.restore(state.rejections)
             self._begin_journal(state.training)
         self.groups.go_back(newest_lineage(self._folder), state.training)
-        self._outside.go_back()
         await self._journal.durable()
 
     @property
@@ -307,10 +308,6 @@ class RolloutController(WeightsReader):
         self._check_loop()
         self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
-
-    def share_memory(self, yield_memory: Callable[[StoreFull], Awaitable[bool]]) -> None:
-        """Rows without room get that of what can be spared: see `RolloutWorkers.yield_memory`."""
-        self._workers.yield_memory = yield_memory
 
     async def pause_async(self) -> None:
         """Stops admission and generation; running groups keep their state."""
@@ -335,7 +332,7 @@ class RolloutController(WeightsReader):
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)
 
-    def _hear(self, event: FleetEvent) -> None:
+    def _hear(self, event: FleetEvent | StepEvent) -> None:
         match event:
             case UnitLost(unit):
                 self._workers.leave_out(unit)
@@ -344,14 +341,17 @@ class RolloutController(WeightsReader):
                 self._workers.set.recount_soon()
             case RunFailed(cause):
                 self._give_up(cause)
+            case RoomFreed():
+                self.groups.admit()
+            case RowsLost(runs):
+                self._outside.lose_rows(runs)
+                self.groups.lose_rows(runs)
+            case BatchFormed():
+                self._scaling.note_batch()
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
         self._background.fail(self.worker_lost or cause)
-
-    def _lose_rows(self, runs: Sequence[calls.GroupAttempt]) -> None:
-        self._outside.lose_rows(runs)
-        self.groups.lose_rows(runs)
 
     def _needs(self, run: calls.GroupAttempt) -> bool:
         owner = self._outside if run.group_id < 0 else self.groups

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from areal_sc.controller.background import Background
+from areal_sc.controller.events import Hear, RoomFreed, RowsLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
@@ -53,18 +54,19 @@ ROWS_AWAITED_S: Final = 60.0
 """A lost worker's next life tells in time which rows are left, or they are generated again: its
 machine may be gone, and another one in place of it be waited for."""
 
+YieldMemory = Callable[[StoreFull], Awaitable[bool]]
+
 
 class RolloutWorkers:
     """Chooses, calls, sweeps and brings up the workers of one RolloutController.
 
     Args:
         needs: whose shards stay.
+        hear: takes what becomes of rows, and of their room.
 
     Attributes:
         set: the workers.
         updates: their weights.
-        on_room: called whenever room in a store is free again.
-        on_rows_lost: called with the runs whose shards are gone with a worker.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
 
@@ -74,14 +76,14 @@ class RolloutWorkers:
         fleet: Fleet,
         background: Background,
         needs: Needs[GroupAttempt],
+        hear: Hear,
     ) -> None:
-        self.on_room: Callable[[], None] = lambda: None
-        self.on_rows_lost: Callable[[Sequence[GroupAttempt]], None] = lambda runs: None
-        self.yield_memory: Callable[[StoreFull], Awaitable[bool]] = _has_nothing_to_spare
+        self.yield_memory: YieldMemory = _has_nothing_to_spare
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
         self._background = background
+        self._hear = hear
         self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
@@ -144,7 +146,7 @@ class RolloutWorkers:
         lost = state.store.note_adopted(held)
         state.are_rows_known = True
         self.set.recount(state)
-        self.on_rows_lost(lost)
+        self._hear(RowsLost(lost))
         self._background.notify()
 
     async def bring_up(self, unit: str) -> None:
@@ -175,6 +177,10 @@ class RolloutWorkers:
         return self._fleet.config.transport.call_timeout_s + self._engine.start_timeout_s
 
     @property
+    def _group_limit_s(self) -> float:
+        return self._config.group_timeout_s + RPC_MARGIN_S
+
+    @property
     def up_members(self) -> list[Member]:
         return [state.member for state in self._states if state.life.is_up]
 
@@ -194,34 +200,21 @@ class RolloutWorkers:
     async def notice_losses(self, workers: Collection[str]) -> None:
         """Returns when each of these workers has answered, or is known to be lost."""
         states = [state for state in self._states if state.name in workers]
-        pings = (self._call(state, calls.PING, None) for state in states)
+        pings = (self.call(state, calls.PING, None) for state in states)
         for outcome in await asyncio.gather(*pings, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerLost):
                 raise outcome
 
-    def may_leave(self, state: RolloutWorkerState) -> bool:
-        """Whether nobody misses a worker that is to leave."""
-        is_known = self._is_ledger_known
-        return is_known and self.set.is_idle(state) and self.updates.may_leave(state)
+    def may_leave(self, state: RolloutWorkerState, num_queued: int) -> bool:
+        """Whether nobody misses a worker that is to leave; `num_queued` groups wait for one."""
+        is_idle = self._is_ledger_known and self.set.is_idle(state, num_queued)
+        return is_idle and self.updates.may_leave(state)
 
     def let_go(self, state: RolloutWorkerState) -> None:
         """The worker leaves, and is none of these any more."""
         self._fleet.tell(Dismissed(state.life.unit))
         self.updates.leave_out(state)
         self.set.remove(state)
-
-    async def call(self, state: RolloutWorkerState, method: Method[A, R], args: A) -> R:
-        """Reply of a call that may take as long as a group.
-
-        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
-            answer: it is of no use any more. Typed errors of the method.
-        """
-        state.num_calls += 1
-        try:
-            limit_s = self._config.group_timeout_s + RPC_MARGIN_S
-            return await self._call(state, method, args, limit_s)
-        finally:
-            state.num_calls -= 1
 
     async def call_named(self, name: str, method: Method[A, R], args: A) -> R:
         """Reply of the worker of that name. Raises: WorkerLost: it does no work. As `call`."""
@@ -230,13 +223,28 @@ class RolloutWorkers:
             raise WorkerLost(f"worker {name} is being started again, or has left")
         return await self._fleet.call(member, method, args)
 
-    async def _call(
+    async def evaluate(
+        self, state: RolloutWorkerState, episode: calls.RunEvaluation
+    ) -> calls.EvaluationReply:
+        """Plays an episode that is no run of a group; raises as `call`."""
+        state.num_calls += 1
+        try:
+            return await self.call(state, calls.RUN_EVALUATION, episode, self._group_limit_s)
+        finally:
+            state.num_calls -= 1
+
+    async def call(
         self,
         state: RolloutWorkerState,
         method: Method[A, R],
         args: A,
         timeout_s: float | None = None,
     ) -> R:
+        """Reply of a worker.
+
+        Raises: WorkerLost: the worker is lost. So it is when its engine failed, or when it does not
+            answer: it is of no use any more. Typed errors of the method.
+        """
         member, incarnation = state.member, state.member.worker.incarnation
         try:
             return await self._fleet.call(member, method, args, timeout_s=timeout_s)
@@ -281,6 +289,7 @@ class RolloutWorkers:
         Raises: WorkerLost: as of `call`; nothing has come of the run, and nothing will.
         """
         run = GroupAttempt(group.group_id, group.attempt)
+        incarnation = state.member.worker.incarnation
         state.store.begin(run)
         self.set.recount(state)
         request = calls.RunGroup(
@@ -292,10 +301,14 @@ class RolloutWorkers:
             self._config.group_size,
         )
         call = self._background.hold(
-            self._played(state, request, run), f"run of group {run.group_id}"
+            self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
+            f"run of group {run.group_id}",
         )
         try:
             reply = await asyncio.shield(call)
+            if reply.run != run:
+                cause = f"answered for {reply.run}, asked for {run}"
+                raise self._fleet.lose(state.member, incarnation, cause)
         except asyncio.CancelledError:
             if not self._background.is_closing:
                 end = self._give_up(state, run, call)
@@ -316,16 +329,6 @@ class RolloutWorkers:
         """The worker has done something useful: it gave rows, or an evaluated episode."""
         self._fleet.tell(Progressed(state.life.unit))
 
-    async def _played(
-        self, state: RolloutWorkerState, request: calls.RunGroup, run: GroupAttempt
-    ) -> GroupReply:
-        incarnation = state.member.worker.incarnation
-        reply = await self.call(state, calls.RUN_GROUP, request)
-        if reply.run != run:
-            cause = f"answered for {reply.run}, asked for {run}"
-            raise self._fleet.lose(state.member, incarnation, cause)
-        return reply
-
     async def _give_up(
         self, state: RolloutWorkerState, run: GroupAttempt, call: asyncio.Task[GroupReply]
     ) -> None:
@@ -343,7 +346,7 @@ class RolloutWorkers:
                 batch = outcome.batch
         self._end_run(state, run, batch)
         self.sweep_one(state)
-        self.on_room()
+        self._hear(RoomFreed())
 
     def _end_run(
         self, state: RolloutWorkerState, run: GroupAttempt, batch: BatchMetadata | None
@@ -375,12 +378,12 @@ class RolloutWorkers:
             incarnation = state.member.worker.incarnation
             sweep, dead_ids = state.store.plan_sweep(incarnation)
             try:
-                last_sequence = await self._call(state, calls.SWEEP, sweep)
+                last_sequence = await self.call(state, calls.SWEEP, sweep)
             except WorkerLost:
                 return  # its next life is told anew
             state.store.confirm_sweep(incarnation, dead_ids, last_sequence)
             self.set.recount(state)
-            self.on_room()
+            self._hear(RoomFreed())
             self._background.notify()
 
 

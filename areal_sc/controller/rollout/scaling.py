@@ -30,6 +30,7 @@ from typing import Final
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
+from areal_sc.controller.ledger.group import GroupState
 from areal_sc.controller.rollout.autoscale import Autoscaler, SeenStep, SizeChange
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
@@ -222,7 +223,7 @@ class Scaling:
         """Looks at workers that leave, until there are none."""
         while leaving := self._workers.set.leaving:
             for state in leaving:
-                if self._workers.may_leave(state):
+                if self._workers.may_leave(state, self._groups.ledger.num(GroupState.queued)):
                     self._kept_since.pop(state, None)
                     self._workers.let_go(state)
                     self._background.start(self._end(state.member), f"end of {state.name}")

@@ -25,21 +25,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig
-from areal_sc.controller.background import Background
-from areal_sc.controller.ledger.group import Group, GroupState, MakeReadable, RolloutSource
+from areal_sc.controller.events import BatchFormed, RowsNeeded
+from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
-from areal_sc.controller.rollout.groups import Groups
+from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.kept_rows import KeptRows
-from areal_sc.controller.rollout.rejections import STALE, Rejections, main_cause
+from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
-from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
-from areal_sc.errors import StepsLost, StoreFull, WorkerLost
+from areal_sc.errors import StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, concat
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.workers.calls import GroupAttempt, GroupReply
@@ -54,46 +52,32 @@ class TrainingGroups(Groups):
         durable: returns when all changes of the ledger until now are on the disk; see `Journal`.
 
     Attributes:
-        version: the policy version that admission and batch forming count from.
         admission: how many groups may begin.
         run_again: times that groups had to run again, by the worker that was lost.
         batch_metrics: means of the workflow's own metrics over the newest batch.
-        on_batch: called when the batch of the next step is formed.
-        begun_step: the ranks have begun this step for an earlier start of the script; -1: none.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        workers: RolloutWorkers,
-        rejections: Rejections,
-        background: Background,
-        make_readable: MakeReadable,
-        new_id: Callable[[], str],
-        durable: Callable[[], Awaitable[None]],
-    ) -> None:
-        super().__init__(config, workers, rejections, background, make_readable, new_id)
+    def __init__(self, tools: GroupTools, durable: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(tools)
+        config = tools.config
         self.ledger = Ledger()
         self.kept_rows = KeptRows()
-        self.version = 0
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
-        self.begun_step = -1
         self._durable = durable
         self._policy = StalenessPolicy(
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
-        self.on_batch: Callable[[], None] = lambda: None
         self._source: RolloutSource | None = None
         self._is_paused = False
-        self._batch: BatchMetadata | None = None  # of the current version, once it is formed
-        self._lost: set[int] = set()  # groups of that batch whose rows are gone
-        self._steps_lost = ""  # why no batch can be trained
         self._restored: dict[int, Group] = {}  # queued groups without a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of queued and running groups
-        workers.on_room = self.admit
-        workers.set.num_queued = lambda: self.ledger.num(GroupState.queued)
+
+    @property
+    def version(self) -> int:
+        """The policy version that admission and batch forming count from."""
+        return self.step.version
 
     @property
     def num_open(self) -> int:
@@ -105,11 +89,6 @@ class TrainingGroups(Groups):
         status.total_steps = self.admission.total_steps
         status.num_open, status.num_finished = self.num_open, self.num_finished
         status.waits += self._background.waits()
-
-    @property
-    def has_lost_batch(self) -> bool:
-        """Whether rows of the batch of the current version are gone."""
-        return bool(self._lost)
 
     @property
     def num_awaited(self) -> int:
@@ -124,24 +103,24 @@ class TrainingGroups(Groups):
         """The batch for `RolloutController.prepare_batch_async`.
 
         Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
-            a group. WaitTimeout: nothing changed for long. StepsLost: `lose_steps`, `_take_back`.
+            a group. WaitTimeout: nothing changed for long. StepsLost: the ranks are lost, or as of
+            `StepLife.take_back`.
         """
-        if self._batch is None:
+        if self.step.batch is None:
             self.admission.note_asked(self.version)
         self._source = source
-        if self._batch is not None:  # it is asked for again, because rows of it are gone, say
-            await self._workers.notice_losses({shard.node_id for shard in self._batch.shards})
+        if (batch := self.step.batch) is not None:  # asked for again, as rows of it are gone, say
+            await self._workers.notice_losses({shard.node_id for shard in batch.shards})
         while True:
             self._background.raise_failure()
-            if self._steps_lost:
-                raise StepsLost(self._steps_lost)
-            if self._lost:
+            self.step.check()
+            if self.step.gone:
                 self._take_back()
             self.admit()
-            if self._batch is not None:
-                if self._workers.are_rows_known(*{shard.node_id for shard in self._batch.shards}):
+            if (batch := self.step.batch) is not None:
+                if self._workers.are_rows_known(*{shard.node_id for shard in batch.shards}):
                     await self._durable()
-                    return self._batch
+                    return batch
                 await self._background.wait("workers to tell what they still hold of the batch")
                 continue
             decision = self._policy.form_batch(self.ledger.unconsumed(), self.version)
@@ -174,34 +153,28 @@ class TrainingGroups(Groups):
             return
         self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
         self.ledger.publish(version)
+        self.step.record()
 
     def begin_version(self, version: int) -> None:
         """The version is the current one; `admit` follows when workers may get it."""
-        if version != self.version:
-            self._batch = None
-            self._lost.clear()
+        self.step.tell_weights()
         self.kept_rows.release(self.ledger, version)
-        self.version = version
         self._reject_stale(self._policy.expired(list(self.ledger.unconsumed()), version))
         self._workers.sweep()
 
-    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
+    def keep_rows(self, needed: RowsNeeded) -> None:
         """Keeps rows for `RolloutController.keep_rows`."""
-        self.kept_rows.keep_from(first_step, is_being_covered=is_being_covered)
+        self.kept_rows.keep_from(needed.first_step, is_being_covered=needed.is_being_covered)
         self.kept_rows.release(self.ledger, self.version)
         self._workers.sweep()
 
     def lose_rows(self, runs: Iterable[GroupAttempt]) -> None:
-        """The rows of these runs went with their worker: groups that wait to be trained run again.
+        """The rows of these runs are gone: groups that wait to be trained run again.
 
-        Those of the current batch may have been read: the batch stays as it is until it is asked
-        for again, and nothing takes the room of these rows meanwhile.
+        Nothing takes the room of rows of the current batch until it is asked for again.
         """
-        in_batch = {(row.group_id, row.attempt) for row in self._batch.rows} if self._batch else ()
-        for run in runs:
-            if (run.group_id, run.attempt) in in_batch:
-                self._lost.add(run.group_id)
-            elif self.ledger.needs_rows(run.group_id, run.attempt) and (
+        for run in self.step.lose_rows(runs):
+            if self.ledger.needs_rows(run.group_id, run.attempt) and (
                 group := self.ledger.get(run.group_id)
             ):
                 self.run_again[group.worker or ""] += 1
@@ -209,24 +182,15 @@ class TrainingGroups(Groups):
         self.admit()
 
     def _take_back(self) -> None:
-        """Groups of the current batch that have lost their rows run again; it is formed anew.
-
-        Raises: StepsLost: its step is recorded as trained, though not announced, or `begun_step`.
-        """
-        if self.ledger.version > self.version or self.begun_step == self.version:
-            raise StepsLost(
-                f"rows of step {self.version + 1} are gone, and it was trained, or begun by an "
-                "earlier start of the script: it cannot be repeated"
-            )
+        """Groups of the current batch that have lost their rows run again; it is formed anew."""
+        gone = self.step.take_back()
         logger.warning(
             "step=%d its batch is formed anew: the rows of %d groups are gone",
-            *(self.version + 1, len(self._lost)),
+            *(self.version + 1, len(gone)),
         )
         for group in self.ledger.take_back(self.version):
-            if group.group_id in self._lost:
+            if group.group_id in gone:
                 self._requeue(group)
-        self._batch = None
-        self._lost.clear()
 
     def _requeue(self, group: Group, cause: str = "its rows are gone with their worker") -> None:
         self.ledger.requeue(group.group_id, cause)
@@ -258,7 +222,7 @@ class TrainingGroups(Groups):
                 break
             del self._restored[group.group_id]
             self._start(group, self._run(group, self._source))
-        if self._lost:
+        if self.step.gone:
             return
         num_queued = self.ledger.num(GroupState.queued)
         if num_queued and not self._workers.set.has_room(num_queued - 1):
@@ -281,7 +245,8 @@ class TrainingGroups(Groups):
 
     def take_over(self, ledger: Ledger) -> None:
         """Goes on from what an earlier start of the script has left; `go_on` follows."""
-        self.ledger, self.version = ledger, ledger.version
+        self.ledger = ledger
+        self.step.go_back(ledger.version)
         self.admission.go_on(self.version, ledger.num_admitted_not_rejected)
         if groups := ledger.kept_groups(self.version):  # its step is not trained yet
             self._form_batch(groups, [group.batch for group in groups if group.batch])
@@ -289,16 +254,11 @@ class TrainingGroups(Groups):
     def go_on(self, found: FoundRuns) -> None:
         """Runs that were found are joined; what else is queued, or ran, runs again."""
         self.lose_rows(found.lost)
-        found.num_again += len(self._restored) + len(self._lost)
+        found.num_again += len(self._restored) + len(self.step.gone)
         for group, worker in found.reconcile(self.ledger):
             self._start(group, self._join(group, worker))
         queued = (g for g in self.ledger.unconsumed() if g.state is GroupState.queued)
         self._restored = {group.group_id: group for group in queued}
-
-    def lose_steps(self, why: str) -> None:
-        """Makes `next_batch` raise StepsLost, for `RolloutController.lose_steps`."""
-        self._steps_lost = why
-        self._background.notify()
 
     def go_back(self, lineage: int, state: LedgerState) -> None:
         """Goes back to `state` in a new lineage; `admit` follows when workers may get weights."""
@@ -306,10 +266,8 @@ class TrainingGroups(Groups):
             task.cancel()
         self._tasks.clear()
         self._restored.clear()
-        self._batch, self._steps_lost, self.begun_step = None, "", -1
-        self._lost.clear()
         self.ledger.go_back(lineage, state)
-        self.version = state.version
+        self.step.go_back(state.version)
         self.admission.forget()
         self.kept_rows.release(self.ledger, self.version)
         self._workers.updates.forget()
@@ -326,7 +284,7 @@ class TrainingGroups(Groups):
         if not self.kept_rows.let_go(self.ledger, self.version):
             full, groups = self._workers.set.full_workers, self.ledger.unconsumed()
             too_early = self._policy.too_early(groups, full, self.version)
-            if not too_early or self._batch is not None:
+            if not too_early or self.step.batch is not None:
                 return
             logger.warning(
                 "step=%d the stores lack room (rollout.store_bytes): %d groups that are finished "
@@ -400,16 +358,18 @@ class TrainingGroups(Groups):
     def _consume(self, groups: Sequence[Group]) -> None:
         self._form_batch(groups, self.ledger.consume([g.group_id for g in groups], self.version))
         self.admission.note_batch(self.ledger.num(GroupState.finished))
-        self.on_batch()
+        self._hear(BatchFormed())
         self.admit()
 
     def _form_batch(self, groups: Sequence[Group], batches: Sequence[BatchMetadata]) -> None:
         self.batch_metrics = mean_metrics([group.metrics for group in groups])
-        self._batch = concat(
-            batches,
-            batch_id=self._new_id(),
-            global_step=self.version,
-            min_token_version=self._policy.min_token_version(self.version),
+        self.step.form(
+            concat(
+                batches,
+                batch_id=self._new_id(),
+                global_step=self.version,
+                min_token_version=self._policy.min_token_version(self.version),
+            )
         )
 
     def _reject_stale(self, groups: Iterable[Group]) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
+from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
-from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.rollout_workers import RolloutWorkers, YieldMemory
 from areal_sc.controller.rollout.training_groups import TrainingGroups
+from areal_sc.controller.step_life import StepLife
 from areal_sc.fleet.member import Member
 from areal_sc.metadata import RowMetadata
 from areal_sc.weights import WeightsReference
@@ -27,6 +29,16 @@ class WeightsReader(Controller):
     _background: Background
     _journal: Journal
     _outside: OutsideGroups
+
+    def follow(self, step: StepLife, yield_memory: YieldMemory) -> None:
+        """The workers get the weights of the model that makes this step.
+
+        Args:
+            yield_memory: see `RolloutWorkers`.
+        """
+        step.take_in(self.groups.step)
+        self.groups.step = self._outside.step = step
+        self._workers.yield_memory = yield_memory
 
     def receive_weights(self, weights: WeightsReference) -> None:
         """A new policy version exists: workers begin to pull it, admission counts from it."""
@@ -49,25 +61,20 @@ class WeightsReader(Controller):
         """Whether some of these rows were in a batch that was formed anew."""
         return any(map(self.groups.ledger.was_taken_back, rows))
 
-    def keep_rows(self, first_step: int, *, is_being_covered: bool) -> None:
-        """Trained rows stay, in case that their step has to be repeated.
+    def keep_rows(self, needed: RowsNeeded) -> None:
+        """Trained rows stay, in case that their step has to be repeated, as far as there is room.
 
-        Args:
-            first_step: those of this step and later ones, as far as the stores have room.
-            is_being_covered: a snapshot is being written. Admission waits for its end rather than
-                that rows go which it will cover.
+        While a snapshot is being written, admission waits for its end rather than that rows go
+        which it will cover.
         """
         if not self._background.has_failed:  # else the run ends, and its journal may have failed
-            self.groups.keep_rows(first_step, is_being_covered=is_being_covered)
+            self.groups.keep_rows(needed)
             self._background.notify()
 
-    def lose_steps(self, why: str) -> None:
-        """The ranks cannot train on, and workers may wait for their weights, before `go_back`.
-
-        Whoever waits for rows or evaluations gets StepsLost.
-        """
-        self.groups.lose_steps(why)
-        self._outside.lose_steps(why)
+    def lose_steps(self) -> None:
+        """Whoever waits for rows or evaluations gets StepsLost."""
+        self._outside.lose_steps()
+        self._background.notify()
 
     def renew_weights(self, weights: WeightsReference) -> None:
         """The weights of the current version are to be had elsewhere from now on."""

@@ -13,7 +13,7 @@ the while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.background import Background
@@ -36,7 +36,6 @@ class WorkerSet:
     Attributes:
         states: of all workers, by ascending number; it stays the same list.
         loads: what they carry.
-        num_queued: groups that were admitted, and wait for a worker.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class WorkerSet:
     ) -> None:
         self.states: list[RolloutWorkerState] = []
         self.loads = WorkerLoads([], 0, {})
-        self.num_queued: Callable[[], int] = lambda: 0
         self._config = config
         self._background = background
         self._needs = needs
@@ -128,10 +126,14 @@ class WorkerSet:
         self.states.remove(state)
         self.renew()
 
-    def is_idle(self, state: RolloutWorkerState) -> bool:
+    def is_idle(self, state: RolloutWorkerState, num_queued: int) -> bool:
         """Whether nothing counts on a worker that leaves: it runs nothing, and no rows of it are
-        needed. One that can still get groups is not idle."""
-        are_held = self.loads.num_stored + self.num_queued() <= self._max_groups
+        needed. One that can still get groups is not idle.
+
+        Args:
+            num_queued: groups that were admitted, and wait for a worker.
+        """
+        are_held = self.loads.num_stored + num_queued <= self._max_groups
         if not state.life.is_closed and are_held:
             self._tell(Closed(state.life.unit))
             self.recount(state)

@@ -201,7 +201,7 @@ class Publisher:
             self._group = ""
         self._note_outcome(result)
 
-    def _note_outcome(self, result: calls.SentWeights) -> None:
+    def _note_outcome(self, result: rank_methods.SentWeights) -> None:
         """Counts broadcasts of which not even the first part has arrived."""
         self._num_in_vain = self._num_in_vain + 1 if result.failure and not result.num_bytes else 0
         if self._num_in_vain == MAX_BROADCASTS_IN_VAIN:

@@ -13,7 +13,7 @@ from areal_sc.controller.train.ranks import Ranks
 from areal_sc.controller.train.train_history import Asked
 from areal_sc.controller.train.train_step import TrainStep
 from areal_sc.errors import ROWS_GONE, MetadataError
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind, Operation
 
@@ -73,6 +73,7 @@ class RankWork:
         shares: Sequence[rank_methods.Rows],
         loss: NamedLoss,
         content: object,
+        trained: Sequence[RowMetadata],
         *,
         advances: bool,
     ) -> tuple[Operation, dict[str, float]]:
@@ -80,12 +81,14 @@ class RankWork:
 
         Args:
             content: all that decides what the update does, but for the loss.
+            trained: the rows, where they are those of a batch.
             advances: the ranks are at the next version then.
         """
-        named, number = await self._losses.number(loss), self._step.num_updates
+        named, number = await self._losses.number(loss), self._ranks.step.num_updates
         operation = self._ranks.operation(Kind.update, str(number), [content, named])
         updates = [rank_methods.Update(operation, named, rows, advances) for rows in shares]
-        metrics = await self._ranks.update(Asked(rank_methods.UPDATE, updates))
+        asked = Asked(rank_methods.UPDATE, updates)
+        metrics = await self._ranks.update(asked, number, trained)
         if self._ranks.history.version == operation.version:
-            self._step.num_updates = number + 1
+            self._ranks.step.num_updates = number + 1
         return operation, metrics

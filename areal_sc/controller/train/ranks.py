@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
+from areal_sc.controller.events import Hear, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
 from areal_sc.controller.train.publication import Publisher
@@ -30,7 +32,6 @@ from areal_sc.controller.train.rank_layout import RankLayout, meet
 from areal_sc.controller.train.rank_takeover import FoundRanks
 from areal_sc.controller.train.train_history import (
     Asked,
-    RowsNeeded,
     StartingPoint,
     TrainHistory,
 )
@@ -40,7 +41,6 @@ from areal_sc.errors import (
     CheckpointError,
     RpcTimeout,
     StaleCall,
-    StepsLost,
     StoreFull,
     TransportError,
     WorkerError,
@@ -49,6 +49,7 @@ from areal_sc.errors import (
 )
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.worker_life import Progressed
+from areal_sc.metadata import RowMetadata
 from areal_sc.run.run_status import RoleStatus
 from areal_sc.transport.rpc.method import Method
 from areal_sc.weights import WeightsReference
@@ -75,10 +76,10 @@ class Ranks:
 
     Args:
         needs: what the rollout controllers say of rows.
-        on_rows_needed: is told from which step on rows may be asked for again.
-        on_steps_lost: is told why the ranks do nothing before `load`.
+        hear: takes what the steps need, and what becomes of them.
 
     Attributes:
+        step: the training step that goes on.
         history: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
@@ -90,9 +91,9 @@ class Ranks:
         recovery: Recovery,
         publisher: Publisher,
         needs: Set[NeedsRun],
-        on_rows_needed: Callable[[RowsNeeded], None],
-        on_steps_lost: Callable[[str], None],
+        hear: Hear,
     ) -> None:
+        self.step = StepLife()
         self._recovery = recovery
         self._fleet = fleet = recovery.fleet
         every_steps = config.memory_every_steps
@@ -106,13 +107,9 @@ class Ranks:
         )
         self._config = config
         self._publisher = publisher
-        self._on_rows_needed = on_rows_needed
-        self._on_steps_lost = on_steps_lost
+        self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
-        self._announced = -1
-        self._steps_lost = ""  # why; the ranks live, and wait for `load`
         self._are_as_built = False
-        self._renew: Callable[[WeightsReference], None] = lambda _: None
 
     async def start(self, lineage: int, loss: int | None) -> None:
         """The ranks meet, and build their engines; from then on they are started again.
@@ -127,7 +124,7 @@ class Ranks:
         if loss is not None:  # the call, unlike the start of a process, fails by its own name
             await self._fleet.call_all(rank_methods.TRY_LOSS, rank_methods.TryLoss(loss))
         self.calls.layout = await meet(self._fleet, lineage)
-        self.history.begin(lineage, StartingPoint(0, SnapshotPlace.initial))
+        self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         self._recovery.begin(self._bring_back)
 
     def take_over(self, found: FoundRanks) -> None:
@@ -136,7 +133,14 @@ class Ranks:
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
+        self.step.go_back(found.version)
+        if found.has_begun_step:
+            self.step.begin_before()
         self._recovery.begin(self._bring_back)
+
+    def _begin(self, lineage: int, source: StartingPoint) -> None:
+        self.history.begin(lineage, source)
+        self.step.go_back(source.version)
 
     def end_calls(self) -> None:
         """A rank has died: what goes on ends, and is repeated once they are there again."""
@@ -164,8 +168,8 @@ class Ranks:
         was_full = False
         while True:
             await self._recovery.wait_until_ready(self._fleet.members[0])
-            if self._steps_lost and not is_load:
-                raise StepsLost(self._steps_lost)
+            if not is_load:
+                self.step.check()
             num_restarts = self._recovery.num_restarts
             scope = asyncio.timeout(None)
             try:
@@ -209,7 +213,7 @@ class Ranks:
         Raises: CheckpointError: it cannot be read.
         """
         if source.place is SnapshotPlace.initial and not self._are_as_built:
-            self._steps_lost = self._steps_lost or "the initial model is to be loaded"
+            self.step.lose("the initial model is to be loaded")
             first = self._fleet.members[0]
             self._fleet.lose(first, first.worker.incarnation, "goes back to its first model")
         operation = Operation(lineage, source.version, Kind.load)
@@ -221,20 +225,15 @@ class Ranks:
             )
 
         await self.repeated(load, is_load=True)
-        self._steps_lost, self._announced = "", -1
-        self.history.begin(lineage, source)
+        self._begin(lineage, source)
         self.tell_rows()
 
-    def note_published(self, version: int, renew: Callable[[WeightsReference], None]) -> None:
-        """Workers are told of the weights of a version.
-
-        Args:
-            renew: tells them that the same weights are to be had elsewhere.
-        """
-        self._announced, self._renew = version, renew
-
     def advance(self, version: int) -> None:
-        """The ranks have made a new version: something useful."""
+        """The ranks have made a new version: something useful.
+
+        Raises: BatchLost: they have lost it again; see `StepLife.publish`.
+        """
+        self.step.publish(version)
         self.history.advance(version)
         self._fleet.tell(Progressed(self._fleet.members[0].life.unit))
         self.memory.begin_when_due()
@@ -280,10 +279,17 @@ class Ranks:
         self.history.note(computed := replace(asked, shards=shards))
         return computed
 
-    async def update(self, asked: Asked) -> dict[str, float]:
-        """Metrics of an update; it is noted, and so made again where it has to be."""
+    async def update(
+        self, asked: Asked, number: int, trained: Sequence[RowMetadata]
+    ) -> dict[str, float]:
+        """Metrics of an update; it is noted, and so made again where it has to be.
+
+        Args:
+            number, trained: as in `StepLife.begin_update`.
+        """
 
         async def update() -> dict[str, float]:
+            self.step.begin_update(number, trained)
             self.history.note(asked)
             self.tell_rows()
             return dict((await self.calls.ask(asked))[0])
@@ -295,6 +301,8 @@ class Ranks:
             raise
         except ArealError:  # unlike one that is given up, it does not go on in the workers
             self.history.drop(version, asked)
+            if not self.history.is_updating:
+                self.step.undo()
             raise
 
     def undo_step(self) -> None:
@@ -309,6 +317,7 @@ class Ranks:
 
     def begin_step_anew(self) -> None:
         """New lives go to where the step began, whose rows are gone."""
+        self.step.begin_anew("its ranks have begun it")
         first = self._fleet.members[0]
         cause = "has begun a step whose rows are gone, and goes back to its beginning"
         self._fleet.lose(first, first.worker.incarnation, cause)
@@ -317,7 +326,7 @@ class Ranks:
         """Tells which rows are needed: those of steps that are being repeated are not given up."""
         is_being_repeated = not any(life.is_ready for life in self._fleet.lives)
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
-        self._on_rows_needed(RowsNeeded(self.history.rows_from, is_covered_soon))
+        self._hear(RowsNeeded(self.history.rows_from, is_covered_soon))
 
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""
@@ -337,7 +346,7 @@ class Ranks:
         """
         self._publisher.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
-        self._are_as_built = bool(self._steps_lost)
+        self._are_as_built = bool(self.step.why_lost)
         if self._are_as_built:
             return
         source = await self._load_newest()
@@ -367,6 +376,7 @@ class Ranks:
             await self.calls.repeat_step(self.history.version)
         except ROWS_GONE as error:
             self.history.drop_step()
+            self.step.undo()
             raise WorkerLost(f"the step cannot be made again as it was: {error}") from error
 
     async def _load_newest(self) -> StartingPoint:
@@ -396,13 +406,14 @@ class Ranks:
 
     def _lose_steps(self, why: str) -> WorkerLost:
         """The ranks begin once more, as they are built: some may be in the midst of a repeat."""
-        self._steps_lost = f"{why}: a snapshot has to be loaded"
-        self._on_steps_lost(self._steps_lost)
+        self.step.lose(f"{why}: a snapshot has to be loaded")
+        self._hear(TrainingLost())
         return WorkerLost(why)
 
     async def _announce_again(self, weights: WeightsReference | None) -> None:
         """Offers the weights of the new lives to whoever waits for the newest ones."""
         version = self.history.version
         is_sealed = self._config.weight_update.method is not WeightUpdateMethod.disk
-        if version == self._announced and is_sealed:
-            self._renew(weights or await self.calls.seal_again(version, version))
+        if self.step.are_weights_told and is_sealed:
+            weights = weights or await self.calls.seal_again(version, version)
+            self._hear(WeightsMoved(weights))

@@ -28,6 +28,7 @@ from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
+from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
@@ -37,7 +38,7 @@ from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.controller.train.train_history import RowsNeeded, StartingPoint
+from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.controller.train.train_step import (
     TrainStep,
     seen_by_loss,
@@ -52,7 +53,7 @@ from areal_sc.errors import (
 )
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
@@ -110,13 +111,12 @@ class TrainController(Controller):
             self._recovery,
             self._publisher,
             self._common.needs,
-            self._tell_rows_needed,
-            self._tell_steps_lost,
+            self._hear,
         )
         self._tell_more = self._ranks.tell
         self._writes = RankWrites(self._ranks, self.fleet)
         self.found: FoundRanks | None = None
-        self._readers: set[RolloutController] = set()  # of what was published
+        self._reader: RolloutController | None = None  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
         self._losses = RankLosses(self._sources, self._ranks, self._loss)
@@ -258,9 +258,9 @@ class TrainController(Controller):
         batch.select(MODEL_FIELDS)
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
         shares = await self._work.shares(batch, loss, num_minibatches)
-        self._step.note_update(batch)
+        content = trained_content(batch)
         try:
-            return await self._update(shares, loss, trained_content(batch), advances=advances)
+            return await self._update(shares, loss, content, batch.rows, advances=advances)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
 
@@ -281,7 +281,7 @@ class TrainController(Controller):
             Demonstrations(dataset, tuple(indices[share::num_shares]))
             for share in range(num_shares)
         ]
-        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], advances=True)
+        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=True)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -340,7 +340,6 @@ class TrainController(Controller):
         lineage = self._common.enter_lineage(self.role, self._folder)
         await self.place.begin(lineage, step)
         await self._ranks.load(lineage, StartingPoint(step, place))
-        self._step.begin()
 
     def note_snapshot(self, step: int) -> None:
         """The snapshot that was begun after so many steps has got its final name.
@@ -362,17 +361,23 @@ class TrainController(Controller):
         self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
     ) -> BatchMetadata:
         # a model that publishes forgets all fields with each publication
-        sweeps = not self._readers
+        sweeps = self._reader is None
         return await self._work.compute(batch, selected, output, field, sweeps=sweeps)
 
     async def _update(
-        self, shares: Sequence[Rows], loss: NamedLoss, content: object, *, advances: bool
+        self,
+        shares: Sequence[Rows],
+        loss: NamedLoss,
+        content: object,
+        rows: Sequence[RowMetadata],
+        *,
+        advances: bool,
     ) -> dict[str, float]:
         """Metrics of the update; arguments as in `RankWork.update`."""
-        operation, metrics = await self._work.update(shares, loss, content, advances=advances)
+        operation, metrics = await self._work.update(shares, loss, content, rows, advances=advances)
         if advances:
             await self.place.advance(operation.version + 1)
-            self._advance(operation.version + 1)
+            self._ranks.advance(operation.version + 1)
         return metrics
 
     async def _publish(self, rollout: RolloutController, version: int) -> None:
@@ -381,11 +386,10 @@ class TrainController(Controller):
         is_new = version > self.version
 
         async def announce(weights: WeightsReference) -> None:
+            self.note_reader(rollout)
             if is_new:
-                await rollout.record_version_async(version, self._step.rows)
-            self._note_published(rollout, version)
-            if is_new:
-                self._advance(version)
+                await rollout.record_version_async(version, self._ranks.step.trained_rows)
+                self._ranks.advance(version)
             rollout.receive_weights(weights)
 
         async def publish() -> None:
@@ -406,32 +410,16 @@ class TrainController(Controller):
                 "trained; give it an ActorConfig without is_frozen"
             )
 
-    def _advance(self, version: int) -> None:
-        self._step.begin()
-        self._ranks.advance(version)
-
     def note_reader(self, rollout: RolloutController) -> None:
-        """Its workers have got weights from an earlier start of this controller."""
-        self._readers.add(rollout)
-        rollout.share_memory(self._ranks.memory.yield_memory)
+        """Workers of this controller get the weights, now or from an earlier start."""
+        self._reader = rollout
+        rollout.follow(self._ranks.step, self._ranks.memory.yield_memory)
 
     def begin_step_anew(self) -> None:
         """Rows of the step that goes on are gone: the ranks go back to its beginning."""
         self._ranks.begin_step_anew()
 
-    def _note_published(self, rollout: RolloutController, version: int) -> None:
-        self.note_reader(rollout)
-        self._ranks.note_published(version, rollout.renew_weights)
-
-    def _tell_rows_needed(self, needed: RowsNeeded) -> None:
-        for rollout in self._readers:
-            rollout.keep_rows(needed.first_step, is_being_covered=needed.is_being_covered)
-
-    def _tell_steps_lost(self, why: str) -> None:
-        for rollout in self._readers:
-            rollout.lose_steps(why)
-
-    def _hear(self, event: FleetEvent) -> None:
+    def _hear(self, event: FleetEvent | StepEvent) -> None:
         match event:
             case UnitLost():
                 self._ranks.end_calls()
@@ -440,6 +428,12 @@ class TrainController(Controller):
                 self._ranks.tell_rows()
             case RunFailed(cause):
                 self._give_up(cause)
+            case RowsNeeded() if self._reader is not None:
+                self._reader.keep_rows(event)
+            case TrainingLost() if self._reader is not None:
+                self._reader.lose_steps()
+            case WeightsMoved(weights) if self._reader is not None:
+                self._reader.renew_weights(weights)
 
     compute = blocking(compute_async)
     compute_logprobs = blocking(compute_logprobs_async)

@@ -65,18 +65,6 @@ class Asked:
         return self.operation is not None and self.operation.kind in WRITES
 
 
-class RowsNeeded(NamedTuple):
-    """Which rows of earlier steps stay.
-
-    Attributes:
-        first_step: they are those of this step and later ones.
-        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
-    """
-
-    first_step: int
-    is_being_covered: bool
-
-
 class StartingPoint(NamedTuple):
     """A state that ranks can begin from."""
 

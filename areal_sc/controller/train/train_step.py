@@ -5,46 +5,31 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from areal_sc.algorithms.advantages import normalized_advantages
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ClipCenter, PPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
+from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ArealError, BatchLost
-from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.metadata import BatchMetadata
 
 
 class TrainStep:
-    """The step from one version to the next.
-
-    Attributes:
-        num_updates: that returned.
-    """
+    """What the ranks of a model make of the batch of a step."""
 
     def __init__(self, ranks: Ranks, ppo: PPOConfig, loss: NamedLoss) -> None:
         self._ranks = ranks
         self._ppo = ppo
         self._loss = loss
         self._lost_batch = ""
-        self.begin()
-
-    def begin(self) -> None:
-        """Nothing of it is done yet."""
-        self.num_updates = 0
-        self._rows: dict[int, tuple[RowMetadata, ...]] = {}  # by number of the update
-
-    @property
-    def rows(self) -> list[RowMetadata]:
-        """The rows that its updates train."""
-        return list(chain.from_iterable(self._rows.values()))
 
     @property
     def needs_proximal_logprobs(self) -> bool:
         """Whether the weights change between the proximal policy and the last minibatch."""
-        is_one_forward = self._ppo.num_minibatches == 1 and self.num_updates == 0
+        is_one_forward = self._ppo.num_minibatches == 1 and self._ranks.step.num_updates == 0
         return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
 
     def split(
@@ -59,10 +44,6 @@ class TrainStep:
         most = num_minibatches or self._ppo.num_minibatches
         learning = seen_by_loss(batch, loss or self._loss)
         return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
-
-    def note_update(self, batch: BatchMetadata) -> None:
-        """The ranks will train on these rows, even if the call is given up."""
-        self._rows.setdefault(self.num_updates, batch.rows)
 
     def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
         """Rows that the ranks need are gone; returns what the caller gets to know.
@@ -82,9 +63,10 @@ class TrainStep:
         Raises: BatchLost: the ranks could not make the updates again after a death; or the batch
             was formed anew after they were made.
         """
-        if self._rows and not self._ranks.history.is_updating:
+        step = self._ranks.step
+        if step.state is StepState.undone:
             cause = "train workers died, and could not read them again"
-        elif rollout.has_taken_back(self.rows):
+        elif rollout.has_taken_back(step.trained_rows):
             cause = "prepare_batch has formed another batch since"
         else:
             return
@@ -92,13 +74,9 @@ class TrainStep:
         raise self._begin_anew(cause)
 
     def _begin_anew(self, cause: str) -> BatchLost:
-        self.begin()
+        lost = self._ranks.step.begin_anew(cause)
         self._ranks.undo_step()
-        return BatchLost(
-            f"rows of the batch of policy version {self._ranks.history.version} are gone: {cause}. "
-            "The weights are those of that version: call prepare_batch again, which forms its "
-            "batch anew, and train on that one"
-        )
+        return lost
 
 
 def seen_by_loss(batch: BatchMetadata, loss: NamedLoss) -> BatchMetadata:

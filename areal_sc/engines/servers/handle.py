@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 from areal_sc.config.schema import Device, GRPOConfig, RolloutConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.engines.handle_base import GeneratorHandle, with_local_model
+from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import ModelShape
-from areal_sc.sizing.worker_plan import WorkerPlan
+from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
 if TYPE_CHECKING:
     from areal_sc.engines.servers.client import ServerClient
@@ -56,6 +57,7 @@ class ServersHandle(GeneratorHandle):
         session_files: pattern of the names of files in shared memory that their processes map, and
             leave when they are killed together.
         support_setting: that limits the tokens of a truncated distribution.
+        memory_share: of a GPU, that a server takes.
     """
 
     name: ClassVar[str]
@@ -65,6 +67,7 @@ class ServersHandle(GeneratorHandle):
     scheduler_title: ClassVar[str]
     session_files: ClassVar[str]
     support_setting: ClassVar[str]
+    memory_share: ClassVar[MemoryShare]
     worker_class: ClassVar[str] = "areal_sc.engines.servers.engine:ServerEngine"
 
     def build(self, log_folder: Path = Path("logs"), name: str = "rollout") -> Any:
@@ -244,7 +247,50 @@ class ServersHandle(GeneratorHandle):
 
     def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
         """The memory of one rank of a server; its index is put in by the caller."""
+        is_cuda = device != "cpu"
+        words = self.arguments(ServerInstance(0, 0, "", is_cuda=is_cuda))
+        given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+
+        def bytes_of_rank(num_values: int | None) -> int:
+            num_bytes = DTYPE_BYTES[self.config.dtype] * (num_values or 0)
+            return -(-num_bytes // self.servers.tp_size)
+
+        parameter_bytes = bytes_of_rank(shape.num_parameters)
+
+        def left() -> int | None:
+            memory = (
+                machine.cuda_memory_bytes[int(device.removeprefix("cuda:"))] if is_cuda else None
+            )
+            if memory is None:
+                return None
+            return self.memory_share.kv_bytes(given, device, memory, parameter_bytes)
+
+        kv_bytes = self.kv_cache_bytes(given, bytes_of_rank(shape.kv_values_per_token), left)
+        return WorkerPlan("server", 0, device, parameter_bytes=parameter_bytes, kv_bytes=kv_bytes)
+
+    def kv_cache_bytes(
+        self, given: Mapping[str, str], token_bytes: int, left: Callable[[], int | None]
+    ) -> int:
+        """What one rank of a server takes for its KV cache.
+
+        Args:
+            given: the server's arguments.
+            token_bytes: that one token takes.
+            left: by the parameters, of the server's share of its GPU; None: not known.
+        """
         raise NotImplementedError
+
+    def way_out(self, plan: RunPlan) -> str | None:
+        return self.memory_share.way_out(plan)
+
+    def _count(self, given: Mapping[str, str], argument: str, least: int) -> int:
+        """Raises: ConfigError: an argument of the servers is no count."""
+        text = given[argument]
+        if text.isdecimal() and int(text) >= least:
+            return int(text)
+        above = " above 0" if least else ""
+        name = f"{self.section}.args.{argument.replace('-', '_')}"
+        raise ConfigError(f"{name}: expected a count{above}, got {text}")
 
 
 def _has_port(url: str) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Final
@@ -25,10 +24,9 @@ from areal_sc.errors import ArealError, RunFolderError
 from areal_sc.log import setup_logging
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
-from areal_sc.schedulers.agent_process import agent_environment
+from areal_sc.schedulers.agent_process import agent_environment, start_beside
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.jobs_file import JobsFile
-from areal_sc.system.durable import own_file
 from areal_sc.system.process import leave_signals_to_script, name_process
 
 PATIENCE_S: Final = 3600.0
@@ -51,15 +49,9 @@ class JobsGuard:
         owner = Owner.read(folder.path)
         assert owner is not None, "this process"
         words = str(folder.path), json.encode(owner).decode(), str(orphan_timeout_s)
-        with open(folder.log_path("guard"), "ab", opener=own_file) as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "areal_sc.schedulers.slurm.guard", *words],
-                stdin=subprocess.PIPE,  # open as long as this process lives
-                stdout=log,
-                stderr=log,
-                env=commands.environment(agent_environment(os.environ)),
-                start_new_session=True,
-            )
+        command = [sys.executable, "-P", "-m", "areal_sc.schedulers.slurm.guard", *words]
+        env = commands.environment(agent_environment(os.environ))
+        self._process = start_beside(command, folder.log_path("guard"), env)
 
     def close(self) -> None:
         """Nothing is left to cancel."""
@@ -133,7 +125,7 @@ def _cancel(folder: RunFolder, gone: Owner) -> bool:
     known = JobsFile.read(folder)
     if known is None or not _is_newest(folder, gone):
         return False
-    states = commands.named_jobs([job.name for job in known.jobs if job.is_own])
+    states = commands.named_jobs(known.names)
     left = [job for job, state in states.items() if state != "COMPLETING"]
     if left and _is_newest(folder, gone):  # SLURM may have taken long to answer
         logger.warning("jobs=%s are cancelled: their script is gone", left)

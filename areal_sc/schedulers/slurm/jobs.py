@@ -61,7 +61,11 @@ class Jobs:
     Args:
         known: what of an earlier start goes on.
         variables: further environment of agents.
-        joins: invites them.
+
+    Attributes:
+        config, folder: of the run.
+        joins: invites agents.
+        steps: those in jobs.
     """
 
     def __init__(
@@ -70,16 +74,15 @@ class Jobs:
         folder: RunFolder,
         known: RunJobs,
         variables: Mapping[str, str],
-        steps: Steps,
         joins: JoinServer,
     ) -> None:
-        self._config = config
-        self._folder = folder
+        self.config = config
+        self.folder = folder
         self._run_id = known.run_id
         self._file = JobsFile(folder, known)
         self._variables = variables
-        self._steps = steps
-        self._joins = joins
+        self.joins = joins
+        self.steps = Steps(config, folder, variables, joins)
         self._one_submits = threading.Lock()
         self._is_closed = False
         self._jobs = [
@@ -98,13 +101,13 @@ class Jobs:
 
         Raises: ConfigError: SLURM refuses one, or is not there. SchedulerSilent.
         """
-        plans, around = job_plans(self._config.slurm), os.environ.get("SLURM_JOB_ID", "")
+        plans, around = job_plans(self.config.slurm), os.environ.get("SLURM_JOB_ID", "")
         steps = [job for job in self._jobs if not job.is_own]
         if steps or (around and not self._jobs):
             return steps or [self._begin_step(around, merged_plan(plans))]
         for plan in plans:
             if self._free(plan.single) is None:
-                script = job_script(self._config, self._folder.path, plan)
+                script = job_script(self.config, self.folder.path, plan)
                 commands.check_submission(script, self._variables)
         return [self.submit(plan.single) for plan in plans for _ in range(plan.num_jobs)]
 
@@ -140,12 +143,12 @@ class Jobs:
         self._note()
         count = os.environ.get(RESTART_COUNT, "")
         restart = int(count) if count.isdecimal() else 0
-        job.step = self._steps.start(job.job_id, job.name, plan, nodes, restart=restart)
+        job.step = self.steps.start(job.job_id, job.name, plan, nodes, restart=restart)
         return job
 
     def _invite(self, job: Job) -> str:
-        num_restarts = MAX_RESTARTS if self._config.slurm.requeue else 0
-        return self._joins.invite(job.name, job.plan.num_nodes, num_restarts)
+        num_restarts = MAX_RESTARTS if self.config.slurm.requeue else 0
+        return self.joins.invite(job.name, job.plan.num_nodes, num_restarts)
 
     def submit(self, plan: JobPlan, on_named: Callable[[Job], None] = lambda job: None) -> Job:
         """A job that waits for its nodes: a new one, or one of an earlier start that nobody has.
@@ -169,7 +172,7 @@ class Jobs:
 
     def _submit(self, job: Job) -> None:
         """Raises: as `submit`."""
-        script = job_script(self._config, self._folder.path, job.plan)
+        script = job_script(self.config, self.folder.path, job.plan)
         variables = {**self._variables, JOIN_SECRET: self._invite(job)}
         found = commands.found_job(job.name) if job.was_tried else ""
         job.was_tried = True
@@ -234,7 +237,7 @@ class Jobs:
         job.check_waits(state)
         if num_joined or state.state == "RUNNING":
             job.runs_since_s = job.runs_since_s or time.monotonic()
-            limit_s = self._config.startup_timeout_s
+            limit_s = self.config.startup_timeout_s
             if time.monotonic() > job.runs_since_s + limit_s:
                 what = f"{missing} within scheduler.startup_timeout_s={limit_s:g}"
                 raise self._start_error(job, what)
@@ -259,7 +262,7 @@ class Jobs:
 
         Raises: SchedulerSilent.
         """
-        if not (job.is_own and self._config.slurm.requeue):
+        if not (job.is_own and self.config.slurm.requeue):
             return False
         return commands.num_restarts(job.job_id) > restart
 
@@ -309,9 +312,9 @@ class Jobs:
         if have_ended:
             self._file.delete()
         else:
-            limit_s = self._config.orphan_timeout_s
+            limit_s = self.config.orphan_timeout_s
             logger.error("jobs of the run are left; their agents end in %g s", limit_s)
-        self._steps.close(have_ended=have_ended)
+        self.steps.close(have_ended=have_ended)
         return have_ended
 
     def _starting_state(self, job: Job) -> JobState:
@@ -342,9 +345,9 @@ class Jobs:
         return f"{NAME_PREFIX}{self._run_id}-{plan.kind}-{random_id()}"
 
     def _start_error(self, job: Job, what: str) -> WorkerStartError:
-        path = self._folder.log_path(f"slurm-{job.job_id}" if job.is_own else STEPS_LOG)
+        path = self.folder.log_path(f"slurm-{job.job_id}" if job.is_own else STEPS_LOG)
         # what an agent has said, or the shell that could not start it, tells more than its srun
-        joined = {log_of(it, self._folder) for it in self._joins.joined(job.job_id).values()}
-        logs = sorted({*self._folder.logs.glob(f"agent-*-{job.job_id}.*.log")} - joined)
+        joined = {log_of(it, self.folder) for it in self.joins.joined(job.job_id).values()}
+        logs = sorted({*self.folder.logs.glob(f"agent-*-{job.job_id}.*.log")} - joined)
         path = next((log for log in logs if log_tail(log)), path)
         return WorkerStartError.with_log(f"SLURM's job {job.job_id}: {what}", path, log_tail(path))

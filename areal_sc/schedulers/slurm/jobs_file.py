@@ -65,6 +65,16 @@ class RunJobs:
     jobs: list[JobRecord] = field(default_factory=list)
     lent: list[LentRecord] = field(default_factory=list)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the run's own jobs."""
+        return [job.name for job in self.jobs if job.is_own]
+
+    @property
+    def steps(self) -> list[tuple[str, str]]:
+        """Job and name of the run's steps in jobs that are not its own."""
+        return [(job.job_id, job.name) for job in self.jobs if not job.is_own]
+
 
 class JobsFile:
     """Written by the one process that has the run; used from several threads.

@@ -30,11 +30,10 @@ from areal_sc.nodes.spec import Joining, NodeFacts
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import Wait
 from areal_sc.schedulers.base import Node
-from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.job import Job
 from areal_sc.schedulers.slurm.jobs import LOOK_EVERY_S, Jobs
-from areal_sc.schedulers.slurm.steps import STEPS_LOG, Step, Steps, log_of
+from areal_sc.schedulers.slurm.steps import STEPS_LOG, Step, log_of
 from areal_sc.system.process import exit_text
 
 _NO_ANSWER: Final = frozenset(number & 0xFF for number in (1001, 1002, 1003, 1004, 5004))
@@ -119,21 +118,9 @@ class Renewal:
         job: which the agent will be of.
     """
 
-    def __init__(
-        self,
-        lent: LentNode,
-        config: SchedulerConfig,
-        folder: RunFolder,
-        jobs: Jobs,
-        steps: Steps,
-        joins: JoinServer,
-    ) -> None:
+    def __init__(self, lent: LentNode, jobs: Jobs) -> None:
         self._lent = lent
-        self._config = config
-        self._folder = folder
         self._jobs = jobs
-        self._steps = steps
-        self._joins = joins
         self._name = lent.name  # where the agent is to be; "": in the job, wherever that is
         self.job = lent.job
         self._step: Step | None = None
@@ -148,7 +135,7 @@ class Renewal:
             known: incarnations of the agents that nodes have, or have had.
         Raises: ConfigError: its node cannot be used.
         """
-        joined = self._joins.joined(self.job.job_id).values()
+        joined = self._jobs.joins.joined(self.job.job_id).values()
         for agent in sorted(joined, key=lambda agent: agent.node != self._name):
             is_elsewhere = self._step is not None and agent.node != self._name
             if not is_elsewhere and usable_facts(agent).incarnation not in known:
@@ -189,7 +176,9 @@ class Renewal:
             check_devices(facts.num_devices, self.job.plan, agent.node)
             logger.info("node=%s has joined", agent.node)
         else:
-            self._joins.refuse(lent.node.facts.incarnation)  # where it lives on, cut off, it ends
+            self._jobs.joins.refuse(
+                lent.node.facts.incarnation
+            )  # where it lives on, cut off, it ends
         lent.node.facts = facts
         lent.incarnations.add(lent.node.facts.incarnation)
         lent.node.found = []
@@ -198,7 +187,7 @@ class Renewal:
             # a job that was started again counts its steps anew: that number is another agent's now
             if agent.job != lent.agent.job or agent.restart == lent.agent.restart:
                 self._jobs.end_step(lent.agent)
-        lent.node.log_path = log_of(agent, self._folder)
+        lent.node.log_path = log_of(agent, self._jobs.folder)
         lent.name, lent.job, lent.agent, lent.node.coming = agent.node, self.job, agent, None
 
     def _begin(self, used: Set[str]) -> None:
@@ -229,7 +218,7 @@ class Renewal:
         """
         lent, job = self._lent, self._lent.job
         state = self._jobs.state(job).state
-        if state in _WANTED_ENDS and not is_single(job, self._config):
+        if state in _WANTED_ENDS and not is_single(job, self._jobs.config):
             what = f"no node is asked for in place of {lent.name}: its job is {state}"
             raise WorkerStartError(what)
         if not job.is_own:
@@ -248,13 +237,13 @@ class Renewal:
         job, self._name = self._lent.job, name
         words, agent = (job.job_id, job.name, job.plan, [name]), self._lent.agent
         restart = agent.restart if agent else 0
-        self._step = self._steps.start(*words, restart=restart, before=before)
+        self._step = self._jobs.steps.start(*words, restart=restart, before=before)
         self._step_s = self._looked_s = time.monotonic()
 
     def _look_at_step(self, step: Step, used: Set[str]) -> None:
         """Raises: WorkerStartError. SchedulerSilent."""
         code = step.poll()
-        is_late = time.monotonic() > self._step_s + self._config.startup_timeout_s
+        is_late = time.monotonic() > self._step_s + self._jobs.config.startup_timeout_s
         if code is None and not is_late and not self._is_time_to_look():
             return
         self._looked_s = time.monotonic()
@@ -268,7 +257,7 @@ class Renewal:
             self._step = None  # once more
         elif code is not None or is_late:
             how = "did not join" if code is None else f"ended with {exit_text(code)}"
-            path = self._folder.log_path(STEPS_LOG)
+            path = self._jobs.folder.log_path(STEPS_LOG)
             what = f"the agent of {self._name} {how}"
             raise WorkerStartError.with_log(what, path, log_tail(path))
 

@@ -39,11 +39,10 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.config.slurm_jobs import job_plans, single_plan, workers_of_single
 from areal_sc.config.slurm_script import AGENT_WORDS
 from areal_sc.errors import ArealError, ConfigError, WorkerStartError
-from areal_sc.nodes.spec import NodeFacts
+from areal_sc.nodes.spec import END, NodeFacts
 from areal_sc.run.agent_files import delete_files_of_dead_agents, end_agents
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.schedulers import agent_calls as other_agents
-from areal_sc.schedulers.agent_calls import AgentAddress
+from areal_sc.schedulers.agent_calls import AgentAddress, call_agents
 from areal_sc.schedulers.base import Node
 from areal_sc.schedulers.found_agents import FoundAgent
 from areal_sc.schedulers.join_server import JoinServer
@@ -61,7 +60,7 @@ from areal_sc.schedulers.slurm.lent_node import (
     lent_nodes,
     usable_facts,
 )
-from areal_sc.schedulers.slurm.steps import Steps, log_of
+from areal_sc.schedulers.slurm.steps import log_of
 from areal_sc.schedulers.slurm.taken_jobs import EarlierStart, find_earlier
 from areal_sc.system import interrupts
 from areal_sc.system.process import allow_open_files
@@ -109,9 +108,7 @@ class SlurmScheduler(OpenRun):
             undo.callback(self._joins.close)
             self.keys.write(folder.keys_path)
             undo.callback(folder.remove_keys)
-            variables = self._variables()
-            self._steps = Steps(config, folder, variables, self._joins)
-            self._jobs = Jobs(config, folder, earlier.known, variables, self._steps, self._joins)
+            self._jobs = Jobs(config, folder, earlier.known, self._variables(), self._joins)
             folder.write_atomic(folder.join_path, self._joins.address.encode())
             self._guard = JobsGuard(folder, config.orphan_timeout_s)
             undo.callback(self._end)
@@ -256,15 +253,20 @@ class SlurmScheduler(OpenRun):
             if lent.renewal is not None:
                 lent.renewal.abandon()
                 jobs.add(lent.renewal.job)
-        told = set[AgentAddress]()
+        told = set[str]()
         if lent.agent is not None:
-            told = other_agents.end([AgentAddress.of(lent.node.facts)], self.keys, self.term)
+            told = self._tell_to_end([lent.node.facts])
             self._joins.forget(lent.agent)
         logger.info("node=%s job=%s is given back", lent.node.name, lent.job.job_id)
         limit_s = 2 * self.config.shutdown_timeout_s
         for job in jobs:
             self._jobs.end_one(job, limit_s, are_told=bool(told))
         self._note_lent()
+
+    def _tell_to_end(self, agents: Sequence[NodeFacts]) -> set[str]:
+        """Incarnations of those that have heard."""
+        addresses = map(AgentAddress.of, agents)
+        return {it.incarnation for it in call_agents(END, None, addresses, self.keys, self.term)}
 
     def _ended_nodes(self) -> dict[Node, str]:
         lent = [it for it in list(self._lent.values()) if it.agent is not None]
@@ -283,8 +285,7 @@ class SlurmScheduler(OpenRun):
                     self.term.check()
                 # an agent that nobody needs has deleted them
                 self.keys.write(self._folder.keys_path)
-                parts = self.config, self._folder, self._jobs, self._steps, self._joins
-                lent.renewal = Renewal(lent, *parts)
+                lent.renewal = Renewal(lent, self._jobs)
             past, others = lent.job, list(self._lent.values())
             try:
                 with self._one_takes:
@@ -311,11 +312,10 @@ class SlurmScheduler(OpenRun):
         """Returns when nothing is left, as far as SLURM can be asked."""
         if self.term is not None and self.term.is_over:
             self._guard.leave()
-            self._steps.close(have_ended=False)
+            self._jobs.steps.close(have_ended=False)
             return
         facts = [it.facts for it in self._joins.agents() if isinstance(it.facts, NodeFacts)]
-        agents = [AgentAddress.of(it) for it in facts]
-        told = {agent.incarnation for agent in other_agents.end(agents, self.keys, self.term)}
+        told = self._tell_to_end(facts)
         there = [node for node in list(self._lent) if node.is_there]
         are_told = bool(told) and all(node.facts.incarnation in told for node in there)
         if self._jobs.end(2 * self.config.shutdown_timeout_s, are_told=are_told):

@@ -14,9 +14,9 @@ from areal_sc.config.slurm_script import RESTART_COUNT, step_lines
 from areal_sc.ids import random_id
 from areal_sc.nodes.spec import Joining
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.schedulers.agent_process import start_beside
 from areal_sc.schedulers.join_server import JoinServer
 from areal_sc.schedulers.slurm import commands
-from areal_sc.system.durable import own_file
 
 STEPS_LOG: Final = "slurm-steps"
 STEP_END_S: Final = 5.0
@@ -66,15 +66,9 @@ class Steps:
         flags = [f"--jobid={job_id}", "--overlap", f"--job-name={name}"]
         lines = step_lines(self._config, self._folder.path, plan, nodes, flags, before)
         restarts = {RESTART_COUNT: str(restart)} if restart else {}
-        with open(self._folder.log_path(STEPS_LOG), "ab", opener=own_file) as log:
-            step = subprocess.Popen(
-                ["bash", "-c", "\n".join(lines)],
-                env=commands.environment({**self._variables, **restarts}),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        env = commands.environment({**self._variables, **restarts})
+        command = ["bash", "-c", "\n".join(lines)]
+        step = start_beside(command, self._folder.log_path(STEPS_LOG), env)
         self._steps.append(step)
         assert step.stdin is not None
         with suppress(BrokenPipeError), step.stdin as pipe:  # who waits for the step learns its end

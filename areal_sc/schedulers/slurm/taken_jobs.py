@@ -64,13 +64,8 @@ def find_earlier(folder: RunFolder, keys: RunKeys, settings: str) -> EarlierStar
         if agents or jobs:
             logger.warning("agents=%d jobs=%d of an earlier start end", len(agents), len(jobs))
         tell_to_end(agents, keys, folder.term)
-        steps = [(job.job_id, job.name) for job in known.jobs if not job.is_own]
-        names = [job.name for job in known.jobs if job.is_own]
-        if (agents or jobs) and not end_jobs(names, steps, GRACE_S, are_told=bool(agents)):
-            raise RunFolderError(
-                f"run folder {folder.path}: jobs of an earlier start do not end: {', '.join(names)}"
-                "; end them by `scancel --name`, then start the run again"
-            )
+        if agents or jobs:
+            _end(known, folder, are_told=bool(agents))
         return EarlierStart(new)
     logger.info("agents=%d jobs=%d of an earlier start go on", len(agents), len(jobs))
     lent_by = {agent.job for agent in lent}
@@ -110,3 +105,37 @@ def _not_ended(jobs: Sequence[JobRecord], *, has_agents: bool) -> list[JobRecord
         logger.warning("what became of the run's jobs is not known: %s", error)
         states = {}
     return [job for job in jobs if job.job_id not in states or not states[job.job_id].has_ended]
+
+
+def _end(known: RunJobs, folder: RunFolder, *, are_told: bool) -> None:
+    """Returns when SLURM has nothing of these any more. Raises: RunFolderError: they do not end."""
+    if not end_jobs(known.names, known.steps, GRACE_S, are_told=are_told):
+        raise RunFolderError(
+            f"run folder {folder.path}: jobs of its run do not end: {', '.join(known.names)}; end "
+            "them by `scancel --name`"
+        )
+
+
+def end_left_jobs(folder: RunFolder, *, are_told: bool) -> list[str]:
+    """Ends the jobs of a run that no script has any more; its files tell of no jobs then.
+
+    Args:
+        folder: held.
+        are_told: the agents of the run were told to end.
+    Returns: ids of the jobs that waited or ran.
+    Raises: ConfigError: SLURM's commands are not here. SchedulerSilent: slurmctld does not answer.
+        RunFolderError: the jobs do not end, or what the folder says of them is damaged. StaleTerm:
+        they are those of another script.
+    """
+    folder.check_term()
+    known = JobsFile.read(folder)
+    if known is None:
+        return []
+    left = list(commands.named_jobs(known.names))
+    for job, name in known.steps:
+        commands.steps_of(job, name)  # raises where SLURM cannot be asked
+    _end(known, folder, are_told=are_told)
+    folder.check_term()
+    for path in (folder.jobs_path, folder.join_path, folder.joined_path):
+        path.unlink(missing_ok=True)
+    return left

@@ -167,9 +167,11 @@ class RpcServer:
         """Messages dropped because no correct peer sends them."""
         return self._malformed.num
 
-    async def start(self) -> str:
+    async def start(self, *, at_any_port: bool = False) -> str:
         """Starts to serve on the running event loop; returns the address to connect to.
 
+        Args:
+            at_any_port: any will do, if another process has the one that was wanted.
         Raises: TransportError: the interface or port cannot be bound.
         """
         assert self._socket is None, "started twice"
@@ -184,7 +186,12 @@ class RpcServer:
             self._guard = self._security.configure(self._context, raw)
         try:
             raw.setsockopt(zmq.IPV6, "[" in self._bind)
-            raw.bind(self._bind)
+            try:
+                raw.bind(self._bind)
+            except zmq.ZMQError:
+                if not at_any_port:
+                    raise
+                raw.bind(f"{self._bind.rpartition(':')[0]}:0")
         except zmq.ZMQError as error:
             if self._guard is not None:
                 self._guard.close()

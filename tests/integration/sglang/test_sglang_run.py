@@ -53,8 +53,8 @@ def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
 
     In three runs the accuracy rose by 0.58 to 0.67.
     """
-    arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS)
-    arguments += (f"sglang.python={sglang_python}", "total_steps=30")
+    arguments = (*SMALL_JOB, f"actor.path={tmp_path / 'model'}", *SERVERS, "sglang.num_servers=1")
+    arguments += (f"sglang.python={sglang_python}",)
     with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
         run.wait(480)
         run.finish()
@@ -63,7 +63,7 @@ def test_letter_sort_learns(sglang_python: Path, tmp_path: Path) -> None:
         assert summary["num_rows_trained_twice"] == 0
         assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, summary
         last = run.records("step")[-1]["counters"]
-        assert last["updated_servers"] >= num_steps  # two servers; a busy one may skip versions
+        assert last["updated_servers"] >= num_steps / 2  # a busy one may skip versions
         assert last["update_bytes"] > 0
         run.wait_until_gone()
 

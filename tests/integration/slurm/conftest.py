@@ -98,11 +98,11 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("hosts of their own need root")
     with ExitStack() as stack:
-        number, root = _place_of_its_own(stack)
-        yield from _started(number, root)
+        number, root = place_of_its_own(stack)
+        yield from started(number, root)
 
 
-def _place_of_its_own(stack: ExitStack) -> tuple[int, Path]:
+def place_of_its_own(stack: ExitStack) -> tuple[int, Path]:
     """The number and the folder of a cluster that no other process has until the stack ends."""
     for number in range(1, 100):
         # sockets' paths are limited in length
@@ -116,13 +116,15 @@ def _place_of_its_own(stack: ExitStack) -> tuple[int, Path]:
     raise AssertionError("99 clusters run on this machine")
 
 
-def _started(number: int, root: Path) -> Iterator[Cluster]:
+def started(number: int, root: Path, **variables: str) -> Iterator[Cluster]:
+    """Args: variables: of `hosts.sh`, beside those of every cluster."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
         "SLURM_CLUSTER_ID": str(number),
         "SLURM_CLUSTER_ROOT": str(root),
         "SLURM_CONF": str(root / "slurm.conf"),
+        **variables,
     }
     cluster = Cluster(environment, f"10.77.{number}.", f"fd77:{number}:")
     subprocess.run([SCRIPT, "stop"], env=environment, check=True)  # of a run that was killed

@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from areal_sc.run.agent_files import AgentFile
 from areal_sc.schedulers.agent_process import LocalAgent
 from areal_sc.system.process import OtherProcess, start_ticks
 
@@ -20,12 +19,12 @@ def test_the_end_of_a_found_agent_is_known_after_its_successor_has_taken_its_pla
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     monkeypatch.delattr(signal, "pidfd_send_signal", raising=False)
     with subprocess.Popen(["sleep", "1000"]) as child:
-        file = AgentFile("host", child.pid, start_ticks(child.pid), "tcp://nobody:1", "abc")
-        process = OtherProcess.find(child.pid, file.start_ticks)
+        started = start_ticks(child.pid)
+        process = OtherProcess.find(child.pid, started)
         assert process is not None
-        agent = LocalAgent(file, process)
+        agent = LocalAgent(process)
         assert agent.how_it_ended() is None
-        assert OtherProcess.find(child.pid, file.start_ticks - 1) is None, "its id was given again"
+        assert OtherProcess.find(child.pid, started - 1) is None, "its id was given again"
         agent.kill()
         assert agent.how_it_ended() == "an unknown exit status"
         assert agent.how_it_ended() == "an unknown exit status"

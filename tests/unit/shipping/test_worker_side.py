@@ -25,12 +25,9 @@ async def test_the_nearest_path_that_was_brought_counts(tmp_path: Path) -> None:
         *(("/data.jsonl", "/here/3/data.jsonl"), ("/runs/1/sources/x", f"{tmp_path}/sources/x")),
     ):
         assert files.place(path) == here
-    order = WorkerOrder(
-        *("train", 0, "FSDPPPOActor", {"path": "/home/me/model"}, Device.cpu, 1),
-        search_path="/home/me/task",
-    )
+    order = WorkerOrder("train", 0, "FSDPPPOActor", {"path": "/home/me/model"}, Device.cpu, 1)
     placed = files.placed(order)
-    assert (placed.engine_config["path"], placed.search_path) == ("/here/1/model", "/here/2")
+    assert placed.engine_config["path"] == "/here/1/model"
     assert order.engine_config["path"] == "/home/me/model", "as the script knows it"
     assert files.script_path(tmp_path / "exports" / "x") == "/runs/1/exports/x"
     await transport.close()

@@ -146,6 +146,9 @@ def test_what_cannot_be_sent_is_named_with_what_to_do(run_cell: RunCell, tmp_pat
         write_session(tmp_path, [defined("Mine")])
     with pytest.raises(WorkflowError, match=r"uses lock, .*of type lock"):
         write_session(tmp_path, [defined("made")])
+    run_cell("def by_default(p, c, lock=client): return 1.0\n")
+    with pytest.raises(WorkflowError, match=r"by_default cannot be sent .*lock.*%%writefile"):
+        write_session(tmp_path, [defined("by_default")])
     assert not list(tmp_path.iterdir())
 
 

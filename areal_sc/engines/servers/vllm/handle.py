@@ -8,6 +8,7 @@ starts.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,11 +18,7 @@ from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError
-from areal_sc.sizing.machine import Machine
-from areal_sc.sizing.model_folder import ModelShape
-from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
-_SHARE = MemoryShare("vllm", "gpu-memory-utilization", 0.9)
 _IN_SERVER = Path(__file__).with_name("in_server")
 
 
@@ -32,6 +29,7 @@ class VLLMEngine(ServersHandle):
     name: ClassVar[str] = "vLLM"
     section: ClassVar[str] = "vllm"
     module: ClassVar[str] = "areal_sc_in_vllm"
+    memory_share: ClassVar[MemoryShare] = MemoryShare("vllm", "gpu-memory-utilization", 0.9)
     client_class: ClassVar[str] = "areal_sc.engines.servers.vllm.client:VLLMClient"
     scheduler_title: ClassVar[str] = "VLLM::"  # the core, which schedules, and the workers
     # Queues between a server's processes. Other programs have files of such names, too, so only
@@ -70,26 +68,9 @@ class VLLMEngine(ServersHandle):
                 f"{run.weight_update.method}"
             )
 
-    def plan_rank(self, shape: ModelShape, device: str, machine: Machine) -> WorkerPlan:
-        instance = ServerInstance(0, 0, "", is_cuda=device != "cpu")
-        words = self.arguments(instance)
-        given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
-        value_bytes, tp_size = DTYPE_BYTES[self.config.dtype], self.servers.tp_size
-        parameter_bytes = -(-value_bytes * (shape.num_parameters or 0) // tp_size)
-        kv_bytes = _kv_cache_bytes(given)
-        if instance.is_cuda and "kv-cache-memory-bytes" not in given:
-            memory = machine.cuda_memory_bytes[int(device.removeprefix("cuda:"))]
-            if memory is not None:
-                kv_bytes = _SHARE.kv_bytes(given, device, memory, parameter_bytes)
-        return WorkerPlan("server", 0, device, parameter_bytes=parameter_bytes, kv_bytes=kv_bytes)
-
-    def way_out(self, plan: RunPlan) -> str | None:
-        return _SHARE.way_out(plan)
-
-
-def _kv_cache_bytes(given: dict[str, str]) -> int:
-    """Raises: ConfigError: `vllm.args.kv_cache_memory_bytes` is no count."""
-    text = given.get("kv-cache-memory-bytes", "0")
-    if not text.isdecimal():
-        raise ConfigError(f"vllm.args.kv_cache_memory_bytes: expected a count, got {text}")
-    return int(text)
+    def kv_cache_bytes(
+        self, given: Mapping[str, str], token_bytes: int, left: Callable[[], int | None]
+    ) -> int:
+        if (name := "kv-cache-memory-bytes") in given:
+            return self._count(given, name, least=0)
+        return left() or 0

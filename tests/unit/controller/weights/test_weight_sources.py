@@ -70,7 +70,7 @@ class Cluster:
         fleet: Any = self
         self.background = Background(100_000.0, lambda: "")
         self.workers = RolloutWorkers(
-            make_generator(config), fleet, self.background, lambda run: True
+            make_generator(config), fleet, self.background, lambda run: True, lambda event: None
         )
         self.members: list[Any] = [
             SimpleNamespace(

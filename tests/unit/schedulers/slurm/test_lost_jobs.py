@@ -31,10 +31,9 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     [plan] = job_plans(config.slurm)
     known = RunJobs("run", "", [JobRecord("one", plan, is_own=True, job_id="17")])
     joins: Any = SimpleNamespace(invite=lambda *_: "secret")
-    steps: Any = None
     monkeypatch.setattr(commands, "look_at", lambda ids: dict.fromkeys(ids, FORGOTTEN))
     monkeypatch.setattr(commands, "found_job", lambda _: "")
-    return Jobs(config, RunFolder(tmp_path), known, {}, steps, joins)
+    return Jobs(config, RunFolder(tmp_path), known, {}, joins)
 
 
 def test_a_script_that_is_killed_meanwhile_has_noted_the_name(
@@ -82,12 +81,14 @@ def test_an_allocation_is_as_it_is_and_no_heterogeneous_job(
     config = SchedulerConfig(run_dir="r", slurm=slurm)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(commands, "host_names", lambda _: ["node1", "node2"])
-    [job] = Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
+    jobs = Jobs(config, RunFolder(tmp_path), known, {}, joins)
+    jobs.steps = steps
+    [job] = jobs.begin()
     assert (job.job_id, started) == ("5", [job.plan])
     assert job.plan.shares == {Purpose.train: 1, Purpose.rollout: 1}, "one step for both kinds"
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     with pytest.raises(ConfigError, match="runs in the heterogeneous job 5, whose nodes are not"):
-        Jobs(config, RunFolder(tmp_path), known, {}, steps, joins).begin()
+        Jobs(config, RunFolder(tmp_path), known, {}, joins).begin()
 
 
 def test_why_a_job_waits_is_logged_once_and_not_when_its_expected_start_moves(

@@ -42,8 +42,8 @@ def test_a_step_of_the_job_before_it_was_started_again_is_not_ended(
     job = Job(past.job, "name", plan, is_own=True)
     lent = LentNode(Node(past.facts, tmp_path), past.node, job, past)
     joins: Any = SimpleNamespace(joined=lambda _: {new.node: new}, refuse=lambda _: None)
-    jobs: Any = SimpleNamespace(end_step=ended.append)
-    steps: Any = None
-    renewal = Renewal(lent, config, RunFolder(tmp_path), jobs, steps, joins)
+    folder = RunFolder(tmp_path)
+    jobs: Any = SimpleNamespace(end_step=ended.append, config=config, folder=folder, joins=joins)
+    renewal = Renewal(lent, jobs)
     assert renewal.take({f"{past.job} {past.node} 0"})
     assert ended == ([] if restart else [past])

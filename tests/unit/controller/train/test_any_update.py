@@ -55,7 +55,7 @@ def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
             (critic,) = run.others
             batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
             await critic.update_async(batch, "cross_entropy", advances=False)
-            critic._step.num_updates = 0  # as if the call had been given up
+            critic._ranks.step.num_updates = 0  # as if the call had been given up
             with pytest.raises(StaleCall, match="asked for before, with something else"):
                 await critic.update_async(batch, "decoupled_ppo", advances=False)
             await critic.update_async(batch, "cross_entropy", advances=False)

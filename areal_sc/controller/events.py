@@ -1,0 +1,61 @@
+"""What happens to rows, batches and steps in a controller.
+
+Each controller has one function, `_hear`, that says who of it acts on what, as it does for what
+becomes of its workers (`fleet.events`). It acts at once, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from areal_sc.weights import WeightsReference
+from areal_sc.workers.calls import GroupAttempt
+
+
+@dataclass(frozen=True)
+class RoomFreed:
+    """Room in the store of a rollout worker is free again."""
+
+
+@dataclass(frozen=True)
+class RowsLost:
+    """The shards of these runs are gone with their worker."""
+
+    runs: Sequence[GroupAttempt]
+
+
+@dataclass(frozen=True)
+class BatchFormed:
+    """The batch of the next step is there."""
+
+
+@dataclass(frozen=True)
+class RowsNeeded:
+    """Rows of earlier steps that may be asked for again.
+
+    Attributes:
+        first_step: they are those of this step and later ones.
+        is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
+    """
+
+    first_step: int
+    is_being_covered: bool
+
+
+@dataclass(frozen=True)
+class WeightsMoved:
+    """The weights of the current version are to be had elsewhere from now on."""
+
+    weights: WeightsReference
+
+
+@dataclass(frozen=True)
+class TrainingLost:
+    """The ranks do nothing before they are brought to a snapshot; `StepLife` says why."""
+
+
+StepEvent = RoomFreed | RowsLost | BatchFormed | RowsNeeded | WeightsMoved | TrainingLost
+
+Hear = Callable[[StepEvent], None]
+"""Takes an event: the controller."""
