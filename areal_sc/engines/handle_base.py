@@ -35,8 +35,6 @@ C = TypeVar("C", ActorConfig, RolloutConfig)
 FLOAT32_BYTES = 4
 ADAM_STATES = 2
 _LOGIT_COPIES = 4
-_SCORE_COPIES = 4
-"""Scores are scaled, capped, masked, and normalised; each step keeps its own."""
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
 _MEMORY_SNAPSHOTS = 2
@@ -188,10 +186,7 @@ class TrainHandle:
         if layer is None:
             return logit_bytes
         kept = width * num_tokens * layer.activation_values
-        if layer.stores_scores:  # of one row, the longest that there may be
-            kept += (
-                _SCORE_COPIES * FLOAT32_BYTES * layer.heads * config.max_tokens_per_micro_batch**2
-            )
+        kept += layer.score_bytes(config.max_tokens_per_micro_batch)  # of one row, the longest
         kept = -(-kept // parallel.tensor)
         num_layers = 0 if config.is_frozen else -(-layer.num_layers // parallel.pipeline)
         inputs = width * num_tokens * layer.hidden

@@ -14,12 +14,15 @@ from areal_sc.config.schema import (
     RolloutEngine,
 )
 from areal_sc.errors import ModelError
-from areal_sc.hub import local_model
+from areal_sc.hub import cached_model, local_model
 from areal_sc.sizing.model_folder import read_model_shape
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
+from areal_sc.sizing.worker_plan import format_bytes
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
 """The embedded engine is made for models below this size."""
+
+_LARGE_SCORES = 1 << 30
 
 _IDLE = (
     # with this setting at this value, these have no effect; why, where that is not plain
@@ -56,6 +59,7 @@ def settings_warnings(config: GRPOConfig) -> Iterator[str]:
     yield from _kept_row_warnings(config)
     yield from _rank_warnings(config)
     yield from _engine_warnings(config)
+    yield from _attention_warnings(config)
 
 
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
@@ -143,6 +147,23 @@ def _engine_warnings(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"rollout.engine=local is made for small models, and {rollout.path} has "
             f"{num_parameters / 1e9:.1f} billion parameters: sglang or vllm generate far faster"
+        )
+
+
+def _attention_warnings(config: GRPOConfig) -> Iterator[str]:
+    """A model whose attention keeps the scores of whole rows."""
+    actor, shape = config.actor, None
+    with suppress(ModelError):  # it is not there yet
+        folder = cached_model(actor.path, actor.revision)
+        shape = read_model_shape(folder) if folder else None
+    row_tokens = min(config.rollout.max_context_tokens, actor.max_tokens_per_micro_batch)
+    num_bytes = shape.layer.score_bytes(row_tokens) if shape and shape.layer else 0
+    if num_bytes >= _LARGE_SCORES:
+        yield (
+            f"{actor.path} caps attention scores or has sinks, which no fused kernel computes: a "
+            f"row of {row_tokens} tokens takes {format_bytes(num_bytes)} in each layer that is "
+            "kept; actor.activation_checkpointing=true keeps one, and shorter rows "
+            "(rollout.max_context_tokens) take less"
         )
 
 

@@ -69,6 +69,13 @@ class LayerSizes:
             stores_scores=bool(config.get("attn_logit_softcapping")) or family == "gpt_oss",
         )
 
+    def score_bytes(self, row_tokens: int) -> int:
+        """Bytes of attention scores that a layer keeps of one row; 0 where no kernel stores them.
+
+        They are scaled, capped, masked, and normalised; each step keeps its own, in float32.
+        """
+        return 4 * 4 * self.heads * row_tokens**2 if self.stores_scores else 0
+
     @property
     def activation_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.

@@ -88,8 +88,8 @@ def test_activations_are_what_a_layer_keeps(kind: Any) -> None:
 def test_scores_are_counted_where_they_are_stored() -> None:
     plain = LayerSizes.of(FAMILIES[0].to_dict())
     assert plain is not None
-    assert not plain.stores_scores
+    assert plain.score_bytes(100) == 0
     for config in (hf.Gemma2Config(), hf.GptOssConfig()):
         sizes = LayerSizes.of(config.to_dict())
         assert sizes is not None
-        assert sizes.stores_scores
+        assert sizes.score_bytes(100) == 16 * config.num_attention_heads * 100**2

@@ -589,3 +589,24 @@ def test_flags_of_another_machine_go_together(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(["--config", ONE_GPU, f"actor.path={seven_billion}", *flags])
+
+
+def test_a_model_whose_attention_stores_scores_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """8 heads of rows of 4,096 tokens, four times in float32: 2 GiB in each layer."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    for family, is_told in (("gemma2", True), ("llama", False)):
+        capped = {"attn_logit_softcapping": 50.0} if is_told else {}
+        written = {**sizes, **capped, "model_type": family, "vocab_size": 100}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        rows = ("rollout.max_context_tokens=4096", "rollout.store_bytes=8000000000")
+        arguments = ["--config", ONE_GPU, f"actor.path={tmp_path}", *rows, *EIGHT_GPUS]
+        caplog.clear()
+        with pytest.raises(SystemExit):
+            load_config(arguments)
+        planned = re.search(r"^train/0 .*$", capsys.readouterr().out, re.M)
+        assert planned is not None
+        assert ("2.0 GiB in each layer" in caplog.text) == is_told
+        # of micro-batches of 8,192 tokens: 8 GiB a layer
+        assert (" 8.0 GiB" in planned[0]) == is_told
