@@ -1,18 +1,31 @@
 PYTHON ?= python3
 VENV := .venv
-INSTALLED := $(VENV)/installed
+# pip would compile gigabytes; what workers import is compiled by importing it
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
+IMPORT := $(VENV)/bin/python -c 'import importlib; from areal_sc.nodes.agent import PRELOAD; \
+	[importlib.import_module(name) for name in PRELOAD if ":" not in name]'
+RUNS := $(VENV)/runs  # made when what runs need is installed
+INSTALLED := $(VENV)/installed  # made when what developers need is installed too
 
-.PHONY: quickstart check test test-long lint install sglang vllm slurm docs clean
+# a variable of some containers; without compiled files each process compiles the package anew
+unexport PYTHONDONTWRITEBYTECODE
 
-quickstart: $(INSTALLED)  ## train the letter-sorting model on two CPU cores
+.PHONY: quickstart check test test-long test-needs lint install sglang vllm slurm docs clean
+
+quickstart: $(RUNS)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
 		run_dir=runs/quickstart $(ARGS)
 
-test: lint sglang slurm  ## everything that has to be green
-	$(VENV)/bin/python -m pytest -n 2 -m "not long" $(ARGS)
+# -n 3 on two cores: what starts processes waits about as often as it computes
+test: test-needs  ## everything that has to be green
+	$(VENV)/bin/python -m pytest -n 3 -m "not long" $(ARGS)
 
-test-long: lint sglang vllm slurm  ## what `make test` leaves out: quick benchmarks, vLLM, repeats
+test-long: test-needs vllm  ## what `make test` leaves out: quick benchmarks, vLLM, repeats
 	$(VENV)/bin/python -m pytest -n 2 -m long $(ARGS)
+
+test-needs:  ## beside each other: all of it takes a core, or waits for a network
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint sglang slurm
 
 check: lint  ## while you work: lint, types and the unit tests, without those of several seconds
 	$(VENV)/bin/python -m pytest -n 2 -q -m "not slow" tests/unit $(ARGS)
@@ -22,7 +35,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-install: $(INSTALLED)
+install: $(RUNS)
 
 docs: $(INSTALLED)  ## the API reference, in build/docs
 	$(VENV)/bin/python -W error docs/build_api.py build/docs
@@ -36,10 +49,17 @@ vllm:  ## vLLM for CPUs, in .venv-vllm; at once where it is there
 slurm:  ## SLURM for its tests, from Debian's packages; at once where it is there
 	tests/slurm_cluster/install.sh
 
+$(RUNS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	$(IMPORT)
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(PIP) --editable '.[dev]'
+	$(IMPORT)
+	touch $(RUNS) $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

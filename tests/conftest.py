@@ -21,6 +21,11 @@ SERVER_TESTS = (
     "tests/integration/vllm/",
     "tests/integration/ray/",
 )
+FIRST = (
+    *("tests/integration/sglang/", "tests/integration/slurm/", "tests/integration/ray/"),
+    "tests/integration/",
+)
+"""The longest first: the many short files of the rest keep all processes busy to the end."""
 
 
 def pytest_configure() -> None:
@@ -40,6 +45,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.nodeid}: failed in its {report.when}", *cause, sep="\n", flush=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        starts = (i for i, folder in enumerate(FIRST) if item.nodeid.startswith(folder))
+        return next(starts, len(FIRST))
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=place)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes (`-n 2`) a file's tests stay together: fixtures are made once a file.
@@ -48,6 +62,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     stays together.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # it would begin with the files of most tests
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
