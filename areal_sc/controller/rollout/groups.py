@@ -78,6 +78,11 @@ class Groups(ABC):
         self._new_id = tools.new_id
         self._suspects = asyncio.Lock()  # held by the one that runs
 
+    @property
+    @abstractmethod
+    def num_awaited(self) -> int:
+        """Groups, and prompts of evaluations, that wait or run, and may end."""
+
     async def _reply(
         self, group: Group, source: RolloutSource, take: Callable[[], Awaitable[RolloutWorkerState]]
     ) -> GroupReply:

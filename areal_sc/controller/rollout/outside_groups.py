@@ -34,20 +34,20 @@ T = TypeVar("T")
 
 
 class OutsideGroups(Groups):
-    """Runs prompts beside training, which takes none of their rows.
-
-    Attributes:
-        num_open: groups, and prompts of evaluations, that are waiting or run.
-    """
+    """Runs prompts beside training, which takes none of their rows."""
 
     def __init__(self, tools: GroupTools) -> None:
         super().__init__(tools)
-        self.num_open = 0
+        self._num_open = 0
         self._num_groups = 0
         self._lost: set[int] = set()  # groups whose rows are gone
         self._needed: dict[int, int] = {}  # attempts of groups whose rows may still be read
         self._returned: set[int] = set()  # those of them that a batch was returned of
         self._awaited: set[asyncio.Future[Any]] = set()  # results of calls
+
+    @property
+    def num_awaited(self) -> int:
+        return self._num_open
 
     def needs(self, run: GroupAttempt) -> bool:
         """Whether its rows are in a batch that was not forgotten, or will be in one."""
@@ -169,10 +169,10 @@ class OutsideGroups(Groups):
                 return await run(item)
 
         def note_end(_: asyncio.Task[T]) -> None:
-            self.num_open -= 1
+            self._num_open -= 1
 
         tasks = [asyncio.create_task(one(item)) for item in items]
-        self.num_open += len(tasks)
+        self._num_open += len(tasks)
         for task in tasks:
             task.add_done_callback(note_end)
         results = asyncio.gather(*tasks)

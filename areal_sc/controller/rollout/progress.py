@@ -12,9 +12,10 @@ episodes have ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from areal_sc.controller.rollout.groups import Groups
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.errors import TooManyRejections
@@ -33,8 +34,7 @@ class ProgressWatch:
 
     Args:
         max_lost_s: a run ends in which, for so long, episodes were rejected and none was kept.
-        num_open: groups, and prompts of evaluations, that are queued or run.
-        num_finished: those that gave something; it only grows.
+        groups: those of training, and others.
     """
 
     def __init__(
@@ -42,14 +42,12 @@ class ProgressWatch:
         workers: RolloutWorkers,
         rejections: Rejections,
         max_lost_s: float,
-        num_open: Callable[[], int],
-        num_finished: Callable[[], int],
+        groups: Sequence[Groups],
     ) -> None:
         self._workers = workers
         self._rejections = rejections
         self._max_lost_s = max_lost_s
-        self._num_open = num_open
-        self._num_finished = num_finished
+        self._groups = groups
         self._seen_finished = 0
         self._quiet_since_s = 0.0
         self._notice_after_s = FIRST_NOTICE_S
@@ -68,8 +66,8 @@ class ProgressWatch:
 
     async def _look(self, now_s: float) -> None:
         quiet_s = now_s - self._quiet_since_s
-        num_finished = self._num_finished()
-        if num_finished != self._seen_finished or not self._num_open():
+        num_finished = sum(groups.num_finished for groups in self._groups)
+        if num_finished != self._seen_finished or not self._num_awaited:
             if num_finished != self._seen_finished:
                 self._notice_after_s = max(FIRST_NOTICE_S, 2 * quiet_s)
             self._seen_finished, self._quiet_since_s = num_finished, now_s
@@ -83,6 +81,10 @@ class ProgressWatch:
         if quiet_s >= self._notice_after_s:
             self._notice_after_s = 2 * quiet_s
             self._rejections.warn(self._describe(reports, quiet_s))
+
+    @property
+    def _num_awaited(self) -> int:
+        return sum(groups.num_awaited for groups in self._groups)
 
     def _check_lost(self, reports: Mapping[str, EpisodesReport | None], now_s: float) -> None:
         """Time is lost from the first rejection on, up to the newest, while nothing is kept."""
@@ -117,7 +119,7 @@ class ProgressWatch:
         if rejected:
             parts.append(f"{rejected} episodes were rejected so far")
         return (
-            f"nothing has finished for {quiet_s:.0f} s; {self._num_open()} groups are open; "
+            f"nothing has finished for {quiet_s:.0f} s; {self._num_awaited} groups are open; "
             + "; ".join(parts)
         )
 

@@ -118,8 +118,7 @@ class RolloutController(WeightsReader):
             self._workers,
             self.rejections,
             self.config.max_lost_s,
-            lambda: self._outside.num_open + self.groups.num_awaited,
-            lambda: self._outside.num_finished + self.groups.num_finished,
+            (self.groups, self._outside),
         )
 
     @property

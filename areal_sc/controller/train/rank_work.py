@@ -27,19 +27,9 @@ class RankWork:
         self._losses = losses
 
     async def compute(
-        self,
-        batch: BatchMetadata,
-        selected: BatchMetadata,
-        output: str,
-        field: str,
-        *,
-        sweeps: bool,
+        self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
     ) -> BatchMetadata:
-        """The batch with a field that the ranks compute from `selected`, the same rows.
-
-        Args:
-            sweeps: as in `Ranks.compute`.
-        """
+        """The batch with a field that the ranks compute from `selected`, the same rows."""
         if field in batch.fields:
             raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
         share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]
@@ -49,7 +39,7 @@ class RankWork:
             shares.append(rank_methods.Compute(selected.take(rows), output, field))
         try:
             asked = Asked(rank_methods.COMPUTE, shares)
-            computed = await self._ranks.compute(asked, sweeps=sweeps)
+            computed = await self._ranks.compute(asked)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
         await asyncio.sleep(0)

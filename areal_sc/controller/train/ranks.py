@@ -80,6 +80,7 @@ class Ranks:
 
     Attributes:
         step: the training step that goes on.
+        is_published: rollout workers get the weights.
         history: where the ranks stand.
         calls: what they are asked for.
         memory: their snapshots in memory.
@@ -94,6 +95,7 @@ class Ranks:
         hear: Hear,
     ) -> None:
         self.step = StepLife()
+        self.is_published = False
         self._recovery = recovery
         self._fleet = fleet = recovery.fleet
         every_steps = config.memory_every_steps
@@ -258,16 +260,14 @@ class Ranks:
         asked = Asked(method, [args] * self.calls.layout.num_shares)
         return await self.repeated(lambda: self.calls.ask(asked))
 
-    async def compute(self, asked: Asked, *, sweeps: bool) -> Asked:
+    async def compute(self, asked: Asked) -> Asked:
         """The call with the shards of a field; it is noted, and so made again after a death.
 
-        Args:
-            sweeps: the field goes with its rows, and those of rows that nobody needs are forgotten
-                first; else all go with the next publication.
+        Fields of a published model go with each publication; those of another one with their rows.
         """
 
         async def compute() -> list[calls.SealedShard]:
-            if not sweeps:
+            if self.is_published:
                 return await self.calls.ask(asked)
             await self._fields.sweep()
             batches = (batch for share in asked.shares for batch in share.batches)

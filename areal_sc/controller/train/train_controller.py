@@ -180,7 +180,7 @@ class TrainController(Controller):
         if output not in OUTPUTS:
             raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
         selected = batch.select(MODEL_FIELDS).without_advantages()
-        return await self._compute(batch, selected, output, field)
+        return await self._work.compute(batch, selected, output, field)
 
     async def compute_logprobs_async(
         self, batch: BatchMetadata, *, field: str = "logprobs"
@@ -209,7 +209,7 @@ class TrainController(Controller):
         seen = seen_by_loss(batch, self._loss)
         of_tokens = [name for name in ("advantages",) if name in seen.fields]
         selected = seen.select([*MODEL_FIELDS, *of_tokens])
-        return await self._compute(batch, selected, "logprobs", "proximal_logprobs")
+        return await self._work.compute(batch, selected, "logprobs", "proximal_logprobs")
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
@@ -357,13 +357,6 @@ class TrainController(Controller):
         """Where the time of publications went; see `PublicationTimes`."""
         return asdict(self._publisher.times)
 
-    async def _compute(
-        self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
-    ) -> BatchMetadata:
-        # a model that publishes forgets all fields with each publication
-        sweeps = self._reader is None
-        return await self._work.compute(batch, selected, output, field, sweeps=sweeps)
-
     async def _update(
         self,
         shares: Sequence[Rows],
@@ -412,7 +405,7 @@ class TrainController(Controller):
 
     def note_reader(self, rollout: RolloutController) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
-        self._reader = rollout
+        self._reader, self._ranks.is_published = rollout, True
         rollout.follow(self._ranks.step, self._ranks.memory.yield_memory)
 
     def begin_step_anew(self) -> None:

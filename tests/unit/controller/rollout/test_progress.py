@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def watched(reports: list[EpisodesReport | None], told: list[str]) -> ProgressWa
     rejections = Rejections(window=100, max_rate=0.5)
     rejections.on_warning = told.append
     workers: Any = Workers(reports)
-    return ProgressWatch(workers, rejections, 2.5 * LOOK_S, lambda: 1, lambda: 0)
+    groups: Any = SimpleNamespace(num_awaited=1, num_finished=0)
+    return ProgressWatch(workers, rejections, 2.5 * LOOK_S, [groups])
 
 
 def test_time_that_only_rejections_end_is_lost() -> None:
