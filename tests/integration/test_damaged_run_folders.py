@@ -10,7 +10,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +107,9 @@ class Ranks:
 
     def share_weights(self, rollout: object) -> None:
         pass
+
+    def heard_by(self, listener: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def digest(self) -> str:
         """Of weights, random state and ledger."""
