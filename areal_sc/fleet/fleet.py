@@ -339,17 +339,19 @@ class Fleet:
             for member, incarnation, outcome in zip(members, incarnations, outcomes, strict=True)
         ]
 
-    def lose(self, member: Member, incarnation: str, cause: str) -> WorkerLost:
+    def lose(
+        self, member: Member, incarnation: str, cause: str, lines: Sequence[str] | None = None
+    ) -> WorkerLost:
         """A life of a worker is of no use any more, whether it goes on or not: it is lost.
 
         Args:
             cause: why, in words that follow the worker's name.
+            lines: explain it; None: the end of its log does.
         Returns: that loss, which may have been noticed before.
         """
         if member.worker.incarnation == incarnation:
-            for node in self._nodes:
-                if member in node.members:
-                    node.lose(member, cause)
+            for node, _ in self._by_node([member]):
+                node.lose(member, cause, lines)
         return member.failure or WorkerLost(f"worker {member.name} {cause}")
 
     async def lose_hung(
@@ -378,10 +380,7 @@ class Fleet:
             lines += [f"{member.name}:", *(stacks.lines if stacks else ())]
         cause = f"hangs: {error} (see {setting}); {'; '.join(states)}"
         logger.error("worker=%s hangs; where its threads are:\n%s", late.name, "\n".join(lines))
-        if late.worker.incarnation == incarnation and late.failure is None:
-            for node, _ in self._by_node([late]):
-                node.lose(late, cause, lines)
-        return late.failure or WorkerLost(f"worker {late.name} {cause}")
+        return self.lose(late, incarnation, cause, lines)
 
     def _deadline_s(self, method: Method[Any, Any]) -> float:
         if method.deadline_s is not None:
