@@ -61,6 +61,8 @@ def test_a_critic_is_trained_by_its_own_loss_and_a_frozen_model_stays(
             batch = actor.compute_proximal_logprobs(batch)
             actor.ppo_update(batch)
             actor.publish_weights(rollout)
+        # the next batch: what was computed for the last one went with its publication
+        batch = rollout.prepare_batch(letter_prompts(16, seed=0), SingleTurnWorkflow(partial))
         with pytest.raises(ConfigError, match="no module 'nowhere'"):
             critic.update(batch, "nowhere:loss")
         with pytest.raises(ConfigError, match="loss_of_critic:imitate"):
