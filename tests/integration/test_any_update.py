@@ -41,7 +41,7 @@ def test_a_critic_is_trained_by_its_own_loss_and_a_frozen_model_stays(
 ) -> None:
     (tmp_path / "loss_of_critic.py").write_text(LOSS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = tiny_config("actor.optimizer.lr=1e-2")
+    config = tiny_config("actor.optimizer.lr=1e-2", "total_steps=4")
     actor = TrainController(make_actor(config.actor), scheduler)
     critic = TrainController(make_actor(config.actor), scheduler, role="critic")
     frozen = TrainController(make_actor(config.actor, is_frozen=True), scheduler, role="ref")
