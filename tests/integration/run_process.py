@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration.forked_script import MARK, ForkedScript
-
 SCRIPTS = Path(__file__).with_name("scripts")
 TINY_RUN = SCRIPTS / "tiny_run.py"
 TINY_YAML = SCRIPTS / "tiny_run.yaml"
@@ -42,38 +40,26 @@ LIMIT_S = 240.0
 """Far above what anything here takes, for a machine that is busy with other work."""
 
 _POLL_S = 0.05
+_MARK = "AREAL_SC_TEST_RUN"
 
 
 class RunProcess:
     """One started script.
 
-    Args:
-        is_forked: from a process that has imported what workers need; else by `exec`.
-
     Attributes:
         run_dir: its run folder.
     """
 
-    def __init__(
-        self, run_dir: Path, script: Path, *arguments: str, is_forked: bool = False
-    ) -> None:
+    def __init__(self, run_dir: Path, script: Path, *arguments: str) -> None:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        mark = str(uuid.uuid4())
-        self._mark = f"{MARK}={mark}"
-        self._output_path = run_dir.with_name(f"{run_dir.name}-{mark[-6:]}.txt")
-        command = [str(script), *arguments, f"run_dir={run_dir}"]
-        environment = os.environ | {MARK: mark}
+        self._mark = f"{_MARK}={uuid.uuid4()}"
+        self._output_path = run_dir.with_name(f"{run_dir.name}-{self._mark[-6:]}.txt")
         with self._output_path.open("wb") as output:
-            if is_forked:
-                self._process: ForkedScript | subprocess.Popen[bytes] = ForkedScript(
-                    command, REPOSITORY, environment, self._output_path, mark
-                )
-                return
             self._process = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, str(script), *arguments, f"run_dir={run_dir}"],
                 cwd=REPOSITORY,
-                env=environment,
+                env=os.environ | dict([self._mark.split("=")]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -189,11 +175,7 @@ class RunProcess:
 
 @contextmanager
 def tiny_run(
-    run_dir: Path,
-    model: Path,
-    *overrides: str,
-    script: Path = TINY_RUN,
-    is_forked: bool = True,
+    run_dir: Path, model: Path, *overrides: str, script: Path = TINY_RUN
 ) -> Iterator[RunProcess]:
     """A run of `tiny_run.yaml`; whatever a test does, nothing is left of it."""
     with started(
@@ -202,16 +184,13 @@ def tiny_run(
         *("--config", str(TINY_YAML), f"actor.path={model}"),
         f"task.gate={gate_of(run_dir)}",
         *overrides,
-        is_forked=is_forked,
     ) as run:
         yield run
 
 
 @contextmanager
-def started(
-    run_dir: Path, script: Path, *arguments: str, is_forked: bool = False
-) -> Iterator[RunProcess]:
-    run = RunProcess(run_dir, script, *arguments, is_forked=is_forked)
+def started(run_dir: Path, script: Path, *arguments: str) -> Iterator[RunProcess]:
+    run = RunProcess(run_dir, script, *arguments)
     try:
         yield run
     finally:

@@ -87,8 +87,7 @@ def test_what_a_run_shares_on_its_node_goes_with_it_or_with_the_next_run(
 ) -> None:
     memory = tmp_path / "memory"
     shared = f"transport.shared_memory={memory}"
-    settings = (ENDLESS, shared)
-    with tiny_run(tmp_path / "killed", tiny_model_folder, *settings, is_forked=False) as killed:
+    with tiny_run(tmp_path / "killed", tiny_model_folder, ENDLESS, shared) as killed:
         killed.wait_for_step(2)
         assert killed.records("step")[-1]["counters"]["mapped_bytes"] > 0
         keys = killed.run_dir / "keys.json"

@@ -58,7 +58,6 @@ def finished_run(
             "evaluation.every_steps=2",
             "checkpoint.every_steps=1",
             "checkpoint.export_every_steps=2",
-            is_forked=False,
         ) as run:
             patch.undo()
             run.finish()
