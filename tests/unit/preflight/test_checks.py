@@ -69,7 +69,7 @@ Load = Callable[..., GRPOConfig]
         ),
         ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
         ("run_dir=''", "run_dir: expected a name, got an empty one"),
-        ("scheduler.type=kubernetes", "expected local, slurm or package.module:Class, got 'kub"),
+        ("scheduler.type=kubernetes", "expected local, slurm, ray or package.module:Class, got '"),
         ("scheduler.type=no_such:Scheduler", "'no_such:Scheduler': ModuleNotFoundError: No module"),
         ("--overwrite --resume", "resume: must needs the run that overwrite=true would delete"),
         (
