@@ -159,6 +159,7 @@ async def test_agents_of_a_killed_script_go_on_and_a_lost_node_is_replaced(
     await script.communicate()
     (lost, _), (kept, incarnation) = sorted(before.items())
     with ray_hosts.without(lost):
+        await until(lambda: lost not in ray_hosts.ask("nodes"))
         script, after = await started(config)
         assert after.keys() == set(NODES) - {lost}
         assert after[kept] == incarnation, "it was taken over"
