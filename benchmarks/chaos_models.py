@@ -35,10 +35,10 @@ KINDS: Final = {
     "rollout": "areal:rollout/",
     "train": "areal:train/",
     "ref": "areal:ref/",
-    "imitator": "areal:imitator/",
+    "sft": "areal:sft/",
     "script": "",
 }
-"""Role of the killed process, and how it is called."""
+"""Role of the killed process, and how it is called. The system keeps 15 characters of a name."""
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def strike(script: Script, run_dir: Path, arguments: argparse.Namespace) -> Coun
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.8 if is_at_once else 0.3))
         kind = rng.choice(list(KINDS))
-        if kind == "script":
+        if kind == "script" and script.is_running:
             script.kill()
             struck[kind] += 1
         while kind != "script" and script.is_running:

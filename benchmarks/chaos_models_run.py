@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         reference = TrainController(
             make_actor(config.actor, is_frozen=True), run.scheduler, role="ref"
         )
-        imitator = TrainController(make_actor(config.actor), run.scheduler, role="imitator")
+        imitator = TrainController(make_actor(config.actor), run.scheduler, role="sft")
         rollout = RolloutController(make_generator(config.rollout), run.scheduler)
         controllers = actor, rollout, reference, imitator
         checkpoints = Checkpoints(run, *controllers)
