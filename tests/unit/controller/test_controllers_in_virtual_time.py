@@ -92,7 +92,7 @@ def check_evaluations(run: TrainingRun) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=16, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.train))
 def test_train(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -101,7 +101,7 @@ def test_train(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=16, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.mask))
 def test_mask(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -111,7 +111,7 @@ def test_mask(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(runs(OverBound.wait))
 def test_wait(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -121,7 +121,7 @@ def test_wait(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=16, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(runs(OverBound.regenerate))
 def test_regenerate(run_settings: Settings) -> None:
     run = play(run_settings)
@@ -130,7 +130,7 @@ def test_regenerate(run_settings: Settings) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(st.sampled_from(list(OverBound)).flatmap(lambda mode: runs(mode, max_eta=0)))
 def test_without_staleness_generation_and_training_take_turns(run_settings: Settings) -> None:
     """`TrainingRun` checks that each step has tokens of its own version only."""

@@ -283,7 +283,7 @@ def max_group_staleness(run: Run) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=125, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(scenarios(OverBound.train))
 def test_train_holds_eq_3_and_trains_everything(scenario: Scenario) -> None:
     run = Run(scenario).play()
@@ -293,7 +293,7 @@ def test_train_holds_eq_3_and_trains_everything(scenario: Scenario) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=125, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(scenarios(OverBound.mask))
 def test_mask_never_trains_a_token_over_the_bound(scenario: Scenario) -> None:
     run = Run(scenario).play()
@@ -309,7 +309,7 @@ def test_mask_never_trains_a_token_over_the_bound(scenario: Scenario) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(scenarios(OverBound.wait))
 def test_wait_never_trains_a_group_over_the_bound_and_goes_on(scenario: Scenario) -> None:
     run = Run(scenario).play()
@@ -319,7 +319,7 @@ def test_wait_never_trains_a_group_over_the_bound_and_goes_on(scenario: Scenario
 
 
 @pytest.mark.slow
-@settings(max_examples=125, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(scenarios(OverBound.regenerate))
 def test_regenerate_never_trains_a_group_over_the_bound(scenario: Scenario) -> None:
     run = Run(scenario).play()
