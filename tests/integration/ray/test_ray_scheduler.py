@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,7 +132,11 @@ def ray_processes(hosts: RayHosts) -> dict[int, str]:
 
 
 def is_in_memory(pid: int, texts: list[bytes]) -> bool:
-    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
+    try:  # an idle process of Ray may have ended meanwhile
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    with suppress(FileNotFoundError), open(f"/proc/{pid}/mem", "rb") as memory:
         for line in maps:
             places, rights, *_ = line.split()
             begin, end = (int(place, 16) for place in places.split("-"))
