@@ -1,0 +1,120 @@
+"""What a loss sees: the trained tokens of a micro-batch, the rows that they stand in, and counts.
+
+A row is never cut: all its trained tokens are in one micro-batch, and a loss sees them on one rank,
+also where `actor.parallel.sequence` lays the row over several. So a loss is a plain function of
+tensors, which meets no other rank; the parts that micro-batches and ranks give add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+MEANS = ("token", "sequence", "episode", "prompt")
+"""What `LossTokens.mean` may count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRows:
+    """R rows, each with at least one trained token.
+
+    Attributes:
+        of_token: [N] int64, number of each token's row, 0 to R - 1, ascending.
+        position: [N] int64, place of each token in its row; the first token of a row has 0.
+        num_tokens: [R] int64, tokens of the row, prompt included.
+        reward: [R] float32.
+        group, episode: [R] int64; rows of one prompt have one group, rows of one answer or agent
+            one episode, whose number no other group has.
+        num_loss_tokens, num_episode_tokens, num_group_tokens: [R] int64, trained tokens of the row,
+            of its episode and of its group, as far as they are in this minibatch, on all ranks.
+    """
+
+    of_token: torch.Tensor
+    position: torch.Tensor
+    num_tokens: torch.Tensor
+    reward: torch.Tensor
+    group: torch.Tensor
+    episode: torch.Tensor
+    num_loss_tokens: torch.Tensor
+    num_episode_tokens: torch.Tensor
+    num_group_tokens: torch.Tensor
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[R, ...] sums over each row's tokens, of [N, ...]; differentiable."""
+        zeros = values.new_zeros(len(self.num_tokens), *values.shape[1:])
+        return zeros.index_add(0, self.of_token, values)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """[R, ...] means over each row's trained tokens, of [N, ...]; differentiable."""
+        counts = self.num_loss_tokens.to(values.dtype)
+        return self.sum(values) / counts.view(-1, *[1] * (values.dim() - 1))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[N, ...] the value of each token's row, of [R, ...]; differentiable."""
+        return values[self.of_token]
+
+
+@dataclass(frozen=True, slots=True)
+class LossCounts:
+    """What a minibatch holds, over all ranks and micro-batches.
+
+    Attributes:
+        tokens: trained tokens, > 0.
+        sequences, episodes, prompts: rows, episodes and groups with at least one trained token.
+    """
+
+    tokens: int
+    sequences: int
+    episodes: int
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """N trained tokens of one micro-batch; all of the rows that they stand in.
+
+    Attributes:
+        logprobs: [N] float32, nats, of the current weights; requires grad.
+        entropy: [N] float32, nats, of the current distribution; requires grad.
+        fields: looked up by name: [N, ...] values of the rows' field at these tokens, of
+            `behavior_logprobs`, say; `advantages` are float32, each of the token or of its row,
+            `proximal_logprobs` those of the weights before the first minibatch.
+        rows: where the tokens stand.
+        counts: denominators.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    rows: LossRows
+    counts: LossCounts
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Trained tokens of the minibatch over all ranks and micro-batches, > 0."""
+        return self.counts.tokens
+
+    def mean(self, values: torch.Tensor, over: str = "token") -> torch.Tensor:
+        """This micro-batch's part of a mean over the minibatch; the parts add up to it.
+
+        Args:
+            values: [N], one a token.
+            over: `token`: each trained token counts the same. `sequence`, `episode`, `prompt`: the
+                mean over these of the mean over their tokens.
+        Returns: scalar; differentiable.
+        Raises: ValueError: `over` is none of these.
+        """
+        rows, counts = self.rows, self.counts
+        if over == "token":
+            return values.sum() / counts.tokens
+        of_rows = {
+            "sequence": (rows.num_loss_tokens, counts.sequences),
+            "episode": (rows.num_episode_tokens, counts.episodes),
+            "prompt": (rows.num_group_tokens, counts.prompts),
+        }
+        if over not in of_rows:
+            raise ValueError(f"over={over!r}: expected one of {', '.join(MEANS)}")
+        num_tokens, count = of_rows[over]
+        return (rows.sum(values) / num_tokens.to(values.dtype)).sum() / count
