@@ -34,6 +34,7 @@ from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.records.metrics import Summary
 from areal_sc.rewards.base import declare_reward
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
 """Their files are written to an empty folder, and their commands run there, in this order."""
@@ -81,6 +82,7 @@ FRAGMENTS = (
     "load_config({",
     "class Printer(Tracker):",
     "@declare_reward(",
+    "from areal_sc.rewards.answers",
     "# reference_kl.py",
     "# two_models.py",
     "# a scheduler alone",
@@ -209,6 +211,17 @@ def test_a_tracker_and_a_reward_of_ones_own(capsys: pytest.CaptureFixture[str]) 
     names = {"declare_reward": declare_reward, "import_the_library": print}
     reward = run_block("@declare_reward(", **names)["solves_it"]
     assert reward.areal_sc_declaration.late_after_s == 5.0
+
+
+def test_ready_made_rewards_go_together() -> None:
+    names = {"SingleTurnWorkflow": SingleTurnWorkflow}
+    workflow = run_block("from areal_sc.rewards.answers", **names)["workflow"]
+    workflow.check()
+    row, completion = {"answer": "Paris"}, "<think>so so so so</think><answer>Paris</answer>"
+    given = workflow.reward
+    assert given["right"](row, completion) == 1.0
+    assert given["format"][0](row, completion) == 1.0
+    assert given["again"](row, "so so so so") == -0.5
 
 
 def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
