@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 _QUANTILE: Final = 1.959964
-"""Of the normal distribution: 95 % lie within so many standard deviations."""
+"""95 % of a normal distribution lie within so many standard deviations of its mean."""
 
 
 def accuracy_interval(right: Sequence[Sequence[float]]) -> tuple[float, float]:
