@@ -293,7 +293,7 @@ class RankEngine(ABC):
 
         batches = self._plan(minibatches, learning)
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        counted = count_rows(minibatches, trained, self.world, is_counted=self.counts_rows)
+        counted = count_rows(minibatches, trained, self.rows, is_counted=self.counts_rows)
         metrics = UpdateMetrics()
         for index, (batch, (numbers, counts)) in enumerate(zip(batches, counted, strict=True)):
             if counts.tokens == 0:

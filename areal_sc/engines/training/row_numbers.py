@@ -28,7 +28,7 @@ class RowNumbers:
     rewards: torch.Tensor
 
     def take(self, rows: Sequence[int]) -> RowNumbers:
-        """Those of the named rows, in their order."""
+        """The numbers of the named rows, in their order."""
         chosen = torch.tensor(rows, dtype=torch.int64)
         return RowNumbers(self.counts[:, chosen], self.rewards[chosen])
 
@@ -66,7 +66,7 @@ class _Share:
 def count_rows(
     minibatches: Sequence[PackedRows],
     trained: Sequence[torch.Tensor],
-    world: ProcessGroup,
+    shares: ProcessGroup,
     *,
     is_counted: bool,
 ) -> list[tuple[RowNumbers, LossCounts]]:
@@ -74,18 +74,18 @@ def count_rows(
 
     Args:
         trained: [T] bool for each minibatch: the tokens that count.
-        world: all ranks, which must call this together.
+        shares: ranks that together have all rows, and must call this together.
         is_counted: this rank's rows count, and not those of another one, which are the same.
     """
-    origins = [_origins(rows, world.rank) for rows in minibatches]
+    origins = [_origins(rows, shares.rank) for rows in minibatches]
     tokens = [sums_of_rows(rows, mask) for rows, mask in zip(minibatches, trained, strict=True)]
     own = [_share(*pair) for pair in zip(origins, tokens, strict=True)] if is_counted else []
-    everyone = [shares for shares in world.gather(own) if shares]
+    everyone = [of_rank for of_rank in shares.gather(own) if of_rank]
     counted = []
     for index, rows in enumerate(minibatches):
-        shares = [of_rank[index] for of_rank in everyone]
-        in_episodes = sum((it.episode_tokens for it in shares), Counter[Hashable]())
-        in_groups = sum((it.group_tokens for it in shares), Counter[Hashable]())
+        each = [of_rank[index] for of_rank in everyone]
+        in_episodes = sum((it.episode_tokens for it in each), Counter[Hashable]())
+        in_groups = sum((it.group_tokens for it in each), Counter[Hashable]())
         table = [
             rows.lengths,
             _numbered(it.group for it in origins[index]),
@@ -100,7 +100,7 @@ def count_rows(
         )
         counts = LossCounts(
             tokens=in_groups.total(),
-            sequences=sum(it.num_rows for it in shares),
+            sequences=sum(it.num_rows for it in each),
             episodes=len(in_episodes),
             prompts=len(in_groups),
         )
