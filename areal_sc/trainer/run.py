@@ -53,6 +53,7 @@ from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
 from areal_sc.trainer.display import Display, ShownPhase, make_display
 from areal_sc.trainer.failure import Terminated
+from areal_sc.trainer.learning_health import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
@@ -97,6 +98,7 @@ class Run:
         self._opening = Opening.start
         self._began = time.monotonic()
         self._first_step_s: float | None = None
+        self._health = LearningHealth()
         self._shown_samples: tuple[Sample, ...] = ()
         self._counted: Mapping[str, float] = {}
         self.beside: list[BesideTraining] = []
@@ -215,6 +217,7 @@ class Run:
         """Calls one of their methods for everybody who follows the run."""
         event(self.log)
         event(self.display)
+        event(self._health)
         for tracker in self._trackers:
             tracker.tell(event)
 
@@ -255,7 +258,9 @@ class Run:
         self.tell(lambda tracker: tracker.on_finish(summary))
         if left_out := len(rollout.rejections.left_out):
             self.display.note(f"{left_out} prompts left no room for an answer, and were left out")
-        if advice := self._adviser.at_end(history.steps):
+        for complaint in self._health.complaints.values():
+            self.display.warning(f"learning, at the end: {complaint}")
+        if not self._health.complaints and (advice := self._adviser.at_end(history.steps)):
             self.display.note(advice)
         return summary
 
@@ -295,7 +300,9 @@ class Run:
         return name
 
     def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
-        steps = History.read(self.folder.metrics_path).steps
+        history = History.read(self.folder.metrics_path)
+        steps = history.steps
+        self._health.remember(history)
         step = self._load_newest(actor, rollout)
         last = steps[-1].step if steps else step
         lost = f"; {last - step} later steps are lost, and trained again" if last > step else ""
@@ -339,6 +346,7 @@ class Run:
     def _take_over(self, taken: TakenOver, rollout: RolloutController) -> None:
         """An earlier start was killed, and its workers live: nothing is loaded."""
         history = History.read(self.folder.metrics_path)
+        self._health.remember(history)
         last = history.steps[-1] if history.steps else None
         self._counted = last.counters if last else {}
         rollout.rejections.restore(rejections_in(self._counted))
@@ -413,8 +421,11 @@ class Run:
         if self.config.samples.show and samples and samples is not self._shown_samples:
             self._shown_samples = samples
             self.display.show_samples([s for s in samples if s.group == samples[0].group])
-        for advice in self._adviser.on_step(metrics):
-            self.display.warning(advice)
+        for complaint in self._health.take_untold():
+            self.display.warning(f"learning: {complaint}")
+        if not self._health.complaints:  # what learns nothing need not be fast
+            for advice in self._adviser.on_step(metrics):
+                self.display.warning(advice)
 
 
 @contextmanager
