@@ -1,8 +1,7 @@
 """Losses by name: what a controller and its ranks agree on without importing one. No torch.
 
 A loss is a function of the trained tokens of a micro-batch and of settings of its own. Those of
-`areal_sc.algorithms.losses` go by their names, one of the user's own by its import path,
-`package.module:function`.
+`BUILT_IN` go by their names, one of the user's own by its import path, `package.module:function`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 
@@ -23,11 +23,26 @@ if TYPE_CHECKING:
     import torch
 
     from areal_sc.algorithms.losses import Loss, LossTokens, Metrics
-    from areal_sc.config.schema import PPOConfig
 
-BUILT_IN = ("decoupled_ppo", "cross_entropy")
+BUILT_IN: Final = {
+    POLICY_GRADIENT: "areal_sc.algorithms.policy_gradient",
+    "cross_entropy": "areal_sc.algorithms.losses",
+    "dpo": "areal_sc.algorithms.pairs",
+    "bradley_terry": "areal_sc.algorithms.pairs",
+    "reverse_kl": "areal_sc.algorithms.distillation",
+    "value_loss": "areal_sc.algorithms.gae",
+}
+"""Losses by their names, and the modules that have them."""
+
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
-_IS_ZERO_WITHOUT_ADVANTAGE = {"decoupled_ppo"}
+
+_SWITCHES: Final = (
+    *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "gate_positive", "gate_negative"),
+    *("divergence", "max_divergence", "clip_center", "behavior_weight", "behavior_weight_bound"),
+    *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
+    *("aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
+)
+"""Settings of `actor.ppo` that the policy-gradient loss has under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +59,9 @@ class NamedLoss:
 
     @property
     def is_zero_without_advantage(self) -> bool:
-        """Whether tokens of advantage 0 have no gradient, so that no model need see them."""
-        return self.name in _IS_ZERO_WITHOUT_ADVANTAGE
+        """Whether rows of advantage 0 have no gradient, so that no model need see them."""
+        terms = ("kl_coefficient", "entropy_coefficient")
+        return self.name == POLICY_GRADIENT and not any(map(self.settings.get, terms))
 
     def search_path(self) -> str:
         """The folder that a process needs on `sys.path` to import the function; "" if none.
@@ -76,7 +92,7 @@ class NamedLoss:
             function raises a WorkflowError with its line, whatever it raised.
         """
         is_built_in = self.name in BUILT_IN
-        path = f"areal_sc.algorithms.losses:{self.name}" if is_built_in else self.name
+        path = f"{BUILT_IN[self.name]}:{self.name}" if is_built_in else self.name
         try:
             with user_code("its import"):
                 found: Callable[..., Any] = resolve_name(path)
@@ -94,12 +110,12 @@ class NamedLoss:
         return compute
 
 
-def loss_of(config: PPOConfig) -> NamedLoss:
-    """The loss that `actor.ppo` names. That of decoupled PPO has its settings in the section."""
-    if config.loss != "decoupled_ppo":
-        return NamedLoss(config.loss, config.loss_settings)
-    names = ("clip_low", "clip_high", "clip_center", "use_behavior_weight", "behavior_weight_cap")
-    return NamedLoss(config.loss, {name: getattr(config, name) for name in names})
+def loss_of(ppo: PPOConfig) -> NamedLoss:
+    """The loss that `actor.ppo` names; the policy-gradient loss has its settings in the section."""
+    if ppo.loss != POLICY_GRADIENT:
+        return NamedLoss(ppo.loss, ppo.loss_settings)
+    settings = {name: getattr(ppo, name) for name in _SWITCHES}
+    return NamedLoss(ppo.loss, settings | {"kl_coefficient": ppo.loss_kl_coefficient})
 
 
 CROSS_ENTROPY = NamedLoss("cross_entropy")

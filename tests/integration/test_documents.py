@@ -27,7 +27,8 @@ from markdown_it.token import Token
 
 import areal_sc
 from areal_sc import errors
-from areal_sc.algorithms.losses import LossTokens, decoupled_ppo
+from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.policy_gradient import policy_gradient
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
@@ -238,7 +239,7 @@ def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs = torch.tensor([-0.9, -0.6, -2.0], requires_grad=True)
     given = LossTokens(logprobs, torch.zeros(3), fields, num_loss_tokens=4)
     loss, metrics = run_block("# reference_kl.py")["ppo_near_reference"](given, kl_weight=2.0)
-    without, _ = decoupled_ppo(given, clip_low=0.2, clip_high=0.2)
+    without, _ = policy_gradient(given, clip_low=0.2, clip_high=0.2)
     added = 2.0 * (0.4**2 + 0.9**2 + 0.5**2) / 2 / 4
     assert (loss - without).item() == pytest.approx(added, rel=1e-5)
     assert metrics["reference_kl"].value.item() == pytest.approx(added * 2, rel=1e-5)

@@ -31,7 +31,7 @@ actor.ppo.behavior_weight_cap = behav_imp_weight_cap behave_imp_weight_cap
     vllm_importance_sampling_cap tis_imp_ratio_cap
 actor.ppo.clip_center = use_decoupled_loss
 actor.ppo.advantage_std = scale_rewards norm_adv_by_std_in_grpo adv_norm std_level
-actor.ppo.advantage_mean and actor.ppo.advantage_std = adv_estimator mean_level
+actor.ppo.advantage and actor.ppo.advantage_std = adv_estimator mean_level
     advantage_estimator
 actor.ppo.loss = loss_type policy_loss loss_mode loss_agg_mode loss_fn
 actor.max_tokens_per_micro_batch (how many of them follows) = gradient_accumulation_steps

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_sc.algorithms.advantages import normalized_advantages
+import numpy as np
+
+from areal_sc.algorithms.advantages import AdvantageRows
+from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ClipCenter, PPOConfig
+from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
@@ -99,13 +102,12 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
 
 
 def with_advantages(batch: BatchMetadata, ppo: PPOConfig) -> BatchMetadata:
-    """The batch with one advantage per row, from the rows' rewards, groups and episodes."""
-    advantages = normalized_advantages(
-        [row.reward for row in batch.rows],
-        [row.group_id for row in batch.rows],
-        [row.episode for row in batch.rows],
-        mean=ppo.advantage_mean,
-        std=ppo.advantage_std,
-        eps=ppo.advantage_eps,
+    """The batch with one advantage per row, as `actor.ppo.advantage` says."""
+    rows = AdvantageRows(
+        rewards=np.asarray([row.reward for row in batch.rows], dtype=np.float64),
+        groups=np.asarray([row.group_id for row in batch.rows], dtype=np.int64),
+        episodes=np.asarray([row.episode for row in batch.rows], dtype=np.int64),
+        num_tokens=np.asarray([row.sequence_length for row in batch.rows], dtype=np.int64),
+        num_loss_tokens=np.asarray([row.num_loss_tokens for row in batch.rows], dtype=np.int64),
     )
-    return batch.with_advantages([float(advantage) for advantage in advantages])
+    return batch.with_advantages(advantage_of(ppo)(rows).tolist())

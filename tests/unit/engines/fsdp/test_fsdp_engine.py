@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
-from areal_sc.config.schema import ActorConfig, ClipCenter, Dtype, OptimizerConfig, PPOConfig
+from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
+from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.errors import (
     CheckpointError,
@@ -180,9 +181,9 @@ def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
     [
         ({}, "proximal_logprobs", "behavior_logprobs"),
         ({"clip_center": ClipCenter.behavior}, "behavior_logprobs", "behavior_logprobs"),
-        ({"use_behavior_weight": False}, "proximal_logprobs", "proximal_logprobs"),
+        ({"behavior_weight": "none"}, "proximal_logprobs", "proximal_logprobs"),
         ({"num_minibatches": 1}, "own", "behavior_logprobs"),
-        ({"num_minibatches": 1, "use_behavior_weight": False}, "own", "own"),
+        ({"num_minibatches": 1, "behavior_weight": "none"}, "own", "own"),
     ],
 )
 @pytest.mark.parametrize("min_token_version", [None, 2])
@@ -347,11 +348,11 @@ def no_gradient(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
 @pytest.mark.parametrize(
     ("loss", "advantage"),
     [
-        (NamedLoss("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2}), 0.0),
+        (NamedLoss("policy_gradient", {"clip_low": 0.2, "clip_high": 0.2}), 0.0),
         (reinforce, 0.0),
         (no_gradient, 1.0),
         # every token's ratio is far above the bound, and the gain is cut
-        (NamedLoss("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2}), 1.0),
+        (NamedLoss("policy_gradient", {"clip_low": 0.2, "clip_high": 0.2}), 1.0),
     ],
 )
 def test_nothing_to_learn_moves_no_weight(engine: FSDPEngine, loss: Any, advantage: float) -> None:
