@@ -94,11 +94,10 @@ def value_loss(tokens: LossTokens, *, value_clip: float = 0.2) -> tuple[torch.Te
     values = tokens.predicted_values
     old, returns = (tokens.fields[name].detach().to(values.dtype) for name in ("values", "returns"))
     errors = clipped_squared_error(values, old, returns, value_clip)
-    with torch.no_grad():
-        plain = (values - returns).square()
-        return errors.sum() / tokens.num_loss_tokens, {
-            "value": Metric.mean(values),
-            "return": Metric.mean(returns),
-            "value_error": Metric.mean(plain),
-            "value_clip_fraction": Metric.mean(2 * errors > plain),
-        }
+    plain = (values - returns).detach().square()
+    return errors.sum() / tokens.num_loss_tokens, {
+        "value": Metric.mean(values),
+        "return": Metric.mean(returns),
+        "value_error": Metric.mean(plain),
+        "value_clip_fraction": Metric.mean(2 * errors.detach() > plain),
+    }

@@ -7,6 +7,7 @@ A loss is a function of the trained tokens of a micro-batch and of settings of i
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,14 +26,21 @@ if TYPE_CHECKING:
     from areal_sc.algorithms.losses import Loss, LossTokens, Metrics
 
 BUILT_IN: Final = {
-    POLICY_GRADIENT: "areal_sc.algorithms.policy_gradient",
-    "cross_entropy": "areal_sc.algorithms.losses",
-    "dpo": "areal_sc.algorithms.pairs",
-    "bradley_terry": "areal_sc.algorithms.pairs",
-    "reverse_kl": "areal_sc.algorithms.distillation",
-    "value_loss": "areal_sc.algorithms.gae",
+    POLICY_GRADIENT: "areal_sc.algorithms.policy_gradient:policy_gradient",
+    "cross_entropy": "areal_sc.algorithms.losses:cross_entropy",
+    "dpo": "areal_sc.algorithms.pairs:dpo",
+    "bradley_terry": "areal_sc.algorithms.pairs:bradley_terry",
+    "reverse_kl": "areal_sc.algorithms.distillation:reverse_kl",
+    "value": "areal_sc.algorithms.gae:value_loss",
 }
-"""Losses by their names, and the modules that have them."""
+"""Losses by their names, and where they are."""
+
+_FIELDS: Final = {
+    "dpo": ("reference_logprobs",),
+    "reverse_kl": ("behavior_logprobs", "teacher_logprobs"),
+    "value": ("returns", "values"),
+}
+"""Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
 
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
 
@@ -63,6 +71,15 @@ class NamedLoss:
         terms = ("kl_coefficient", "entropy_coefficient")
         return self.name == POLICY_GRADIENT and not any(map(self.settings.get, terms))
 
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Names of the rows' fields that the loss reads, sorted; None: only the user knows."""
+        if self.name not in BUILT_IN:
+            return None
+        if self.name == POLICY_GRADIENT:
+            return needed_fields(self.settings)
+        return _FIELDS.get(self.name, ())
+
     def search_path(self) -> str:
         """The folder that a process needs on `sys.path` to import the function; "" if none.
 
@@ -92,7 +109,7 @@ class NamedLoss:
             function raises a WorkflowError with its line, whatever it raised.
         """
         is_built_in = self.name in BUILT_IN
-        path = f"{BUILT_IN[self.name]}:{self.name}" if is_built_in else self.name
+        path = BUILT_IN.get(self.name, self.name)
         try:
             with user_code("its import"):
                 found: Callable[..., Any] = resolve_name(path)
@@ -116,6 +133,22 @@ def loss_of(ppo: PPOConfig) -> NamedLoss:
         return NamedLoss(ppo.loss, ppo.loss_settings)
     settings = {name: getattr(ppo, name) for name in _SWITCHES}
     return NamedLoss(ppo.loss, settings | {"kl_coefficient": ppo.loss_kl_coefficient})
+
+
+def needed_fields(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the fields that `policy_gradient` reads with these settings, sorted."""
+    center = settings.get("clip_center", "proximal")
+    bounds = (settings.get(name, math.inf) for name in ("max_second_moment", "max_behavior_kl"))
+    needs = {
+        "advantages": True,
+        "behavior_logprobs": min(bounds) < math.inf
+        or center != "proximal"
+        or settings.get("behavior_weight", "token") != "none",
+        "proximal_logprobs": center == "proximal",
+        "reference_logprobs": settings.get("kl_coefficient", 0.0) > 0,
+        "staleness": center == "interpolated",
+    }
+    return tuple(name for name, is_needed in sorted(needs.items()) if is_needed)
 
 
 CROSS_ENTROPY = NamedLoss("cross_entropy")

@@ -16,7 +16,7 @@ def pairs_of(rows: LossRows) -> tuple[torch.Tensor, torch.Tensor]:
     """
     order = rows.reward.argsort(stable=True)
     order = order[rows.group[order].argsort(stable=True)]
-    groups, counts = rows.group.unique(return_counts=True)
+    groups, counts = torch.unique(rows.group, return_counts=True)
     if (counts != 2).any():
         torn = int((counts != 2).nonzero()[0])
         raise ValueError(

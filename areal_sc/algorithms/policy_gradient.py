@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -172,19 +170,3 @@ def _gain(
         case "divergence":
             return divergence_gain(terms, max_divergence, divergence)
     return plain_gain(terms)
-
-
-def needed_fields(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the fields that `policy_gradient` reads with these settings, sorted."""
-    center, filters = settings["clip_center"], ("max_second_moment", "max_behavior_kl")
-    is_filtered = any(settings[name] < math.inf for name in filters)
-    needs = {
-        "advantages": True,
-        "behavior_logprobs": is_filtered
-        or center != "proximal"
-        or settings["behavior_weight"] != "none",
-        "proximal_logprobs": center == "proximal",
-        "reference_logprobs": settings["kl_coefficient"] > 0,
-        "staleness": center == "interpolated",
-    }
-    return tuple(name for name, is_needed in sorted(needs.items()) if is_needed)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+import yaml
+
+from areal_sc.config.fields import value_at
+from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 
 ALGORITHM: Final = "actor.algorithm"
@@ -23,3 +27,19 @@ def preset_path(name: str) -> Path:
     if name not in preset_names():
         raise ConfigError(f"{ALGORITHM}: expected one of {', '.join(preset_names())}, got {name!r}")
     return _FOLDER / f"{name}.yaml"
+
+
+def check_preset(config: GRPOConfig) -> None:
+    """Checks that settings that were built in Python are those of the algorithm that they name.
+
+    Raises: ConfigError: there is no such algorithm, or nothing of it is in the settings.
+    """
+    name, defaults = config.actor.algorithm, GRPOConfig()
+    content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
+    given = {f"actor.ppo.{key}": value for key, value in content["actor"]["ppo"].items()}
+    changed = {key for key, value in given.items() if value != value_at(defaults, key)}
+    if changed and all(value_at(config, key) == value_at(defaults, key) for key in changed):
+        raise ConfigError(
+            f"{ALGORITHM}={name}: expected its settings, {', '.join(sorted(changed))}; in Python "
+            f"give load_config a mapping, {{'{ALGORITHM}': '{name}', ...}}, which fills them in"
+        )

@@ -224,8 +224,8 @@ class TrainController(Controller):
         Once a call has returned, another one trains further, also before the weights are
         published: `publish_weights` makes the next version.
         """
-        needed = ["proximal_logprobs"] if self._step.needs_proximal_logprobs else []
-        batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
+        needed = [*PPO_FIELDS, *self._step.needed_fields]
+        batch.select(list(dict.fromkeys(needed)))  # which must be there; a loss may read any other
         num_minibatches = self.config.ppo.num_minibatches
         return await self.update_async(
             batch, self._loss, num_minibatches=num_minibatches, advances=False

@@ -33,7 +33,19 @@ class TrainStep:
     def needs_proximal_logprobs(self) -> bool:
         """Whether the weights change between the proximal policy and the last minibatch."""
         is_one_forward = self._ppo.num_minibatches == 1 and self._ranks.step.num_updates == 0
-        return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
+        read = self._loss.fields
+        if read is None:  # a loss of the user's own
+            is_read = self._ppo.clip_center == ClipCenter.proximal
+        else:
+            is_read = "proximal_logprobs" in read
+        return is_read and not is_one_forward
+
+    @property
+    def needed_fields(self) -> list[str]:
+        """Fields of a batch that the loss of PPO reads, as far as is known, sorted."""
+        made_by_ranks = {"advantages", "staleness", "proximal_logprobs"}
+        needed = set(self._loss.fields or ()) - made_by_ranks
+        return sorted(needed | ({"proximal_logprobs"} if self.needs_proximal_logprobs else set()))
 
     def split(
         self, batch: BatchMetadata, loss: NamedLoss | None = None, num_minibatches: int = 0

@@ -138,7 +138,9 @@ def test_errors() -> None:
         normalized_advantages([0.0, 1.0], [0, 0, 0])
     with pytest.raises(ValueError, match="shorter"):
         normalized_advantages([0.0, 1.0], [0, 0], [0])
-    with pytest.raises(ValueError, match=r"mean='rank': expected one of group, leave_one_out, batch, none"):
+    with pytest.raises(
+        ValueError, match=r"mean='rank': expected one of group, leave_one_out, batch, none"
+    ):
         normalized_advantages([0.0], [0], mean="rank")
     with pytest.raises(ValueError, match=r"std='rank'"):
         normalized_advantages([0.0], [0], std="rank")

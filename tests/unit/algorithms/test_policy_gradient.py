@@ -14,7 +14,8 @@ from loss_rows import ROW, made_tokens, shapes
 
 from areal_sc.algorithms.kl import KL_ESTIMATORS, kl_estimate
 from areal_sc.algorithms.loss_tokens import LossTokens
-from areal_sc.algorithms.policy_gradient import needed_fields, policy_gradient
+from areal_sc.algorithms.named_loss import needed_fields
+from areal_sc.algorithms.policy_gradient import policy_gradient
 
 Reference = tuple[float, list[float], list[float]]
 """Loss, its gradient by each log-probability, and by each entropy."""
