@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from areal_sc.config.ppo_settings import BASELINES
+
 SCOPES = ("group", "batch", "none")
 DEVIATIONS = ("population", "sample")
-BASELINES = ("group", "leave_one_out", "batch", "none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from areal_sc.algorithms.advantages import BASELINES, AdvantageRows, normalized_advantages
-from areal_sc.config.ppo_settings import GAE, PPOConfig
+from areal_sc.algorithms.advantages import AdvantageRows, normalized_advantages
+from areal_sc.config.ppo_settings import BASELINES, GAE, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 

@@ -14,6 +14,9 @@ from typing import Any, Final
 from areal_sc.config.fields import setting, shared
 from areal_sc.config.sharing import Section
 
+BASELINES: Final = ("group", "leave_one_out", "batch", "none")
+"""What is subtracted from a reward: the mean of these."""
+
 GAE: Final = "gae"
 """Advantages from a critic's values."""
 
@@ -130,7 +133,7 @@ class KLPlace(StrEnum):
 
 @dataclass
 class PPOConfig(Section):
-    """The loss and its switches; by default decoupled PPO (AReaL, arXiv:2505.24298)."""
+    """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2), and switches to other losses."""
 
     num_minibatches: int = setting(4, "optimizer updates a training step", ge=1)
     loss: str = setting(
@@ -198,6 +201,11 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
             not ppo.loss_settings,
             "none with actor.ppo.loss=policy_gradient (its settings are those of actor.ppo)",
         )
+    yield (
+        "actor.ppo.advantage",
+        ppo.advantage in (*BASELINES, GAE) or ":" in ppo.advantage,
+        f"one of {', '.join(BASELINES)}, {GAE}, or package.module:function",
+    )
     yield (
         "actor.ppo.advantage_settings",
         not ppo.advantage_settings or ":" in ppo.advantage,

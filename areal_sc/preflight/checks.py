@@ -13,13 +13,12 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.loading.presets import check_preset
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
-from areal_sc.config.ppo_settings import GAE, ppo_requirements
+from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
@@ -75,8 +74,6 @@ def check_config(
     make_actor(config.actor).check(count_devices if is_local else None)
     _check_mesh(config.actor)
     loss_of(config.actor.ppo).search_path()  # raises where there is none
-    if config.actor.ppo.advantage != GAE:
-        advantage_of(config.actor.ppo)  # the same
     generator = make_generator(config.rollout)
     generator.check(config)
     if config.rollout.autoscale.max:

@@ -11,7 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -27,7 +27,7 @@ from markdown_it.token import Token
 
 import areal_sc
 from areal_sc import errors
-from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.loss_tokens import loss_tokens_of
 from areal_sc.algorithms.policy_gradient import policy_gradient
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
@@ -237,7 +237,8 @@ def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
         }.items()
     } | {"advantages": torch.tensor([1.0, -1.0, 0.5])}
     logprobs = torch.tensor([-0.9, -0.6, -2.0], requires_grad=True)
-    given = LossTokens(logprobs, torch.zeros(3), fields, num_loss_tokens=4)
+    tokens = loss_tokens_of(logprobs, torch.zeros(3), fields, [3])
+    given = replace(tokens, counts=replace(tokens.counts, tokens=4))
     loss, metrics = run_block("# reference_kl.py")["ppo_near_reference"](given, kl_weight=2.0)
     without, _ = policy_gradient(given, clip_low=0.2, clip_high=0.2)
     added = 2.0 * (0.4**2 + 0.9**2 + 0.5**2) / 2 / 4

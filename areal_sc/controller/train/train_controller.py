@@ -22,7 +22,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
+from areal_sc.config.ppo_settings import GAE
 from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller import dry_run
@@ -119,6 +121,8 @@ class TrainController(Controller):
         self._reader: RolloutController | None = None  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
+        if self.config.ppo.advantage != GAE:
+            advantage_of(self.config.ppo)  # raises where there is none
         self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
         self._work = RankWork(self._ranks, self._step, self._losses)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_rows import one_row
 
-from areal_sc.algorithms.loss_tokens import LossTokens
+from areal_sc.algorithms.loss_tokens import LossTokens, loss_tokens_of
 from areal_sc.algorithms.losses import Metrics, cross_entropy
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.algorithms.policy_gradient import policy_gradient
@@ -19,6 +18,14 @@ from areal_sc.errors import ConfigError
 NUM_TOKENS = 200
 SETTINGS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
 NUM_LOSS_TOKENS = 243
+
+
+def given(
+    logprobs: torch.Tensor, fields: dict[str, torch.Tensor], num_loss_tokens: int
+) -> LossTokens:
+    """One row of a micro-batch; so many tokens are trained in all of them."""
+    tokens = loss_tokens_of(logprobs, torch.zeros_like(logprobs), fields, [len(logprobs)])
+    return replace(tokens, counts=replace(tokens.counts, tokens=num_loss_tokens))
 
 
 def random_tokens(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -68,13 +75,8 @@ def by_hand(
     return loss, gradient, counts
 
 
-def loss_tokens(
-    tokens: dict[str, torch.Tensor], num_loss_tokens: int = NUM_LOSS_TOKENS
-) -> LossTokens:
-    """One row of them all."""
-    made = one_row(len(tokens["logprobs"]))
-    counts = replace(made.counts, tokens=num_loss_tokens)
-    return LossTokens(tokens["logprobs"], made.entropy, tokens, made.rows, counts)
+def loss_tokens(tokens: dict[str, torch.Tensor]) -> LossTokens:
+    return given(tokens["logprobs"], tokens, NUM_LOSS_TOKENS)
 
 
 @pytest.mark.parametrize("cap", [1.5, 5.0, math.inf])
@@ -140,7 +142,7 @@ def test_a_weight_that_overflows_is_capped_without_nan() -> None:
         "advantages": torch.tensor([1.0, 1.0]),
     }
     loss, metrics = policy_gradient(
-        loss_tokens(fields | {"logprobs": logprobs}, 2),
+        given(logprobs, fields, 2),
         clip_low=0.2,
         clip_high=0.2,
         behavior_weight_cap=5.0,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loss_rows import ROW, shapes
 
-from areal_sc.algorithms.advantages import BASELINES, SCOPES, AdvantageRows
+from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
 from areal_sc.algorithms.named_advantage import advantage_of
-from areal_sc.config.ppo_settings import Deviation, NormScope, PPOConfig
+from areal_sc.config.ppo_settings import BASELINES, Deviation, NormScope, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 
 

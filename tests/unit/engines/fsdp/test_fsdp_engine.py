@@ -233,7 +233,7 @@ def test_loss_and_gradient_of_each_form_of_ppo(
 
 
 def test_advantages_of_tokens(engine: FSDPEngine) -> None:
-    """A field of one number a token takes the place of one number a row; 0 costs no forward."""
+    """A field of one number a token takes the place of one a row; a row of 0 costs nothing."""
     rows = make_rows()
     per_row = torch.tensor(rows.advantages).repeat_interleave(torch.tensor(LENGTHS))
     as_field = replace(rows, fields={**rows.fields, "advantages": per_row}, advantages=None)
@@ -246,10 +246,16 @@ def test_advantages_of_tokens(engine: FSDPEngine) -> None:
     stats = ppo_update(engine, [late], step=0)
     is_trained = rows.fields["loss_mask"]
     assert stats["num_loss_tokens"] == int(is_trained.sum())
-    assert stats["num_effective_tokens"] == int((is_trained & is_late).sum()) > 5
+    learns = [
+        bool((mask & late).any())
+        for mask, late in zip(is_trained.split(LENGTHS), is_late.split(LENGTHS), strict=True)
+    ]
+    in_such_rows = torch.tensor(learns).repeat_interleave(torch.tensor(LENGTHS))
+    assert stats["num_effective_tokens"] == int((is_trained & in_such_rows).sum())
+    assert stats["num_effective_tokens"] < stats["num_loss_tokens"]
     masked = replace(rows, fields={**rows.fields, "loss_mask": is_trained & is_late})
-    share = stats["num_effective_tokens"] / stats["num_loss_tokens"]
-    expected_loss = ppo_update(engine, [masked], step=0)["loss"] * share
+    alone = ppo_update(engine, [masked], step=0)
+    expected_loss = alone["loss"] * alone["num_loss_tokens"] / stats["num_loss_tokens"]
     assert stats["loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
