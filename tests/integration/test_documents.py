@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from integration.run_process import LIMIT_S, REPOSITORY
@@ -27,6 +28,7 @@ from markdown_it.token import Token
 
 import areal_sc
 from areal_sc import errors
+from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.loss_tokens import loss_tokens_of
 from areal_sc.algorithms.policy_gradient import policy_gradient
 from areal_sc.config.schema import ActorConfig
@@ -85,6 +87,8 @@ FRAGMENTS = (
     "class Printer(Tracker):",
     "@declare_reward(",
     "from areal_sc.rewards.answers",
+    "from areal_sc.algorithms.reward_shaping",
+    "# my_advantages.py",
     "# reference_kl.py",
     "# two_models.py",
     "# a scheduler alone",
@@ -224,6 +228,15 @@ def test_ready_made_rewards_go_together() -> None:
     assert given["right"](row, completion) == 1.0
     assert given["format"][0](row, completion) == 1.0
     assert given["again"](row, "so so so so") == -0.5
+
+
+def test_a_length_limit_and_an_advantage_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block("from areal_sc.algorithms.reward_shaping")
+    assert capsys.readouterr().out == "-0.75\n"
+    shorter = run_block("# my_advantages.py")["shorter_is_better"]
+    lengths = np.array([2, 4])
+    rows = AdvantageRows(np.array([1.0, 3.0]), lengths, lengths, lengths, lengths)
+    assert shorter(rows, weight=0.2).tolist() == pytest.approx([-1.1, 0.8])
 
 
 def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
