@@ -49,7 +49,7 @@ def normalized_advantages(
     its episode). A group consists of all rows with its id, wherever they stand. A group of equal
     rewards, or of one episode, gets exactly 0 when `mean` is "group" or "leave_one_out". With
     `std="none"` nothing is divided.
-    Source: GRPO, arXiv:2402.03300, section 4.1.2; "leave_one_out": RLOO, arXiv:2402.14740, eq. 7.
+    Source: GRPO, arXiv:2402.03300, section 4.1.2; "leave_one_out": RLOO, arXiv:2402.14740.
 
     Args:
         rewards: [N] finite numbers.

@@ -15,7 +15,7 @@ def aggregate(
     token: sum_t x_t / tokens (DAPO, arXiv:2503.14476, eq. 8). sequence: mean over rows of the mean
     over their tokens (GRPO, arXiv:2402.03300, eq. 3). episode, prompt: the same over these.
     constant: sum_t x_t / (episodes * num_tokens), so that no answer's length matters
-    (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    (Dr. GRPO, arXiv:2503.20783).
 
     Args:
         values: [N], one a trained token.

@@ -85,7 +85,7 @@ def exceeds_behavior_kl(
     """Tokens of negative advantage in rows that are too unlikely by now.
 
     M_it = 0 where A_it < 0 and mean_t log(pi_behav / pi_theta) > limit.
-    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    Source: DeepSeek-V3.2, arXiv:2512.02556.
 
     Args:
         log_ratio: [N] log pi_theta - log pi_behav, without gradient.

@@ -13,7 +13,7 @@ def reverse_kl(tokens: LossTokens, *, ratio_cap: float = 5.0) -> tuple[torch.Ten
 
     Its gradient is that of KL(pi || pi_teacher) on tokens that the student has sampled, corrected
     for what it was when it sampled them.
-    Source: on-policy distillation, arXiv:2306.13649 (GKD), section 3, reverse KL; K. Lu et al.,
+    Source: on-policy distillation, arXiv:2306.13649 (GKD), reverse KL; K. Lu et al.,
     "On-Policy Distillation" (Thinking Machines, 2025).
 
     Args:
@@ -41,7 +41,7 @@ def top_k_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
     sum_k p log(p / q) + p_rest log(p_rest / q_rest), p_rest = 1 - sum_k p. It is at most the
     divergence of the whole distributions, and 0 only where both agree on the k tokens.
-    Source: forward KL of arXiv:2306.13649 (GKD), eq. 1, on a coarser alphabet.
+    Source: forward KL of arXiv:2306.13649 (GKD), on a coarser alphabet.
 
     Args:
         student: [N, k] nats, of the same tokens; requires grad.

@@ -68,7 +68,7 @@ def clipped_squared_error(
 ) -> torch.Tensor:
     """max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2, a token.
 
-    Source: the value loss of PPO's published code (arXiv:2005.12729, eq. 1 of its list).
+    Source: the value loss of PPO's published code (arXiv:2005.12729, section 3).
 
     Args:
         values: [N], require grad. old_values, returns: [N], without.

@@ -46,7 +46,7 @@ def clip_gain(terms: GainTerms, low: float, high: float, dual: float = math.inf)
     """w min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 no less than w dual A.
 
     Source: PPO, arXiv:1707.06347, eq. 7; a `high` of its own, DAPO, arXiv:2503.14476, eq. 8;
-    `dual`, arXiv:1912.09729, eq. 5.
+    `dual`, arXiv:1912.09729.
     """
     ratio, advantages = terms.ratio, terms.advantages
     bounded = ratio.clamp(1 - low, 1 + high)

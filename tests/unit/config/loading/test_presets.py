@@ -130,7 +130,7 @@ def surrogate(name: str, logprobs: torch.Tensor, given: LossTokens) -> torch.Ten
                 of_tokens = capped * r * a
             case "dppo":
                 ratio = (pi - mu).exp()
-                far = (pi.exp() - mu.exp()).abs() > 0.2
+                far = (pi.exp() - mu.exp()).abs() > 0.15
                 leaving = ((a > 0) & (ratio > 1)) | ((a < 0) & (ratio < 1))
                 of_tokens = torch.where(far & leaving, 0.0, ratio * a)
             case "m2po":
