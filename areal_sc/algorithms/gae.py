@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from areal_sc.algorithms.loss_tokens import LossTokens
+from areal_sc.algorithms.kl import kl_estimate
+from areal_sc.algorithms.loss_tokens import LossTokens, RowTokens
 from areal_sc.algorithms.losses import Metric, Metrics
 
 
@@ -61,6 +64,43 @@ def generalized_advantages(
         following[has_token] = values[here]
         advantages[here] = running[has_token]
     return advantages
+
+
+def token_advantages(
+    tokens: RowTokens,
+    *,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k1",
+) -> torch.Tensor:
+    """Advantages from a critic's values; a KL to the reference is a part of the reward.
+
+    Args:
+        tokens: with field `values`, and with a KL `behavior_logprobs` and `reference_logprobs`.
+        discount, gae_lambda: as of `generalized_advantages`.
+        kl_coefficient, kl_estimator: as of `token_rewards` and `kl_estimate`.
+    Returns: [N].
+    """
+    fields, rows = tokens.fields, tokens.rows
+    row_tokens = torch.bincount(rows.of_token, minlength=len(rows.num_tokens))
+    kl = None
+    if kl_coefficient:
+        kl = kl_estimate(fields["behavior_logprobs"], fields["reference_logprobs"], kl_estimator)
+    rewards = token_rewards(rows.reward, row_tokens, kl, kl_coefficient)
+    values = fields["values"]
+    return generalized_advantages(
+        rewards.to(values.dtype), values, row_tokens, discount=discount, gae_lambda=gae_lambda
+    )
+
+
+def token_returns(tokens: RowTokens, **settings: Any) -> torch.Tensor:
+    """What a critic learns: the advantages and the values that they came from, A + V.
+
+    Args: as of `token_advantages`.
+    Returns: [N].
+    """
+    return token_advantages(tokens, **settings) + tokens.fields["values"]
 
 
 def clipped_squared_error(

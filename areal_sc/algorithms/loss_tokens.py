@@ -58,6 +58,20 @@ class LossRows:
 
 
 @dataclass(frozen=True, slots=True)
+class RowTokens:
+    """N trained tokens of whole rows, without a model: what a token function sees.
+
+    Attributes:
+        fields: by name: [N, ...] values of the rows' field at these tokens; `advantages` are those
+            of the token, or else of its row, where they are known.
+        rows: where the tokens stand.
+    """
+
+    fields: Mapping[str, torch.Tensor]
+    rows: LossRows
+
+
+@dataclass(frozen=True, slots=True)
 class LossCounts:
     """What a minibatch holds, over all ranks and micro-batches.
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_sc.algorithms.advantages import AdvantageRows, normalized_advantages
-from areal_sc.config.ppo_settings import BASELINES, GAE, PPOConfig
+from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.config.ppo_settings import BASELINES, GAE, KLPlace, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 
@@ -38,7 +39,10 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
         )
     names = f"{', '.join(BASELINES)}, {GAE} or package.module:function"
     if name == GAE:
-        raise ConfigError(f"actor.ppo.advantage={GAE}: ranks compute it, from a critic's values")
+        raise ConfigError(
+            f"actor.ppo.advantage={GAE}: ranks compute it from a critic's values, as fields of tokens "
+            "(areal_sc.algorithms.named_advantage.critic_fields)"
+        )
     try:
         with user_code("its import"):
             found: Callable[..., Any] = resolve_name(name)
@@ -57,3 +61,18 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
         return advantages
 
     return compute
+
+
+def critic_fields(ppo: PPOConfig) -> dict[str, TokenFunction]:
+    """The fields that ranks make of a critic's `values`, with `actor.ppo.advantage: gae`.
+
+    `advantages`, which the policy's loss reads, and `returns`, which the critic's does. Functions
+    of tokens, for `TrainController.compute`.
+    """
+    settings: dict[str, Any] = {"discount": ppo.discount, "gae_lambda": ppo.gae_lambda}
+    if ppo.kl_coefficient and ppo.kl_place is KLPlace.reward:
+        settings |= {"kl_coefficient": ppo.kl_coefficient, "kl_estimator": ppo.kl_estimator.value}
+    return {
+        field: TokenFunction(f"areal_sc.algorithms.gae:token_{field}", settings)
+        for field in ("returns", "advantages")
+    }

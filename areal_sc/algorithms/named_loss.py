@@ -89,18 +89,14 @@ class NamedLoss:
         """
         if self.name in BUILT_IN:
             return ""
-        package = self.name.partition(":")[0].partition(".")[0]
-        try:
-            found = find_spec(package)
-        except ValueError:  # it is "", or the script itself
-            found = None
+        found = folder_of_module(self.name)
         if found is None:
             raise ConfigError(
                 f"actor.ppo.loss: expected {_EXPECTED}, in a file beside the script or in an "
-                f"installed package, got {self.name!r}: there is no module {package!r}"
+                f"installed package, got {self.name!r}: there is no module "
+                f"{_package_of(self.name)!r}"
             )
-        locations = [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
-        return str(Path(locations[0]).absolute().parent)
+        return found
 
     def load(self) -> Loss:
         """The function with its settings. Imports torch.
@@ -125,6 +121,22 @@ class NamedLoss:
             return returned
 
         return compute
+
+
+def folder_of_module(path: str) -> str | None:
+    """The folder from which an import path is imported; None: there is no such module."""
+    try:
+        found = find_spec(_package_of(path))
+    except ValueError:  # it is "", or the script itself
+        found = None
+    if found is None:
+        return None
+    locations = [*(found.submodule_search_locations or ()), *filter(None, [found.origin])]
+    return str(Path(locations[0]).absolute().parent)
+
+
+def _package_of(path: str) -> str:
+    return path.partition(":")[0].partition(".")[0]
 
 
 def loss_of(ppo: PPOConfig) -> NamedLoss:

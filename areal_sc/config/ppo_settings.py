@@ -213,9 +213,9 @@ def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
     )
     yield (
         "actor.ppo.advantage_std",
-        ppo.advantage != GAE or ppo.advantage_std is not NormScope.group,
-        "batch or none with actor.ppo.advantage=gae (a critic gives one value a token, and the "
-        "tokens of one prompt have no common scale)",
+        ppo.advantage != GAE or ppo.advantage_std is NormScope.none,
+        "none with actor.ppo.advantage=gae (each rank computes it of its own rows, and sees no "
+        "others)",
     )
     yield (
         "actor.ppo.ratio",

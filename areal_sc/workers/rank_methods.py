@@ -64,12 +64,13 @@ class Compute(RankCall, frozen=True, array_like=True):
 
     Attributes:
         batch: the rows, with the fields that the model reads.
-        output: as `TrainEngine.forward` takes it.
+        output: as `TrainEngine.forward` takes it; or the number of a registered token function,
+            which reads the rows alone.
         field: name of the new field.
     """
 
     batch: BatchMetadata
-    output: str
+    output: str | int
     field: str
 
     @property

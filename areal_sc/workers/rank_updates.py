@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.engines.training.token_values import token_values
 from areal_sc.errors import WorkflowError
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers import calls, rank_methods
@@ -21,9 +22,10 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
     rank.num_computing += 1
     try:
         rows = await rank.plane.puller.pull(args.batch)
+        values_of = await _values_of(rank, args.output)
 
         def compute() -> str:
-            values = rank.engine.forward(rows, args.output)
+            values = values_of(rows)
             if not rows.num_rows or not rank.position.is_head:
                 return ""
             return rank.plane.store.put({args.field: values}, rows.lengths)
@@ -31,6 +33,15 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
         return rank.sealed(await rank.compute(compute))
     finally:
         rank.num_computing -= 1
+
+
+async def _values_of(rank: Rank, output: str | int) -> Callable[[PackedRows], torch.Tensor]:
+    if isinstance(output, str):
+        return lambda rows: rank.engine.forward(rows, output)
+    await rank.files.bring_source(output)
+    function = rank.sources.token_function(output)
+    compute = function.load()
+    return lambda rows: token_values(rows, compute, f"token function {function.name!r}")
 
 
 async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> None:

@@ -1,4 +1,4 @@
-"""Workflows, datasets and losses by number: references written to the run folder, read by workers.
+"""Workflows, datasets, functions by number: references in the run folder, which workers read.
 
 A worker builds the user's objects from files that this process wrote, never from what arrives on
 a socket; what arrives is the file's number.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.run.named_paths import Contents, name_path
 from areal_sc.run.run_begin import RunBegin, content_of
@@ -47,7 +48,7 @@ MAX_COMPARED: Final = 4
 
 
 class SourceRegistry:
-    """Numbers the workflows, datasets and losses that a controller was given.
+    """Numbers the workflows, datasets and functions that a controller was given.
 
     Equal sources have the same number, a hash of their reference, so controllers and restarts of
     the script can share the folder.
@@ -85,12 +86,12 @@ class SourceRegistry:
             self._compare("workflow", number, workflow, {})
         return self._numbers[id(workflow)]
 
-    def register_loss(self, loss: NamedLoss) -> int:
-        """Number of the loss; an equal one gets the same number.
+    def register_function(self, function: NamedLoss | TokenFunction) -> int:
+        """Number of a loss or a token function; an equal one gets the same number.
 
-        Raises: ConfigError: as `NamedLoss.search_path`. RunFolderError: its file cannot be written.
+        Raises: ConfigError: as its `search_path`. RunFolderError: its file cannot be written.
         """
-        return self._write(loss, loss.search_path() or None)
+        return self._write(function, function.search_path() or None)
 
     async def register_prompts_async(self, prompts: PromptSource) -> int:
         """Registers like `register_prompts`, in a thread where that may block the event loop.
@@ -185,7 +186,9 @@ class SourceRegistry:
         with _writing(self._folder / "prompts-*.jsonl"):
             return write_prompts(rows, self._folder)
 
-    def _write(self, source: Referable | NamedLoss, search_path: str | None = None) -> int:
+    def _write(
+        self, source: Referable | NamedLoss | TokenFunction, search_path: str | None = None
+    ) -> int:
         """Args: search_path: of what it names by its arguments alone; None: as it is found."""
         reference = written_reference(source, self._folder)
         reference["search_path"] = search_path or reference["search_path"]
@@ -252,6 +255,9 @@ class SourceReader:
 
     def loss(self, number: int) -> NamedLoss:
         return self._get(number, NamedLoss)
+
+    def token_function(self, number: int) -> TokenFunction:
+        return self._get(number, TokenFunction)
 
     def _get(self, number: int, expected: type[T]) -> T:
         if number not in self._built:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.scripts.tiny_run import letter_prompts, partial
+from integration.run_process import REPOSITORY
+from integration.scripts.tiny_run import by_letters, letter_prompts, partial
 
 from areal_sc import (
     GRPOConfig,
@@ -18,7 +20,8 @@ from areal_sc import (
     start,
 )
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.errors import ConfigError
+from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.schedulers.base import Scheduler
 
 LOSS = """
@@ -31,6 +34,56 @@ def imitate(tokens, *, weight):
     weights = tokens.logprobs.detach() * 0 + weight
     return loss + penalty, {"weight": Metric.max(weights)}
 """
+
+
+def documented_recipe() -> str:
+    """The functions of docs/own-loop.md."""
+    page = (REPOSITORY / "docs" / "own-loop.md").read_text()
+    blocks = re.findall(r"```python\n(def (?:gspo|discounted).*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    return "import torch\n\n\n" + "\n\n".join(blocks)
+
+
+def test_a_recipe_of_ones_own_on_two_ranks(
+    tiny_config: Callable[..., GRPOConfig],
+    scheduler: Scheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GSPO, its sequence mean, and an advantage with a discount a turn, as the guide has them."""
+    (tmp_path / "recipe.py").write_text(documented_recipe())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny_config(
+        "actor.parallel.data=2",
+        "actor.ppo.loss=recipe:gspo",
+        "actor.ppo.loss_settings={clip: 0.1}",
+        "actor.ppo.num_minibatches=2",
+        "actor.optimizer.lr=1e-2",
+        "total_steps=4",
+    )
+    actor = TrainController(make_actor(config.actor), scheduler)
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    function = TokenFunction("recipe:discounted", {"discount": 0.5})
+    with start(actor, rollout):
+        for step in range(2):
+            batch = rollout.prepare_batch(
+                letter_prompts(16, seed=0), SingleTurnWorkflow(by_letters)
+            )
+            batch = actor.compute_advantages(batch)
+            batch = actor.compute(batch, function, field="advantages")
+            assert batch.rows[0].advantage is None
+            batch = actor.compute_proximal_logprobs(batch)
+            stats = actor.ppo_update(batch)
+            assert stats["num_updates"] >= 1, "a minibatch of equal answers has no gradient"
+            assert stats["num_skipped_updates"] == 0
+            assert stats["loss"] != 0
+            actor.publish_weights(rollout)
+            assert actor.version == step + 1
+        batch = rollout.prepare_batch(letter_prompts(16, seed=0), SingleTurnWorkflow(by_letters))
+        with pytest.raises(ConfigError, match=r"token function: expected .* got 'nowhere:at_all'"):
+            actor.compute(batch, "nowhere:at_all", field="advantages")
+        with pytest.raises(WorkflowError, match=r"'recipe:discounted' raised KeyError"):
+            actor.compute(batch, function, field="advantages")  # there are none to discount
 
 
 def test_a_critic_is_trained_by_its_own_loss_and_a_frozen_model_stays(

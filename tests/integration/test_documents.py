@@ -62,6 +62,9 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
+    "def gspo(tokens": "tests/integration/test_any_update.py, which runs these lines",
+    "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
+    "batch = actor.compute_advantages": "tests/integration/test_any_update.py",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "

@@ -26,7 +26,7 @@ class RankLosses:
 
         Raises: ConfigError: there is no module of it.
         """
-        number = self._sources.register_loss(self._own)
+        number = self._sources.register_function(self._own)
         self._tried = [(self._own, number)]
         return number
 
@@ -35,7 +35,7 @@ class RankLosses:
         for known, number in self._tried:
             if known == loss:
                 return number
-        number = self._sources.register_loss(loss)
+        number = self._sources.register_function(loss)
         await self._ranks.ask(rank_methods.TRY_LOSS, rank_methods.TryLoss(number))
         self._tried.append((loss, number))
         return number

@@ -27,9 +27,12 @@ class RankWork:
         self._losses = losses
 
     async def compute(
-        self, batch: BatchMetadata, selected: BatchMetadata, output: str, field: str
+        self, batch: BatchMetadata, selected: BatchMetadata, output: str | int, field: str
     ) -> BatchMetadata:
-        """The batch with a field that the ranks compute from `selected`, the same rows."""
+        """The batch with a field that the ranks compute from `selected`, the same rows.
+
+        Args: output: as `rank_methods.Compute` takes it.
+        """
         if field in batch.fields:
             raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
         share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
+from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.config.ppo_settings import GAE
 from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -167,20 +168,29 @@ class TrainController(Controller):
             self._exports.parent.rmdir()
 
     async def compute_async(
-        self, batch: BatchMetadata, output: str, *, field: str
+        self, batch: BatchMetadata, output: str | TokenFunction, *, field: str
     ) -> BatchMetadata:
-        """The batch with a field that the current weights compute: [T] float32.
+        """The batch with a field that the ranks compute: [T] float32.
 
         Tokens that are not trained hold 0. A loss of your own reads the field by its name, and
         samples leave it out. It lives as long as the rows, and is to be computed again where
         `prepare_batch` has formed a batch anew.
 
         Args:
-            output: `logprobs` or `entropy`, in nats; see `TrainEngine.forward`.
-            field: its name.
+            output: `logprobs` or `entropy`, in nats, of the current weights; see
+                `TrainEngine.forward`. Or `package.module:function`, a token function, or a
+                `TokenFunction` with settings: it makes the field from the other ones.
+            field: its name. With `advantages` those of rows go.
         Raises: ValueError: there is no such output. MetadataError: the batch has the field.
+            ConfigError: there is no such function. WorkflowError: the function has failed.
             BatchLost: as `ppo_update`.
         """
+        if isinstance(output, str) and ":" in output:
+            output = TokenFunction(output)
+        if isinstance(output, TokenFunction):
+            number = self._sources.register_function(output)
+            computed = await self._work.compute(batch, batch, number, field)
+            return computed.without_advantages() if field == "advantages" else computed
         if output not in OUTPUTS:
             raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
         selected = batch.select(MODEL_FIELDS).without_advantages()

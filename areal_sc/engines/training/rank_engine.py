@@ -43,7 +43,7 @@ from areal_sc.engines.training.process_group import (
     take_device,
 )
 from areal_sc.engines.training.publication import Publication
-from areal_sc.engines.training.row_numbers import RowNumbers, count_rows
+from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count_rows
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.update_metrics import UpdateMetrics
 from areal_sc.engines.weight_group import NamedTensor
@@ -296,7 +296,7 @@ class RankEngine(ABC):
 
         batches = self._plan(minibatches, learning)
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        counted = count_rows(minibatches, trained, self.rows, is_counted=self.counts_rows)
+        counted = count_rows(minibatches, trained, self.rows.rank, self._shares_of_rows)
         metrics = UpdateMetrics()
         for index, (batch, (numbers, counts)) in enumerate(zip(batches, counted, strict=True)):
             if counts.tokens == 0:
@@ -370,6 +370,10 @@ class RankEngine(ABC):
         """Sums over the shares of rows; ranks of one model group have the same rows."""
         own = torch.tensor(counts if self.counts_rows else [0] * len(counts), dtype=torch.int64)
         return [int(count) for count in self.rows.sum(own)]
+
+    def _shares_of_rows(self, own: list[ShareOfRows]) -> list[list[ShareOfRows]]:
+        """What each share of the rows holds; ranks of one model group have the same rows."""
+        return [share for share in self.rows.gather(own if self.counts_rows else []) if share]
 
     def _plan(
         self, batches: Sequence[PackedRows], asked_of: Callable[[PackedRows], torch.Tensor]

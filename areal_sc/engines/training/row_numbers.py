@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from areal_sc.algorithms.loss_tokens import LossCounts, LossRows
-from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.transport.packed_rows import PackedRows
 
 
@@ -50,7 +49,7 @@ class _Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Share:
+class ShareOfRows:
     """What one rank tells the others of its rows of a minibatch.
 
     Attributes:
@@ -66,21 +65,20 @@ class _Share:
 def count_rows(
     minibatches: Sequence[PackedRows],
     trained: Sequence[torch.Tensor],
-    shares: ProcessGroup,
-    *,
-    is_counted: bool,
+    rank: int,
+    gather: Callable[[list[ShareOfRows]], list[list[ShareOfRows]]],
 ) -> list[tuple[RowNumbers, LossCounts]]:
     """The numbers of this rank's rows of each minibatch, and what it holds on all ranks.
 
     Args:
         trained: [T] bool for each minibatch: the tokens that count.
-        shares: ranks that together have all rows, and must call this together.
-        is_counted: this rank's rows count, and not those of another one, which are the same.
+        rank: names rows without metadata.
+        gather: gives what every rank says of its rows, once for each row, and takes what this one
+            says.
     """
-    origins = [_origins(rows, shares.rank) for rows in minibatches]
+    origins = [_origins(rows, rank) for rows in minibatches]
     tokens = [sums_of_rows(rows, mask) for rows, mask in zip(minibatches, trained, strict=True)]
-    own = [_share(*pair) for pair in zip(origins, tokens, strict=True)] if is_counted else []
-    everyone = [of_rank for of_rank in shares.gather(own) if of_rank]
+    everyone = gather([_share(*pair) for pair in zip(origins, tokens, strict=True)])
     counted = []
     for index, rows in enumerate(minibatches):
         each = [of_rank[index] for of_rank in everyone]
@@ -125,12 +123,12 @@ def _origins(rows: PackedRows, rank: int) -> list[_Origin]:
     return [_Origin(it, it, 0.0) for it in alone]
 
 
-def _share(origins: Sequence[_Origin], tokens: Sequence[int]) -> _Share:
+def _share(origins: Sequence[_Origin], tokens: Sequence[int]) -> ShareOfRows:
     in_episodes, in_groups = Counter[Hashable](), Counter[Hashable]()
     for origin, count in zip(origins, tokens, strict=True):
         in_episodes[origin.episode] += count
         in_groups[origin.group] += count
-    return _Share(sum(count > 0 for count in tokens), in_episodes, in_groups)
+    return ShareOfRows(sum(count > 0 for count in tokens), in_episodes, in_groups)
 
 
 def _numbered(ids: Iterable[Hashable]) -> list[int]:

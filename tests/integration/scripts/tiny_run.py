@@ -19,6 +19,11 @@ def partial(prompt: dict[str, Any], completion: str) -> float:
     return 1.0 if completion[:1] in prompt["answer"] else 0.5
 
 
+def by_letters(prompt: dict[str, Any], completion: str) -> float:
+    """Different for nearly any two answers."""
+    return sum(map(ord, completion)) / 1000
+
+
 def unknown_answer(prompt: dict[str, Any], completion: str) -> float:
     """The key is not there: every row is rejected."""
     return float(prompt["solution"] == completion)

@@ -14,6 +14,9 @@ from areal_sc.algorithms.gae import (
     token_rewards,
     value_loss,
 )
+from areal_sc.algorithms.loss_tokens import RowTokens
+from areal_sc.algorithms.named_advantage import critic_fields
+from areal_sc.config.ppo_settings import KLEstimator, KLPlace, PPOConfig
 
 
 def tensor(values: list[float]) -> torch.Tensor:
@@ -66,6 +69,29 @@ def test_without_values_and_discount_they_are_the_reward_itself() -> None:
 def test_no_rows() -> None:
     nothing, none = tensor([]), torch.zeros(0, dtype=torch.int64)
     assert generalized_advantages(nothing, nothing, none).tolist() == []
+
+
+def test_token_functions_of_a_critic() -> None:
+    """They are what `actor.ppo` says, and the returns are advantages and values."""
+    ppo = PPOConfig(
+        advantage="gae",
+        discount=0.9,
+        gae_lambda=0.8,
+        kl_coefficient=0.1,
+        kl_estimator=KLEstimator.k3,
+        kl_place=KLPlace.reward,
+    )
+    made = made_tokens([(3, 0, 0), (1, 0, 1)], seed=0)
+    tokens = RowTokens(made.fields, made.rows)
+    found = {name: it.load()(tokens) for name, it in critic_fields(ppo).items()}
+    d = made.fields["behavior_logprobs"] - made.fields["reference_logprobs"]
+    rewards = token_rewards(made.rows.reward, torch.tensor([3, 1]), (-d).exp() + d - 1, 0.1)
+    values = made.fields["values"]
+    expected = generalized_advantages(
+        rewards, values, torch.tensor([3, 1]), discount=0.9, gae_lambda=0.8
+    )
+    assert found["advantages"].tolist() == pytest.approx(expected.tolist(), rel=1e-9)
+    assert found["returns"].tolist() == pytest.approx((expected + values).tolist(), rel=1e-9)
 
 
 def value_by_hand(v: float, old: float, target: float, clip: float) -> tuple[float, float]:

@@ -197,7 +197,7 @@ def test_three_steps_of_each_are_those_of_its_paper(name: str) -> None:
         ),
         (["gain=divergence"], "max_divergence", "a limit"),
         (["gain=divergence", "max_divergence=0.1", "ratio=sequence"], "ratio", "single tokens"),
-        (["advantage=gae"], "advantage_std", "no common scale"),
+        (["advantage=gae"], "advantage_std", "sees no others"),
         (["clip_dual=1.1"], "clip_dual", "above 1 \\+ actor.ppo.clip_high=1.2"),
         (["clip_center=interpolated", "behavior_weight=none"], "behavior_weight", "moves with"),
         (["+loss_settings.beta=1"], "loss_settings", "none with actor.ppo.loss=policy_gradient"),

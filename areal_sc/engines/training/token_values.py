@@ -1,0 +1,48 @@
+"""What a token function makes of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from areal_sc.algorithms.loss_tokens import RowTokens
+from areal_sc.engines.training.micro_batches import trained_tokens, with_token_advantages
+from areal_sc.engines.training.row_numbers import count_rows
+from areal_sc.errors import WorkflowError
+from areal_sc.transport.packed_rows import PackedRows
+
+
+def token_values(
+    rows: PackedRows, function: Callable[[RowTokens], torch.Tensor], name: str
+) -> torch.Tensor:
+    """[T] float32: the function's value at each trained token but the first of a row, else 0.
+
+    Args:
+        rows: fields `loss_mask` and those that the function reads. Numbers of tokens of an episode
+            or a group are those in these rows.
+        name: of the function, for messages.
+    Raises: WorkflowError: the function raised, or did not return a finite number a token.
+    """
+    known = with_token_advantages(rows)
+    trained = trained_tokens(known, None)
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    of_token = torch.arange(rows.num_rows).repeat_interleave(lengths)
+    starts = torch.tensor(rows.starts, dtype=torch.int64)
+    position = torch.arange(rows.num_tokens) - starts.repeat_interleave(lengths)
+    places = torch.nonzero(trained & (position > 0)).flatten()
+    values = torch.zeros(rows.num_tokens)
+    if not len(places):
+        return values
+    chosen, row_of_token = torch.unique(of_token[places], return_inverse=True)
+    ((numbers, _),) = count_rows([known], [trained], 0, lambda own: [own])
+    of_rows = numbers.take(chosen.tolist()).with_tokens(row_of_token, position[places])
+    fields = {field: given[places] for field, given in known.fields.items()}
+    found = function(RowTokens(fields, of_rows))
+    if not isinstance(found, torch.Tensor) or found.shape != places.shape:
+        got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise WorkflowError(f"{name}: expected [{len(places)}], a number a token, got {got}")
+    if not bool(found.isfinite().all()):
+        raise WorkflowError(f"{name}: expected finite numbers, got {found[~found.isfinite()][0]}")
+    values[places] = found.detach().float()
+    return values
