@@ -40,7 +40,7 @@ def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
     names = f"{', '.join(BASELINES)}, {GAE} or package.module:function"
     if name == GAE:
         raise ConfigError(
-            f"actor.ppo.advantage={GAE}: ranks compute it from a critic's values, as fields of tokens "
+            f"actor.ppo.advantage={GAE}: ranks compute it from a critic's values, a token each "
             "(areal_sc.algorithms.named_advantage.critic_fields)"
         )
     try:

@@ -22,10 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.algorithms.token_function import TokenFunction
-from areal_sc.config.ppo_settings import GAE
 from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller import dry_run
@@ -46,7 +44,6 @@ from areal_sc.controller.train.train_step import (
     TrainStep,
     seen_by_loss,
     trained_content,
-    with_advantages,
 )
 from areal_sc.engines.base import OUTPUTS
 from areal_sc.engines.handle_base import TrainHandle
@@ -122,8 +119,6 @@ class TrainController(Controller):
         self._reader: RolloutController | None = None  # of what was published
         self._exports = self._folder.exports / role  # where ranks gather a model
         self._loss = loss_of(self.config.ppo)
-        if self.config.ppo.advantage != GAE:
-            advantage_of(self.config.ppo)  # raises where there is none
         self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
         self._work = RankWork(self._ranks, self._step, self._losses)
@@ -230,7 +225,7 @@ class TrainController(Controller):
 
         Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
         """
-        return with_advantages(batch, self.config.ppo)
+        return self._step.with_advantages(batch)
 
     async def ppo_update_async(self, batch: BatchMetadata) -> dict[str, float]:
         """One optimizer update per PPO minibatch, by the loss of `actor.ppo`, as `update`.

@@ -12,7 +12,7 @@ import numpy as np
 from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
+from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
@@ -27,6 +27,7 @@ class TrainStep:
         self._ranks = ranks
         self._ppo = ppo
         self._loss = loss
+        self._advantages_of = None if ppo.advantage == GAE else advantage_of(ppo)
         self._lost_batch = ""
 
     @property
@@ -59,6 +60,21 @@ class TrainStep:
         most = num_minibatches or self._ppo.num_minibatches
         learning = seen_by_loss(batch, loss or self._loss)
         return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
+
+    def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch with one advantage per row, as `actor.ppo.advantage` says.
+
+        Raises: ConfigError: a critic gives them.
+        """
+        compute = self._advantages_of or advantage_of(self._ppo)  # which says so
+        rows = AdvantageRows(
+            rewards=np.asarray([row.reward for row in batch.rows], dtype=np.float64),
+            groups=np.asarray([row.group_id for row in batch.rows], dtype=np.int64),
+            episodes=np.asarray([row.episode for row in batch.rows], dtype=np.int64),
+            num_tokens=np.asarray([row.sequence_length for row in batch.rows], dtype=np.int64),
+            num_loss_tokens=np.asarray([row.num_loss_tokens for row in batch.rows], dtype=np.int64),
+        )
+        return batch.with_advantages(compute(rows).tolist())
 
     def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
         """Rows that the ranks need are gone; returns what the caller gets to know.
@@ -111,15 +127,3 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
     given = [columns for columns in batch.columns if not columns.is_computed]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
     return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
-
-
-def with_advantages(batch: BatchMetadata, ppo: PPOConfig) -> BatchMetadata:
-    """The batch with one advantage per row, as `actor.ppo.advantage` says."""
-    rows = AdvantageRows(
-        rewards=np.asarray([row.reward for row in batch.rows], dtype=np.float64),
-        groups=np.asarray([row.group_id for row in batch.rows], dtype=np.int64),
-        episodes=np.asarray([row.episode for row in batch.rows], dtype=np.int64),
-        num_tokens=np.asarray([row.sequence_length for row in batch.rows], dtype=np.int64),
-        num_loss_tokens=np.asarray([row.num_loss_tokens for row in batch.rows], dtype=np.int64),
-    )
-    return batch.with_advantages(advantage_of(ppo)(rows).tolist())

@@ -181,6 +181,7 @@ def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
     [
         ({}, "proximal_logprobs", "behavior_logprobs"),
         ({"clip_center": ClipCenter.behavior}, "behavior_logprobs", "behavior_logprobs"),
+        ({"clip_center": ClipCenter.interpolated}, "interpolated", "behavior_logprobs"),
         ({"behavior_weight": "none"}, "proximal_logprobs", "proximal_logprobs"),
         ({"num_minibatches": 1}, "own", "behavior_logprobs"),
         ({"num_minibatches": 1, "behavior_weight": "none"}, "own", "own"),
@@ -203,7 +204,7 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     if proximal_name != "proximal_logprobs":
         kept = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
         given = replace(rows, fields=kept)
-    stats = ppo_update(engine, [given], step=0, min_token_version=min_token_version)
+    stats = ppo_update(engine, [given], step=4, min_token_version=min_token_version)
 
     model = reference_model(model_folder)
     logprobs = torch.cat(plain_logprobs(model, rows))
@@ -213,7 +214,9 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     advantages = torch.repeat_interleave(
         torch.tensor(rows.advantages, dtype=torch.float64), torch.tensor(LENGTHS)
     )[mask]
-    known = {**rows.fields, "own": logprobs.detach()}  # the policy before its only update
+    behavior, staleness = rows.fields["behavior_logprobs"], 4 - rows.fields["versions"]
+    between = behavior + (1 - 1 / staleness) * (logprobs.detach() - behavior)
+    known = {**rows.fields, "own": logprobs.detach(), "interpolated": between}
     proximal = known[proximal_name].double()[mask]
     weight = (proximal - known[behavior_name].double()[mask]).exp()
     ratio = (logprobs[mask] - proximal).exp()
