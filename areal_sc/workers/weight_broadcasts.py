@@ -65,7 +65,7 @@ class WeightBroadcasts:
                 f"generation, and both use {', '.join(sorted(shared))}; choose pull"
             )
         self._group = wanted.name
-        self._cancelled.clear()
+        self._cancelled = threading.Event()  # a broadcast to the group before may still go on
         self._broadcaster = WeightBroadcaster(
             wanted.name, self._host, backend, self._config.step_timeout_s
         )
@@ -91,6 +91,7 @@ class WeightBroadcasts:
         A broadcast that fails ends the sending, and the other ranks gather to the end.
         """
         broadcaster = self._require_group() if self._rank == 0 else None
+        cancelled = self._cancelled
 
         def send() -> SentWeights:
             num_bytes, failure = 0, ""
@@ -98,13 +99,13 @@ class WeightBroadcasts:
                 if broadcaster is None or failure:
                     continue
                 try:
-                    num_bytes += broadcaster.broadcast(bucket, self._cancelled)
+                    num_bytes += broadcaster.broadcast(bucket, cancelled)
                 except EngineFailed as error:
                     failure = str(error)
             return SentWeights(num_bytes, failure)
 
         sent: SentWeights = await self._compute(send)
-        if sent.failure:
+        if sent.failure and self._broadcaster is broadcaster:  # else another group is open by now
             self.close()
         return sent
 

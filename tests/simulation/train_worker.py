@@ -201,11 +201,13 @@ class SimulatedTrainWorker(SimulatedWorker):
             return rank_methods.SentWeights(0, "")
         if self._weight_group is None:
             raise StaleCall("there is no weight group; open one first")
+        group = self._weight_group
         try:
-            await self._weight_group.send()
+            await group.send()
         except EngineFailed as error:
-            self._weight_group.close()
-            self._weight_group = None
+            group.close()
+            if self._weight_group is group:
+                self._weight_group = None
             return rank_methods.SentWeights(0, str(error))
         return rank_methods.SentWeights(WEIGHTS_BYTES, "")
 
