@@ -15,7 +15,6 @@ from omegaconf import MISSING
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
-from areal_sc.config.loading.presets import check_preset
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
@@ -61,7 +60,6 @@ def check_config(
     _check_python_values(config)
     check_ranges(config)
     _check_names(config)
-    check_preset(config)
     for key, is_met, expected in (
         *_batch_requirements(config),
         *ppo_requirements(config.actor.ppo),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from areal_sc.config.fields import value_at
+from areal_sc.config.loading.presets import preset_warnings
 from areal_sc.config.ppo_settings import BehaviorWeight, ClipCenter, NormScope
 from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine
 from areal_sc.errors import ModelError
@@ -56,6 +57,7 @@ def settings_warnings(config: GRPOConfig) -> Iterator[str]:
     """A sentence for each, with the setting and its value."""
     yield from _distribution_warnings(config)
     yield from _effect_warnings(config)
+    yield from preset_warnings(config)
     yield from _step_warnings(config)
     yield from _kept_row_warnings(config)
     yield from _rank_warnings(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -29,17 +30,16 @@ def preset_path(name: str) -> Path:
     return _FOLDER / f"{name}.yaml"
 
 
-def check_preset(config: GRPOConfig) -> None:
-    """Checks that settings that were built in Python are those of the algorithm that they name.
-
-    Raises: ConfigError: there is no such algorithm, or nothing of it is in the settings.
-    """
+def preset_warnings(config: GRPOConfig) -> Iterator[str]:
+    """A sentence, where none of the settings of the algorithm that is named has an effect."""
     name, defaults = config.actor.algorithm, GRPOConfig()
     content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
     given = {f"actor.ppo.{key}": value for key, value in content["actor"]["ppo"].items()}
     changed = {key for key, value in given.items() if value != value_at(defaults, key)}
     if changed and all(value_at(config, key) == value_at(defaults, key) for key in changed):
-        raise ConfigError(
-            f"{ALGORITHM}={name}: expected its settings, {', '.join(sorted(changed))}; in Python "
-            f"give load_config a mapping, {{'{ALGORITHM}': '{name}', ...}}, which fills them in"
+        yield (
+            f"{ALGORITHM}={name} has no effect: {', '.join(sorted(changed))} "
+            f"{'is' if len(changed) == 1 else 'are'} set otherwise, or the settings were built in "
+            "Python, where a preset is taken from a mapping alone: "
+            f"load_config({{'{ALGORITHM}': '{name}', ...}})"
         )

@@ -14,7 +14,7 @@ from loss_rows import made_tokens
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.loading.loader import compose_config
-from areal_sc.config.loading.presets import check_preset, preset_names, preset_path
+from areal_sc.config.loading.presets import preset_names, preset_path, preset_warnings
 from areal_sc.config.ppo_settings import PPOConfig, ppo_requirements
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
@@ -36,7 +36,7 @@ def test_the_files_are_those_beside_the_configurations() -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_each_has_settings_that_go_together_and_a_source(name: str) -> None:
     config = loaded(f"actor.algorithm={name}")
-    check_preset(config)
+    assert not list(preset_warnings(config))
     for key, is_met, expected in ppo_requirements(config.actor.ppo):
         assert is_met, (key, expected)
     given = yaml.safe_load(preset_path(name).read_text())["actor"]["ppo"]
@@ -82,13 +82,17 @@ def test_an_algorithm_that_is_not_there() -> None:
         loaded("actor.algorithm=gpo")
 
 
-def test_settings_built_in_python_that_only_name_an_algorithm() -> None:
+def test_a_preset_that_has_no_effect() -> None:
     config = GRPOConfig(run_dir="r", total_steps=1)
     config.actor.algorithm = "gspo"
-    with pytest.raises(ConfigError, match=r"actor.algorithm=gspo: expected its settings, actor"):
-        check_preset(config)
+    (warning,) = preset_warnings(config)
+    assert (
+        "actor.algorithm=gspo has no effect: actor.ppo.aggregation, actor.ppo.behavior" in warning
+    )
     config.actor.ppo.clip_low = 3e-4
-    check_preset(config)
+    assert not list(preset_warnings(config))
+    (warning,) = preset_warnings(loaded("actor.algorithm=dapo", "actor.ppo.clip_high=0.2"))
+    assert "no effect: actor.ppo.clip_high is set otherwise" in warning
 
 
 SHAPE = [(4, 0, 0), (2, 0, 1), (3, 1, 0), (1, 1, 1), (5, 2, 0), (2, 2, 1)]
