@@ -46,7 +46,7 @@ def try_loss(loss: NamedLoss) -> None:
                 groups=(0, 0),
                 rewards=(1.0, 0.0),
             )
-            returned = compute(replace(tokens, values=values * 2))
+            returned = compute(replace(tokens, values=values / 2))
     except WorkflowError as error:
         raise ConfigError(f"{where}: tried on two rows, {error}") from error
     try:
