@@ -34,16 +34,9 @@ from scale_costs import Costs
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import run_virtual
 
+from areal_sc.config.ppo_settings import NormScope, PPOConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
-from areal_sc.config.schema import (
-    ActorConfig,
-    Device,
-    Dtype,
-    NormScope,
-    OverBound,
-    PPOConfig,
-    WeightUpdateConfig,
-)
+from areal_sc.config.schema import ActorConfig, Device, Dtype, OverBound, WeightUpdateConfig
 
 MAX_WORKERS = 14
 MAX_SLOWER = 1.05
@@ -135,9 +128,7 @@ def keep_books(size: Namespace) -> report.Metrics:
         actor_config = ActorConfig(
             path=str(folder),
             device=Device.cpu,
-            ppo=PPOConfig(
-                num_minibatches=1, advantage_mean=NormScope.none, advantage_std=NormScope.none
-            ),
+            ppo=PPOConfig(num_minibatches=1, advantage="none", advantage_std=NormScope.none),
             weight_update=WeightUpdateConfig(),
         )
         num_groups, num_changes, oldest = 8, 0, 0

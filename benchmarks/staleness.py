@@ -39,7 +39,7 @@ from areal_sc import GRPOConfig, SingleTurnWorkflow
 OBJECTIVES: dict[str, dict[str, object]] = {
     "decoupled": {},
     "naive": {"actor__ppo__clip_center": "behavior"},
-    "noweight": {"actor__ppo__use_behavior_weight": False},
+    "noweight": {"actor__ppo__behavior_weight": "none"},
 }
 CHOICES = ("train", "mask", "wait", "regenerate")
 MODEL = dict(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)

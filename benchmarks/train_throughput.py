@@ -55,7 +55,8 @@ from train_workload import (
 from transformers.utils import logging as hf_logging
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.schema import ActorConfig, Device, Dtype, NormScope, OptimizerConfig, PPOConfig
+from areal_sc.config.ppo_settings import NormScope, PPOConfig
+from areal_sc.config.schema import ActorConfig, Device, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -72,7 +73,7 @@ def actor_config(workload: Workload, model: Path, device: str) -> ActorConfig:
         optimizer=OptimizerConfig(lr=LEARNING_RATE, total_steps=100),
         ppo=PPOConfig(
             num_minibatches=NUM_MINIBATCHES,
-            advantage_mean=NormScope.none,  # the rows' rewards are their advantages
+            advantage="none",  # the rows' rewards are their advantages
             advantage_std=NormScope.none,
         ),
     )

@@ -1,14 +1,36 @@
-"""Critic-less advantages: rewards normalised over their group or over the whole batch. No torch."""
+"""Critic-less advantages: rewards against those of their group or of the whole batch. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from areal_sc.config.ppo_settings import BASELINES
+
 SCOPES = ("group", "batch", "none")
+DEVIATIONS = ("population", "sample")
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageRows:
+    """What an advantage of whole rows may depend on: R rows of one batch.
+
+    Attributes:
+        rewards: [R] float64.
+        groups, episodes: [R] int64; rows of one prompt have one group, and rows of one group and
+            episode are of one answer or agent.
+        num_tokens, num_loss_tokens: [R] int64, tokens of the row, and those that are trained.
+    """
+
+    rewards: npt.NDArray[np.float64]
+    groups: npt.NDArray[np.int64]
+    episodes: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
+    num_loss_tokens: npt.NDArray[np.int64]
 
 
 def normalized_advantages(
@@ -18,28 +40,33 @@ def normalized_advantages(
     *,
     mean: str = "group",
     std: str = "group",
+    deviation: str = "population",
     eps: float = 1e-6,
 ) -> npt.NDArray[np.float64]:
     """(reward - mean) / (std + eps), each statistic over the group, over the batch, or left out.
 
     An episode counts once however many rows it has: in both statistics a row weighs 1 / (rows of
-    its episode). The standard deviation is that of the population. A group consists of all rows
-    with its id, wherever they stand. A group of equal rewards, or of one row, gets exactly 0 when
-    `mean` is "group". With `std="none"` nothing is divided.
+    its episode). A group consists of all rows with its id, wherever they stand. A group of equal
+    rewards, or of one episode, gets exactly 0 when `mean` is "group" or "leave_one_out". With
+    `std="none"` nothing is divided.
+    Source: GRPO, arXiv:2402.03300, section 4.1.2; "leave_one_out": RLOO, arXiv:2402.14740.
 
     Args:
         rewards: [N] finite numbers.
         group_ids: [N] hashable ids.
         episodes: [N] hashable; rows of one group and episode are of one episode. None: each row is
             an episode.
-        mean, std: "group", "batch" or "none".
+        mean: "group", "batch", "none", or "leave_one_out": over the group's other episodes.
+        std: "group", "batch" or "none".
+        deviation: "population", or "sample": of n episodes, (n / (n - 1))^0.5 times as large.
         eps: added to the standard deviation.
     Returns: [N].
     Raises: ValueError: the lengths differ, a scope is unknown, or a reward is not finite.
     """
-    for name, scope in (("mean", mean), ("std", std)):
-        if scope not in SCOPES:
-            raise ValueError(f"{name}={scope!r}: expected one of {', '.join(SCOPES)}")
+    choices = (("mean", mean, BASELINES), ("std", std, SCOPES))
+    for name, choice, allowed in (*choices, ("deviation", deviation, DEVIATIONS)):
+        if choice not in allowed:
+            raise ValueError(f"{name}={choice!r}: expected one of {', '.join(allowed)}")
     values = np.asarray(rewards, dtype=np.float64)
     groups = _numbered(group_ids)
     if values.ndim != 1 or len(values) != len(groups):
@@ -47,14 +74,25 @@ def normalized_advantages(
     of_rows = range(len(groups)) if episodes is None else episodes
     of_groups = _numbered(zip(group_ids, of_rows, strict=True))
     weights = 1.0 / np.bincount(of_groups)[of_groups]
+    alone = np.zeros_like(groups)
     for row in np.flatnonzero(~np.isfinite(values))[:1]:
         raise ValueError(f"the reward of row {row} is {values[row]}; rewards must be finite")
+    within = {"group": groups, "leave_one_out": groups, "batch": alone}
     advantages = values.copy()
     if mean != "none":
-        advantages -= _mean(values, weights, groups, str(mean))
+        advantages -= _mean(values, weights, within[mean])
+    if mean == "leave_one_out":
+        # what is left of the group's mean without the episode's own part of it
+        num_episodes = _num_episodes(weights, groups)
+        own = _mean(values, weights, of_groups)
+        advantages += (own - _mean(values, weights, groups)) / np.maximum(num_episodes - 1, 1)
     if std != "none":
-        deviations = values - _mean(values, weights, groups, str(std))
-        advantages /= np.sqrt(_mean(deviations**2, weights, groups, str(std))) + eps
+        deviations = values - _mean(values, weights, within[std])
+        variances = _mean(deviations**2, weights, within[std])
+        if deviation == "sample":
+            num_episodes = _num_episodes(weights, within[std])
+            variances *= num_episodes / np.maximum(num_episodes - 1, 1)
+        advantages /= np.sqrt(variances) + eps
     return advantages
 
 
@@ -64,17 +102,21 @@ def _numbered(ids: Iterable[Hashable]) -> npt.NDArray[np.int64]:
     return np.asarray([numbers.setdefault(key, len(numbers)) for key in ids], dtype=np.int64)
 
 
+def _num_episodes(
+    weights: npt.NDArray[np.float64], groups: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """[N] episodes of each row's group: the sum of its weights, which is whole."""
+    return np.asarray(np.rint(np.bincount(groups, weights))[groups], dtype=np.float64)
+
+
 def _mean(
     values: npt.NDArray[np.float64],
     weights: npt.NDArray[np.float64],
     groups: npt.NDArray[np.int64],
-    scope: str,
 ) -> npt.NDArray[np.float64]:
-    """[N] weighted mean over each row's group, or over all; exact where all of these are equal."""
+    """[N] weighted mean over each row's group; exact where all of its values are equal."""
     if not len(values):
         return values.copy()
-    if scope == "batch":
-        groups = np.zeros_like(groups)
     # The mean of equal numbers may be off by rounding; that of their differences to one is 0.
     origins = values[np.unique(groups, return_index=True)[1]][groups]
     sums = np.bincount(groups, weights=(values - origins) * weights)

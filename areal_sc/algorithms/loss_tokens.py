@@ -98,6 +98,7 @@ class LossTokens:
             `proximal_logprobs` those of the weights before the first minibatch.
         rows: where the tokens stand.
         counts: denominators.
+        values: [N] float32, of a model with a value head; requires grad. None: it has none.
     """
 
     logprobs: torch.Tensor
@@ -105,6 +106,14 @@ class LossTokens:
     fields: Mapping[str, torch.Tensor]
     rows: LossRows
     counts: LossCounts
+    values: torch.Tensor | None = None
+
+    @property
+    def predicted_values(self) -> torch.Tensor:
+        """[N] the values. Raises: ValueError: the model has no value head."""
+        if self.values is None:
+            raise ValueError("this loss reads values: expected a model with a value head")
+        return self.values
 
     @property
     def num_loss_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -37,16 +38,15 @@ def try_loss(loss: NamedLoss) -> None:
     where = f"actor.ppo.loss: {loss.name} with actor.ppo.loss_settings={dict(loss.settings)}"
     try:
         with user_code("it"):
-            returned = compute(
-                loss_tokens_of(
-                    values * 1,
-                    -values,
-                    fields,
-                    _NUM_LOSS_TOKENS,
-                    groups=(0, 0),
-                    rewards=(1.0, 0.0),
-                )
+            tokens = loss_tokens_of(
+                values * 1,
+                -values,
+                fields,
+                _NUM_LOSS_TOKENS,
+                groups=(0, 0),
+                rewards=(1.0, 0.0),
             )
+            returned = compute(replace(tokens, values=values / 2))
     except WorkflowError as error:
         raise ConfigError(f"{where}: tried on two rows, {error}") from error
     try:

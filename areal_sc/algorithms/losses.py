@@ -94,69 +94,6 @@ Loss = Callable[[LossTokens], tuple[torch.Tensor, Metrics]]
 """A loss with its settings."""
 
 
-def decoupled_ppo(
-    tokens: LossTokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_center: str = "proximal",
-    use_behavior_weight: bool = True,
-    behavior_weight_cap: float = float("inf"),
-) -> tuple[torch.Tensor, Metrics]:
-    """Token-mean PPO loss whose trust region is centred on a proximal policy.
-
-    L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / num_loss_tokens,
-    r = pi_theta / pi_prox, w = pi_prox / pi_behav (no gradient).
-    Source: AReaL, arXiv:2505.24298, eq. 5.
-
-    Args:
-        tokens: with fields `behavior_logprobs`, `proximal_logprobs` and `advantages`.
-        clip_low, clip_high: how far r may fall below and rise above 1 before the gain is cut.
-        clip_center: `proximal`, or `behavior`: pi_prox is pi_behav then, and w is 1.
-        use_behavior_weight: False: w is 1.
-        behavior_weight_cap: tokens with w above it leave the numerator, not the denominator.
-    Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the clipped branch
-        is the smaller one), `capped_fraction`, `ratio`, `abs_advantage`, `behavior_weight` (as
-        used: 0 over the cap), and of r - 1 - log r, a divergence estimate, `proximal_kl`, and the
-        same of w, `behavior_kl` (0 for capped tokens); and the largest ratio, `ratio_max`.
-    """
-    dtype = tokens.logprobs.dtype
-    proximal = tokens.fields[f"{clip_center}_logprobs"].detach().to(dtype)
-    behavior = proximal
-    if use_behavior_weight:
-        behavior = tokens.fields["behavior_logprobs"].detach().to(dtype)
-    advantage = tokens.fields["advantages"].detach().to(dtype)
-
-    log_ratio = tokens.logprobs - proximal
-    ratio = log_ratio.detach().exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    is_clipped = bounded * advantage < ratio * advantage
-    log_weight = proximal - behavior
-    weight = log_weight.exp()
-    is_capped = ~(weight <= behavior_weight_cap)  # so that NaN, too, is over the cap
-    weight = weight.masked_fill(is_capped, 0.0)
-    log_weight = log_weight.masked_fill(is_capped, 0.0)
-    # An exponential that may be infinite is left out before it is taken: 0 * inf would be NaN, in
-    # the loss or in its gradient.
-    is_without_gain = is_capped | (advantage == 0)
-    is_constant = is_without_gain | is_clipped
-    moving = (log_weight + log_ratio).masked_fill(is_constant, 0.0).exp()
-    constant = (weight * bounded).masked_fill(is_without_gain, 0.0)
-    gains = torch.where(is_constant, constant, moving) * advantage
-    loss = -gains.sum() / tokens.num_loss_tokens
-    with torch.no_grad():
-        return loss, {
-            "clip_fraction": Metric.mean(is_clipped),
-            "capped_fraction": Metric.mean(is_capped),
-            "ratio": Metric.mean(ratio),
-            "ratio_max": Metric.max(ratio),
-            "behavior_weight": Metric.mean(weight),
-            "abs_advantage": Metric.mean(advantage.abs()),
-            "proximal_kl": Metric.mean(ratio - 1 - log_ratio),
-            "behavior_kl": Metric.mean((weight - 1 - log_weight).masked_fill(is_capped, 0.0)),
-        }
-
-
 def cross_entropy(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
     """Token-mean cross entropy of given completions: -sum_t logprobs_t / num_loss_tokens.
 

@@ -1,21 +1,22 @@
 """Losses by name: what a controller and its ranks agree on without importing one. No torch.
 
 A loss is a function of the trained tokens of a micro-batch and of settings of its own. Those of
-`areal_sc.algorithms.losses` go by their names, one of the user's own by its import path,
-`package.module:function`.
+`BUILT_IN` go by their names, one of the user's own by its import path, `package.module:function`.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from areal_sc.config.ppo_settings import POLICY_GRADIENT, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 
@@ -23,11 +24,33 @@ if TYPE_CHECKING:
     import torch
 
     from areal_sc.algorithms.losses import Loss, LossTokens, Metrics
-    from areal_sc.config.schema import PPOConfig
 
-BUILT_IN = ("decoupled_ppo", "cross_entropy")
+BUILT_IN: Final = {
+    POLICY_GRADIENT: "areal_sc.algorithms.policy_gradient:policy_gradient",
+    "cross_entropy": "areal_sc.algorithms.losses:cross_entropy",
+    "dpo": "areal_sc.algorithms.pairs:dpo",
+    "bradley_terry": "areal_sc.algorithms.pairs:bradley_terry",
+    "reverse_kl": "areal_sc.algorithms.distillation:reverse_kl",
+    "value": "areal_sc.algorithms.gae:value_loss",
+}
+"""Losses by their names, and where they are."""
+
+_FIELDS: Final = {
+    "dpo": ("reference_logprobs",),
+    "reverse_kl": ("behavior_logprobs", "teacher_logprobs"),
+    "value": ("returns", "values"),
+}
+"""Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
+
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
-_IS_ZERO_WITHOUT_ADVANTAGE = {"decoupled_ppo"}
+
+_SWITCHES: Final = (
+    *("ratio", "gain", "clip_low", "clip_high", "clip_dual", "gate_positive", "gate_negative"),
+    *("divergence", "max_divergence", "clip_center", "behavior_weight", "behavior_weight_bound"),
+    *("behavior_weight_floor", "behavior_weight_cap", "max_second_moment", "max_behavior_kl"),
+    *("aggregation", "aggregation_tokens", "kl_estimator", "entropy_coefficient"),
+)
+"""Settings of `actor.ppo` that the policy-gradient loss has under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +67,18 @@ class NamedLoss:
 
     @property
     def is_zero_without_advantage(self) -> bool:
-        """Whether tokens of advantage 0 have no gradient, so that no model need see them."""
-        return self.name in _IS_ZERO_WITHOUT_ADVANTAGE
+        """Whether rows of advantage 0 have no gradient, so that no model need see them."""
+        terms = ("kl_coefficient", "entropy_coefficient")
+        return self.name == POLICY_GRADIENT and not any(map(self.settings.get, terms))
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Names of the rows' fields that the loss reads, sorted; None: only the user knows."""
+        if self.name not in BUILT_IN:
+            return None
+        if self.name == POLICY_GRADIENT:
+            return needed_fields(self.settings)
+        return _FIELDS.get(self.name, ())
 
     def search_path(self) -> str:
         """The folder that a process needs on `sys.path` to import the function; "" if none.
@@ -72,7 +105,7 @@ class NamedLoss:
             function raises a WorkflowError with its line, whatever it raised.
         """
         is_built_in = self.name in BUILT_IN
-        path = f"areal_sc.algorithms.losses:{self.name}" if is_built_in else self.name
+        path = BUILT_IN.get(self.name, self.name)
         try:
             with user_code("its import"):
                 found: Callable[..., Any] = resolve_name(path)
@@ -106,12 +139,28 @@ def _package_of(path: str) -> str:
     return path.partition(":")[0].partition(".")[0]
 
 
-def loss_of(config: PPOConfig) -> NamedLoss:
-    """The loss that `actor.ppo` names. That of decoupled PPO has its settings in the section."""
-    if config.loss != "decoupled_ppo":
-        return NamedLoss(config.loss, config.loss_settings)
-    names = ("clip_low", "clip_high", "clip_center", "use_behavior_weight", "behavior_weight_cap")
-    return NamedLoss(config.loss, {name: getattr(config, name) for name in names})
+def loss_of(ppo: PPOConfig) -> NamedLoss:
+    """The loss that `actor.ppo` names; the policy-gradient loss has its settings in the section."""
+    if ppo.loss != POLICY_GRADIENT:
+        return NamedLoss(ppo.loss, ppo.loss_settings)
+    settings = {name: getattr(ppo, name) for name in _SWITCHES}
+    return NamedLoss(ppo.loss, settings | {"kl_coefficient": ppo.loss_kl_coefficient})
+
+
+def needed_fields(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the fields that `policy_gradient` reads with these settings, sorted."""
+    center = settings.get("clip_center", "proximal")
+    bounds = (settings.get(name, math.inf) for name in ("max_second_moment", "max_behavior_kl"))
+    needs = {
+        "advantages": True,
+        "behavior_logprobs": min(bounds) < math.inf
+        or center != "proximal"
+        or settings.get("behavior_weight", "token") != "none",
+        "proximal_logprobs": center == "proximal",
+        "reference_logprobs": settings.get("kl_coefficient", 0.0) > 0,
+        "staleness": center == "interpolated",
+    }
+    return tuple(name for name, is_needed in sorted(needs.items()) if is_needed)
 
 
 CROSS_ENTROPY = NamedLoss("cross_entropy")

@@ -17,6 +17,7 @@ from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import setting, shared
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
+from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.scale_settings import AutoscaleConfig
@@ -117,31 +118,12 @@ class WeightUpdateMethod(StrEnum):
     disk = "disk"
 
 
-class NormScope(StrEnum):
-    """Which episodes give an advantage's statistic: the prompt's, the batch's, or none."""
-
-    group = "group"
-    batch = "batch"
-    none = "none"
-
-
 class LrSchedule(StrEnum):
     """The learning rate's way from `lr` to its end at `total_steps`."""
 
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
-
-
-class ClipCenter(StrEnum):
-    """The policy around which PPO clips.
-
-    proximal: the one before this step's first update; decoupled PPO.
-    behavior: the one that generated; the naive form.
-    """
-
-    proximal = "proximal"
-    behavior = "behavior"
 
 
 @dataclass
@@ -172,27 +154,6 @@ class OptimizerConfig(Section):
     warmup_steps: int = setting(0, "training steps from 0 to lr", ge=0)
     min_lr_ratio: float = setting(0.0, "where the schedule ends, as a share of lr", ge=0, le=1)
     total_steps: int = shared("${total_steps}", 0, "training steps of the schedule", ge=1)
-
-
-@dataclass
-class PPOConfig:
-    """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2)."""
-
-    num_minibatches: int = setting(4, "optimizer updates a training step", ge=1)
-    loss: str = setting(
-        "decoupled_ppo", "its name; your own by import path: package.module:function"
-    )
-    loss_settings: dict[str, Any] = setting(dict, "settings of a loss of your own")
-    clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", gt=0, le=1)
-    clip_high: float = setting(0.2, "the ratio is clipped above 1 + clip_high", gt=0)
-    clip_center: ClipCenter = setting(ClipCenter.proximal)
-    use_behavior_weight: bool = setting(True, "weigh tokens by the factor pi_prox / pi_behav")
-    behavior_weight_cap: float = setting(
-        5.0, "tokens whose pi_prox / pi_behav is larger leave the numerator", gt=0, infinite=True
-    )
-    advantage_mean: NormScope = setting(NormScope.group)
-    advantage_std: NormScope = setting(NormScope.group)
-    advantage_eps: float = setting(1e-6, "added to the standard deviation", gt=0)
 
 
 @dataclass
@@ -242,6 +203,9 @@ class ActorConfig(Section):
         "${checkpoint.keep_rows_steps}", 0, "most steps whose rows stay for a repeat", ge=0
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig)
+    algorithm: str = setting(
+        "decoupled_ppo", "a preset of these settings, of configs/algorithms; what you set wins"
+    )
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
 

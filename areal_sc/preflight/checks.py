@@ -17,12 +17,12 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
+from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
     Dtype,
     GRPOConfig,
-    NormScope,
     Resume,
     WeightUpdateMethod,
 )
@@ -60,7 +60,11 @@ def check_config(
     _check_python_values(config)
     check_ranges(config)
     _check_names(config)
-    for key, is_met, expected in (*_batch_requirements(config), *_other_requirements(config)):
+    for key, is_met, expected in (
+        *_batch_requirements(config),
+        *ppo_requirements(config.actor.ppo),
+        *_other_requirements(config),
+    ):
         if not is_met:
             raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
@@ -184,8 +188,9 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         f"at most {num_episodes} (rollout.train_batch_groups * rollout.group_size, the episodes of "
         "a step)",
     )
-    sizes = {NormScope.group: rollout.group_size, NormScope.batch: num_episodes}
-    for key in ("advantage_mean", "advantage_std"):
+    group = rollout.group_size
+    sizes = {"group": group, "leave_one_out": group, "batch": num_episodes}
+    for key in ("advantage", "advantage_std"):
         scope = value_at(ppo, key)
         yield (
             "rollout.group_size",

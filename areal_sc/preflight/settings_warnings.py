@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from areal_sc.config.fields import value_at
-from areal_sc.config.schema import (
-    ClipCenter,
-    GRPOConfig,
-    LrSchedule,
-    NormScope,
-    RolloutEngine,
-)
+from areal_sc.config.loading.presets import preset_warnings
+from areal_sc.config.ppo_settings import BehaviorWeight, ClipCenter, NormScope
+from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine
 from areal_sc.errors import ModelError
 from areal_sc.hub import cached_model, local_model
 from areal_sc.sizing.model_folder import read_model_shape
@@ -27,7 +23,13 @@ _LARGE_SCORES = 1 << 30
 _IDLE = (
     # with this setting at this value, these have no effect; why, where that is not plain
     ("actor.optimizer.schedule", LrSchedule.constant, ["actor.optimizer.min_lr_ratio"], ""),
-    ("actor.ppo.use_behavior_weight", False, ["actor.ppo.behavior_weight_cap"], ""),
+    (
+        "actor.ppo.behavior_weight",
+        BehaviorWeight.none,
+        ["actor.ppo.behavior_weight_cap", "actor.ppo.behavior_weight_floor"],
+        "",
+    ),
+    ("actor.ppo.kl_coefficient", 0, ["actor.ppo.kl_estimator", "actor.ppo.kl_place"], ""),
     ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
@@ -55,6 +57,7 @@ def settings_warnings(config: GRPOConfig) -> Iterator[str]:
     """A sentence for each, with the setting and its value."""
     yield from _distribution_warnings(config)
     yield from _effect_warnings(config)
+    yield from preset_warnings(config)
     yield from _step_warnings(config)
     yield from _kept_row_warnings(config)
     yield from _rank_warnings(config)

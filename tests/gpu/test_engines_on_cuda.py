@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
     Dtype,
     GenerationConfig,
     OptimizerConfig,
-    PPOConfig,
     RolloutConfig,
 )
 from areal_sc.engines.base import Completion

@@ -26,7 +26,8 @@ from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
-from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.schema import ActorConfig, OptimizerConfig
 from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from integration.run_process import LIMIT_S, REPOSITORY
@@ -27,8 +28,9 @@ from markdown_it.token import Token
 
 import areal_sc
 from areal_sc import errors
+from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.loss_tokens import loss_tokens_of
-from areal_sc.algorithms.losses import decoupled_ppo
+from areal_sc.algorithms.policy_gradient import policy_gradient
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
@@ -88,6 +90,8 @@ FRAGMENTS = (
     "class Printer(Tracker):",
     "@declare_reward(",
     "from areal_sc.rewards.answers",
+    "from areal_sc.algorithms.reward_shaping",
+    "# my_advantages.py",
     "# reference_kl.py",
     "# two_models.py",
     "# a scheduler alone",
@@ -229,6 +233,15 @@ def test_ready_made_rewards_go_together() -> None:
     assert given["again"](row, "so so so so") == -0.5
 
 
+def test_a_length_limit_and_an_advantage_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block("from areal_sc.algorithms.reward_shaping")
+    assert capsys.readouterr().out == "-0.75\n"
+    shorter = run_block("# my_advantages.py")["shorter_is_better"]
+    lengths = np.array([2, 4])
+    rows = AdvantageRows(np.array([1.0, 3.0]), lengths, lengths, lengths, lengths)
+    assert shorter(rows, weight=0.2).tolist() == pytest.approx([-1.1, 0.8])
+
+
 def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds a penalty to decoupled PPO; the script makes the calls of the one that is tested."""
     fields = {
@@ -243,7 +256,7 @@ def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = loss_tokens_of(logprobs, torch.zeros(3), fields, [3])
     given = replace(tokens, counts=replace(tokens.counts, tokens=4))
     loss, metrics = run_block("# reference_kl.py")["ppo_near_reference"](given, kl_weight=2.0)
-    without, _ = decoupled_ppo(given, clip_low=0.2, clip_high=0.2)
+    without, _ = policy_gradient(given, clip_low=0.2, clip_high=0.2)
     added = 2.0 * (0.4**2 + 0.9**2 + 0.5**2) / 2 / 4
     assert (loss - without).item() == pytest.approx(added, rel=1e-5)
     assert metrics["reference_kl"].value.item() == pytest.approx(added * 2, rel=1e-5)

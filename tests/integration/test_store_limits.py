@@ -85,7 +85,7 @@ def test_a_limit_under_one_batch_is_refused(
 
 FULL_ROWS = (
     *("rollout.group_size=1", "rollout.max_context_tokens=57"),  # no field fills its cache lines
-    *("actor.ppo.advantage_mean=batch", "actor.ppo.advantage_std=batch"),
+    *("actor.ppo.advantage=batch", "actor.ppo.advantage_std=batch"),
 )
 
 

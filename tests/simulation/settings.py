@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from simulation.behavior import Behavior
 
 from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import (
     ActorConfig,
@@ -15,7 +16,6 @@ from areal_sc.config.schema import (
     GenerationConfig,
     OptimizerConfig,
     OverBound,
-    PPOConfig,
     RolloutConfig,
     WeightUpdateConfig,
     WeightUpdateMethod,

@@ -1,6 +1,7 @@
 """From a YAML file, a mapping and overrides to a configuration, by OmegaConf on dataclasses.
 
-    dataclass defaults  <-  `defaults:` of the YAML  <-  the YAML  <-  mapping  <-  key=value
+    dataclass defaults  <-  preset of `actor.algorithm`
+        <-  `defaults:` of the YAML  <-  the YAML  <-  mapping  <-  key=value
 
 Each takes precedence over those to its left. Each value is set by itself, so that an error names
 the file or override that it stands in. Overrides are written in hydra's grammar.
@@ -30,6 +31,7 @@ from areal_sc.config.fields import (
     shared_settings,
 )
 from areal_sc.config.loading import explain
+from areal_sc.config.loading.presets import ALGORITHM, preset_path
 from areal_sc.errors import ConfigError
 
 T = TypeVar("T")
@@ -64,6 +66,9 @@ def compose_config(
     composition.set(_GIVEN, "", values or {})
     for override in parsed:
         composition.apply_override(override)
+    name = OmegaConf.select(composition.config, ALGORITHM)
+    if name is not None:
+        composition.set_others(preset_path(str(name)))
     _require_all_set(composition.config, where, advice, composition.keys)
     try:
         config = OmegaConf.to_object(composition.config)
@@ -100,6 +105,7 @@ class _Composition:
         self.keys = known_keys(schema)
         self._all_keys = known_keys(schema, also_shared=True)
         self._shared = shared_settings(schema)
+        self._given: set[str] = set()
         self.config: DictConfig = OmegaConf.structured(schema)
         for key, template in self._shared.items():
             OmegaConf.update(self.config, key, template, merge=False)
@@ -132,6 +138,21 @@ class _Composition:
                 raise explain.unknown_key(where, key, self.keys)  # most likely a slip
         self.set(where, key, override.value())
 
+    def set_others(self, path: Path) -> None:
+        """Sets what a file says of settings that nothing else has set."""
+
+        def visit(key: str, value: Any) -> None:
+            if key in given:
+                return
+            if isinstance(value, Mapping):
+                for name, inner in value.items():
+                    visit(f"{key}.{name}".lstrip("."), inner)
+            else:
+                self.set(str(path), key, value)
+
+        given = frozenset(self._given)
+        visit("", _read_mapping(path))
+
     def set(self, where: str, key: str, value: Any) -> None:
         """Sets one setting, or all those of a section; '' is the top level.
 
@@ -147,6 +168,7 @@ class _Composition:
             return
         if annotation is None and not is_free_form(key, self.keys):
             raise explain.unknown_key(where, _first_setting(key, value), self.keys)
+        self._given.add(key)
         try:
             if is_section(annotation) and "${" not in str(value):
                 raise ValidationError

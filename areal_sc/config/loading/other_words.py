@@ -27,13 +27,30 @@ actor.ppo.clip_low and actor.ppo.clip_high = epsilon clip_ratio eps_clip clipran
     clip_eps clip_epsilon
 actor.ppo.clip_low = clip_ratio_low epsilon_low
 actor.ppo.clip_high = clip_ratio_high epsilon_high eps_clip_higher
+actor.ppo.clip_dual = delta clip_ratio_c c_clip
 actor.ppo.behavior_weight_cap = behav_imp_weight_cap behave_imp_weight_cap
-    vllm_importance_sampling_cap tis_imp_ratio_cap
-actor.ppo.clip_center = use_decoupled_loss
+    vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold
+actor.ppo.behavior_weight and actor.ppo.behavior_weight_bound = behave_imp_weight_mode
+    vllm_importance_sampling_mode rollout_is rejection_sampling.
+actor.ppo.behavior_weight_floor = rollout_is_threshold_lower
+actor.ppo.max_second_moment = m2_threshold
+actor.ppo.clip_center = use_decoupled_loss prox_logp_method
+actor.ppo.ratio = importance_sampling_level
+actor.ppo.gain=soft_gate = use_sapo_loss
+actor.ppo.gate_positive = tau_pos sapo_tau_pos sapo_temperature_pos
+actor.ppo.gate_negative = tau_neg sapo_tau_neg sapo_temperature_neg
 actor.ppo.advantage_std = scale_rewards norm_adv_by_std_in_grpo adv_norm std_level
-actor.ppo.advantage_mean and actor.ppo.advantage_std = adv_estimator mean_level
+actor.ppo.advantage and actor.ppo.advantage_std = adv_estimator mean_level
     advantage_estimator
-actor.ppo.loss = loss_type policy_loss loss_mode loss_agg_mode loss_fn
+actor.ppo.discount (with actor.ppo.advantage=gae) = gamma
+actor.ppo.gae_lambda (with actor.ppo.advantage=gae) = lam
+actor.algorithm, or actor.ppo.loss and actor.ppo.gain = loss_type policy_loss loss_mode loss_fn
+actor.ppo.aggregation = loss_agg_mode
+actor.ppo.kl_coefficient (it needs the field reference_logprobs; docs/several-models.md) = beta
+    kl_coef kl_ctl kl_ctrl kl_loss_coef kl_beta use_kl_loss init_kl_coef kl_penalty
+actor.ppo.kl_estimator = kl_loss_type
+actor.ppo.kl_place = use_kl_in_reward
+actor.ppo.entropy_coefficient = entropy_coeff entropy_coef ent_coef
 actor.max_tokens_per_micro_batch (how many of them follows) = gradient_accumulation_steps
     ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu
     log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu micro_batch_size mb_spec
@@ -100,17 +117,12 @@ A word with a dot in it is more exact than one without; one with a dot at its en
 """
 
 _NONE: Final = """
-there is no term of divergence from a reference model: a loss of your own can have one
-    (actor.ppo.loss=package.module:function; docs/several-models.md) = beta kl_coef kl_ctl kl_ctrl
-    kl_loss_coef kl_loss_type kl_beta use_kl_loss use_kl_in_reward init_kl_coef ref. ref_model.
-    kl_penalty sync_ref_model ref_model_sync_steps ref_model_mixup_alpha
-there is no bonus of entropy: a loss of your own can have one
-    (actor.ppo.loss=package.module:function; docs/own-loop.md) = entropy_coeff entropy_coef ent_coef
-there is no second clip: a loss of your own can have one (actor.ppo.loss=package.module:function;
-    docs/own-loop.md) = delta clip_ratio_c c_clip
-there is no critic: advantages are those within a group or a batch (actor.ppo.advantage_mean) =
-    gamma lam gae_lambda discount vf_coef value_loss_coef critic. cliprange_value
-    critic_warmup critic_learning_rate
+the script makes the reference model (docs/several-models.md), which is never replaced = ref.
+    ref_model. sync_ref_model ref_model_sync_steps ref_model_mixup_alpha
+there is no critic in the settings, actor.ppo.advantage=gae alone makes none: the script does =
+    vf_coef value_loss_coef critic. cliprange_value critic_warmup critic_learning_rate
+add areal_sc.algorithms.reward_shaping.soft_length_penalty to the script's reward =
+    overlong_reward_penalty overlong_buffer.
 all parameters are trained; there are no adapters = use_peft lora_rank lora_r lora_alpha
     peft_config
 the tokenizer is that of actor.path = tokenizer_path tokenizer_name
@@ -119,7 +131,7 @@ answers are sampled by generation.temperature, generation.top_p and generation.t
     min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens num_beams
 the script gives rewards: SingleTurnWorkflow(reward), not a setting = reward_funcs reward_fn
     reward_fn_path reward_model. custom_reward_function. reward_manager reward_pretrain
-    rm_type overlong_reward_penalty reward_scaling reward_bias normalize_reward
+    rm_type reward_scaling reward_bias normalize_reward
 the script gives rewards and weights: SingleTurnWorkflow({'right': (right, 1.0), ...}), not a
     setting = reward_weights
 the script gives prompts: load_prompts(...); `task` is for settings of its own, not a setting =

@@ -44,7 +44,6 @@ from areal_sc.controller.train.train_step import (
     TrainStep,
     seen_by_loss,
     trained_content,
-    with_advantages,
 )
 from areal_sc.engines.base import OUTPUTS
 from areal_sc.engines.handle_base import TrainHandle
@@ -226,7 +225,7 @@ class TrainController(Controller):
 
         Advantages of tokens are a field `advantages` instead: [T] float32, united with the batch.
         """
-        return with_advantages(batch, self.config.ppo)
+        return self._step.with_advantages(batch)
 
     async def ppo_update_async(self, batch: BatchMetadata) -> dict[str, float]:
         """One optimizer update per PPO minibatch, by the loss of `actor.ppo`, as `update`.
@@ -234,8 +233,8 @@ class TrainController(Controller):
         Once a call has returned, another one trains further, also before the weights are
         published: `publish_weights` makes the next version.
         """
-        needed = ["proximal_logprobs"] if self._step.needs_proximal_logprobs else []
-        batch.select([*PPO_FIELDS, *needed])  # which must be there; a loss may read any other
+        needed = [*PPO_FIELDS, *self._step.needed_fields]
+        batch.select(list(dict.fromkeys(needed)))  # which must be there; a loss may read any other
         num_minibatches = self.config.ppo.num_minibatches
         return await self.update_async(
             batch, self._loss, num_minibatches=num_minibatches, advances=False

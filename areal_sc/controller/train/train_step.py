@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_sc.algorithms.advantages import normalized_advantages
+import numpy as np
+
+from areal_sc.algorithms.advantages import AdvantageRows
+from areal_sc.algorithms.named_advantage import advantage_of
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ClipCenter, PPOConfig
+from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
@@ -24,13 +27,26 @@ class TrainStep:
         self._ranks = ranks
         self._ppo = ppo
         self._loss = loss
+        self._advantages_of = None if ppo.advantage == GAE else advantage_of(ppo)
         self._lost_batch = ""
 
     @property
     def needs_proximal_logprobs(self) -> bool:
         """Whether the weights change between the proximal policy and the last minibatch."""
         is_one_forward = self._ppo.num_minibatches == 1 and self._ranks.step.num_updates == 0
-        return self._ppo.clip_center == ClipCenter.proximal and not is_one_forward
+        read = self._loss.fields
+        if read is None:  # a loss of the user's own
+            is_read = self._ppo.clip_center == ClipCenter.proximal
+        else:
+            is_read = "proximal_logprobs" in read
+        return is_read and not is_one_forward
+
+    @property
+    def needed_fields(self) -> list[str]:
+        """Fields of a batch that the loss of PPO reads, as far as is known, sorted."""
+        made_by_ranks = {"advantages", "staleness", "proximal_logprobs"}
+        needed = set(self._loss.fields or ()) - made_by_ranks
+        return sorted(needed | ({"proximal_logprobs"} if self.needs_proximal_logprobs else set()))
 
     def split(
         self, batch: BatchMetadata, loss: NamedLoss | None = None, num_minibatches: int = 0
@@ -44,6 +60,21 @@ class TrainStep:
         most = num_minibatches or self._ppo.num_minibatches
         learning = seen_by_loss(batch, loss or self._loss)
         return self._ranks.calls.layout.split(learning, min(most, len(batch.episodes)))
+
+    def with_advantages(self, batch: BatchMetadata) -> BatchMetadata:
+        """The batch with one advantage per row, as `actor.ppo.advantage` says.
+
+        Raises: ConfigError: a critic gives them.
+        """
+        compute = self._advantages_of or advantage_of(self._ppo)  # which says so
+        rows = AdvantageRows(
+            rewards=np.asarray([row.reward for row in batch.rows], dtype=np.float64),
+            groups=np.asarray([row.group_id for row in batch.rows], dtype=np.int64),
+            episodes=np.asarray([row.episode for row in batch.rows], dtype=np.int64),
+            num_tokens=np.asarray([row.sequence_length for row in batch.rows], dtype=np.int64),
+            num_loss_tokens=np.asarray([row.num_loss_tokens for row in batch.rows], dtype=np.int64),
+        )
+        return batch.with_advantages(compute(rows).tolist())
 
     def lose_rows(self, batch: BatchMetadata, error: ArealError) -> ArealError:
         """Rows that the ranks need are gone; returns what the caller gets to know.
@@ -96,16 +127,3 @@ def trained_content(batch: BatchMetadata) -> list[Any]:
     given = [columns for columns in batch.columns if not columns.is_computed]
     shards = [(s.shard_id, s.runs) for columns in given for s in columns.shards]
     return [batch.rows, batch.min_token_version, [sorted(c.dtypes) for c in given], shards]
-
-
-def with_advantages(batch: BatchMetadata, ppo: PPOConfig) -> BatchMetadata:
-    """The batch with one advantage per row, from the rows' rewards, groups and episodes."""
-    advantages = normalized_advantages(
-        [row.reward for row in batch.rows],
-        [row.group_id for row in batch.rows],
-        [row.episode for row in batch.rows],
-        mean=ppo.advantage_mean,
-        std=ppo.advantage_std,
-        eps=ppo.advantage_eps,
-    )
-    return batch.with_advantages([float(advantage) for advantage in advantages])

@@ -105,6 +105,17 @@ def with_token_advantages(rows: PackedRows) -> PackedRows:
     return replace(rows, fields={**rows.fields, "advantages": of_tokens})
 
 
+def with_staleness(rows: PackedRows, version: int) -> PackedRows:
+    """The rows with field `staleness`, [T]: versions between the sampling policy and this one.
+
+    Raises: ValueError: the rows have no field `versions`.
+    """
+    if not rows.num_rows:
+        return rows
+    staleness = version - require_field(rows, "versions")
+    return replace(rows, fields={**rows.fields, "staleness": staleness})
+
+
 def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Tensor:
     """[T] bool: tokens that count as trained.
 

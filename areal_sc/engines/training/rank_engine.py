@@ -32,6 +32,7 @@ from areal_sc.engines.training.micro_batches import (
     rows_with_tokens,
     trained_tokens,
     with_advantage,
+    with_staleness,
     with_token_advantages,
 )
 from areal_sc.engines.training.process_group import (
@@ -285,6 +286,8 @@ class RankEngine(ABC):
             raise ConfigError("actor.is_frozen: a model that is frozen is not trained")
         compute_loss = loss.load() if isinstance(loss, NamedLoss) else loss
         minibatches = [with_token_advantages(rows) for rows in minibatches]
+        if isinstance(loss, NamedLoss) and "staleness" in (loss.fields or ()):
+            minibatches = [with_staleness(rows, step) for rows in minibatches]
         is_zero_elsewhere = isinstance(loss, NamedLoss) and loss.is_zero_without_advantage
 
         def learning(rows: PackedRows) -> torch.Tensor:

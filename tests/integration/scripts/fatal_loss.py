@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from areal_sc.algorithms.losses import LossTokens, decoupled_ppo
+from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.policy_gradient import policy_gradient
 
 
 def fatal_loss(tokens: LossTokens, *, marker: str) -> Any:
@@ -24,4 +25,4 @@ def fatal_loss(tokens: LossTokens, *, marker: str) -> Any:
             part = path.with_suffix(".part")
             part.write_text(f"{dying} {calls - 1}")
             part.replace(path)  # another rank may be reading it
-    return decoupled_ppo(tokens, clip_low=0.2, clip_high=0.2)
+    return policy_gradient(tokens, clip_low=0.2, clip_high=0.2)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from areal_sc.algorithms.losses import LossTokens, decoupled_ppo
+from areal_sc.algorithms.losses import LossTokens
+from areal_sc.algorithms.policy_gradient import policy_gradient
 from areal_sc.engines.training import background
 
 MARKER = "AREAL_TEST_HANGS"
@@ -39,4 +40,4 @@ background.sync_folder = hanging_sync
 def hanging_loss(tokens: LossTokens) -> Any:
     """That of PPO, if it does not hang."""
     hang_once("loss")
-    return decoupled_ppo(tokens, clip_low=0.2, clip_high=0.2)
+    return policy_gradient(tokens, clip_low=0.2, clip_high=0.2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_sc.algorithms.advantages import normalized_advantages
-from areal_sc.config.schema import NormScope
+from areal_sc.config.ppo_settings import NormScope
 
 REWARDS = [1.0, 0.0, 0.25, 7.0, -3.0, 1.0, 0.5]
 GROUPS = ["a", "b", "a", "c", "b", "a", "b"]  # not contiguous; c is alone
@@ -138,7 +138,9 @@ def test_errors() -> None:
         normalized_advantages([0.0, 1.0], [0, 0, 0])
     with pytest.raises(ValueError, match="shorter"):
         normalized_advantages([0.0, 1.0], [0, 0], [0])
-    with pytest.raises(ValueError, match=r"mean='rank': expected one of group, batch, none"):
+    with pytest.raises(
+        ValueError, match=r"mean='rank': expected one of group, leave_one_out, batch, none"
+    ):
         normalized_advantages([0.0], [0], mean="rank")
     with pytest.raises(ValueError, match=r"std='rank'"):
         normalized_advantages([0.0], [0], std="rank")

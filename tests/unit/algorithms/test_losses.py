@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from areal_sc.algorithms.loss_tokens import LossTokens, loss_tokens_of
-from areal_sc.algorithms.losses import Metrics, cross_entropy, decoupled_ppo
+from areal_sc.algorithms.losses import Metrics, cross_entropy
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
-from areal_sc.config.schema import ClipCenter, PPOConfig
+from areal_sc.algorithms.policy_gradient import policy_gradient
+from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.errors import ConfigError
 
 NUM_TOKENS = 200
@@ -85,7 +86,7 @@ def test_loss_gradient_and_counts(cap: float, dtype: torch.dtype) -> None:
     expected, expected_gradient, expected_counts = by_hand(tokens, cap)
     given = {name: values.to(dtype) for name, values in tokens.items()}
     given["logprobs"].requires_grad_()
-    loss, metrics = decoupled_ppo(loss_tokens(given), **SETTINGS, behavior_weight_cap=cap)
+    loss, metrics = policy_gradient(loss_tokens(given), **SETTINGS, behavior_weight_cap=cap)
     loss.backward()
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     assert loss.item() == pytest.approx(expected, abs=tolerance)
@@ -100,7 +101,7 @@ def test_loss_gradient_and_counts(cap: float, dtype: torch.dtype) -> None:
     ("settings", "proximal", "behavior"),
     [
         ({"clip_center": "behavior"}, "behavior_logprobs", "behavior_logprobs"),
-        ({"use_behavior_weight": False}, "proximal_logprobs", "proximal_logprobs"),
+        ({"behavior_weight": "none"}, "proximal_logprobs", "proximal_logprobs"),
     ],
 )
 def test_forms_without_the_behavior_weight(
@@ -109,16 +110,16 @@ def test_forms_without_the_behavior_weight(
     tokens = random_tokens()
     used = tokens | {"proximal_logprobs": tokens[proximal], "behavior_logprobs": tokens[behavior]}
     expected, _, counts = by_hand(used, math.inf)
-    loss, metrics = decoupled_ppo(loss_tokens(tokens), **SETTINGS, **settings)
+    loss, metrics = policy_gradient(loss_tokens(tokens), **SETTINGS, **settings)
     assert loss.item() == pytest.approx(expected, abs=1e-12)
     assert metrics["clip_fraction"].value == counts["clip_fraction"] > 10
 
 
 def test_metrics_and_losses_add_up_over_micro_batches() -> None:
     tokens = random_tokens()
-    whole, whole_metrics = decoupled_ppo(loss_tokens(tokens), **SETTINGS, behavior_weight_cap=2.0)
+    whole, whole_metrics = policy_gradient(loss_tokens(tokens), **SETTINGS, behavior_weight_cap=2.0)
     parts = [
-        decoupled_ppo(
+        policy_gradient(
             loss_tokens({name: values[part] for name, values in tokens.items()}),
             **SETTINGS,
             behavior_weight_cap=2.0,
@@ -140,7 +141,7 @@ def test_a_weight_that_overflows_is_capped_without_nan() -> None:
         "behavior_logprobs": torch.tensor([-1e4, 0.0]),
         "advantages": torch.tensor([1.0, 1.0]),
     }
-    loss, metrics = decoupled_ppo(
+    loss, metrics = policy_gradient(
         given(logprobs, fields, 2),
         clip_low=0.2,
         clip_high=0.2,
@@ -179,7 +180,7 @@ def test_what_overflows_in_float32_has_the_gradient_that_it_has_in_float64(
     expected, expected_gradient, _ = by_hand(tokens, cap)
     given = {name: values.float() for name, values in tokens.items()}
     given["logprobs"].requires_grad_()
-    loss, _ = decoupled_ppo(loss_tokens(given), **SETTINGS, behavior_weight_cap=cap)
+    loss, _ = policy_gradient(loss_tokens(given), **SETTINGS, behavior_weight_cap=cap)
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     assert given["logprobs"].grad.numpy() == pytest.approx(expected_gradient, rel=1e-4, abs=1e-6)
@@ -188,14 +189,14 @@ def test_what_overflows_in_float32_has_the_gradient_that_it_has_in_float64(
 def test_a_logprob_that_is_nan_is_not_hidden() -> None:
     tokens = random_tokens()
     tokens["logprobs"][0] = math.nan
-    assert decoupled_ppo(loss_tokens(tokens), **SETTINGS)[0].isnan()
+    assert policy_gradient(loss_tokens(tokens), **SETTINGS)[0].isnan()
 
 
 def test_no_gradient_through_the_behavior_weight() -> None:
     tokens = random_tokens()
     for name in ("proximal_logprobs", "behavior_logprobs", "logprobs"):
         tokens[name].requires_grad_()
-    decoupled_ppo(loss_tokens(tokens), **SETTINGS, behavior_weight_cap=5.0)[0].backward()
+    policy_gradient(loss_tokens(tokens), **SETTINGS, behavior_weight_cap=5.0)[0].backward()
     assert tokens["logprobs"].grad is not None
     for name in ("proximal_logprobs", "behavior_logprobs"):
         assert tokens[name].grad is None
@@ -221,7 +222,7 @@ def test_losses_are_found_by_name_and_by_import_path() -> None:
     tokens = loss_tokens(random_tokens())
     ppo = PPOConfig(clip_low=0.1, clip_high=0.4, clip_center=ClipCenter.behavior)
     named = loss_of(ppo)
-    expected = decoupled_ppo(tokens, clip_low=0.1, clip_high=0.4, clip_center="behavior")
+    expected = policy_gradient(tokens, clip_low=0.1, clip_high=0.4, clip_center="behavior")
     assert named.load()(tokens)[0] == expected[0]
     assert named.is_zero_without_advantage
     assert CROSS_ENTROPY.load()(tokens)[0] == cross_entropy(tokens)[0]
@@ -236,7 +237,7 @@ def test_losses_are_found_by_name_and_by_import_path() -> None:
 )
 def test_a_loss_that_is_not_there(name: str) -> None:
     expected = (
-        rf"loss '{name}': .*expected decoupled_ppo, cross_entropy or package\.module:function"
+        rf"loss '{name}': .*expected policy_gradient, cross_entropy, .* or package\.module:function"
     )
     with pytest.raises(ConfigError, match=expected):
         NamedLoss(name).load()

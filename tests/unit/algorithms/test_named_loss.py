@@ -1,14 +1,67 @@
-"""A loss of the user's own: whatever it raises is told with its line."""
+"""Losses by name, and those of the user's own: whatever these raise is told with its line."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from loss_rows import made_tokens
 
-from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.algorithms.loss_trial import try_loss
+from areal_sc.algorithms.named_loss import BUILT_IN, NamedLoss, loss_of
+from areal_sc.config.ppo_settings import KLPlace, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
+
+SHAPE = [(3, 0, 0), (2, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_zero"),
+    [
+        ({}, True),
+        ({"kl_coefficient": 0.1}, False),
+        ({"kl_coefficient": 0.1, "kl_place": KLPlace.reward}, True),
+        ({"entropy_coefficient": 0.1}, False),
+        ({"loss": "cross_entropy"}, False),
+    ],
+)
+def test_rows_without_advantage_are_left_out_where_nothing_else_has_a_gradient(
+    changes: dict[str, Any], is_zero: bool
+) -> None:
+    """And the gradient says the same."""
+    loss = loss_of(PPOConfig(**changes))
+    assert loss.is_zero_without_advantage is is_zero
+    tokens = made_tokens(SHAPE, seed=0)
+    fields = dict(tokens.fields) | {"advantages": torch.zeros(5)}
+    given = replace(tokens, fields=fields)
+    found = torch.autograd.grad(
+        loss.load()(given)[0], (tokens.logprobs, tokens.entropy), allow_unused=True
+    )
+    assert is_zero is not any(it is not None and bool(it.any()) for it in found)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_built_in_loss_reads_the_fields_that_it_names(name: str) -> None:
+    tokens = made_tokens(SHAPE, seed=0)
+    asked: set[str] = set()
+
+    class Asked(dict[str, torch.Tensor]):
+        def __getitem__(self, field: str) -> torch.Tensor:
+            asked.add(field)
+            return super().__getitem__(field)
+
+    loss = loss_of(PPOConfig(loss=name))
+    loss.load()(replace(tokens, fields=Asked(tokens.fields)))
+    assert loss.fields == tuple(sorted(asked))
+    try_loss(loss)
+
+
+def test_fields_of_a_loss_of_the_users_own_are_not_known() -> None:
+    assert NamedLoss("my_loss:stops").fields is None
+
 
 LOSS = """
 def stops(tokens):

@@ -115,7 +115,7 @@ def test_a_trainer_shows_a_prompt_a_reward_and_what_is_left_out(
     assert "reward of the answer 'ba' to it: 1.25\n" in shown
     assert "prompts: 4 rows; 4 looked at, of 3 to 4 tokens\n  left out: 1 of them" in shown
     assert "prompts: a stream; 12 looked at" in shown
-    assert "loss decoupled_ppo: tried on two rows" in shown
+    assert "loss policy_gradient: tried on two rows" in shown
     assert "nothing was started" in shown
     assert list(tmp_path.iterdir()) == []
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from areal_sc.config.loading.plain import to_plain
+from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import (
     ActorConfig,
     Dtype,
     GenerationConfig,
     OptimizerConfig,
-    PPOConfig,
     RolloutConfig,
     RolloutEngine,
     WeightUpdateConfig,

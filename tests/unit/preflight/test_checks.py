@@ -109,10 +109,10 @@ Load = Callable[..., GRPOConfig]
         ),
         (
             "rollout.group_size=1",
-            "rollout.group_size: expected at least 2 with actor.ppo.advantage_mean=group",
+            "rollout.group_size: expected at least 2 with actor.ppo.advantage=group",
         ),
         (
-            "rollout.group_size=1 actor.ppo.advantage_mean=batch",
+            "rollout.group_size=1 actor.ppo.advantage=batch",
             "rollout.group_size: expected at least 2 with actor.ppo.advantage_std=group",
         ),
     ],
@@ -132,8 +132,8 @@ def test_impossible_settings(load: Load, override: str, message: str) -> None:
         "actor.max_tokens_per_micro_batch=4096",
         "actor.ppo.num_minibatches=256",
         "actor.ppo.behavior_weight_cap=inf",
-        "rollout.group_size=1 actor.ppo.advantage_mean=batch actor.ppo.advantage_std=batch",
-        "rollout.group_size=1 actor.ppo.advantage_mean=none actor.ppo.advantage_std=none",
+        "rollout.group_size=1 actor.ppo.advantage=batch actor.ppo.advantage_std=batch",
+        "rollout.group_size=1 actor.ppo.advantage=none actor.ppo.advantage_std=none",
         "scheduler.orphan_timeout_s=4",
         "actor.optimizer.max_grad_norm=0",
         "transport.bind=auto",
@@ -350,8 +350,8 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "actor.optimizer.min_lr_ratio=0.1 has no effect with actor.optimizer.schedule=constant",
         ),
         (
-            "actor.ppo.behavior_weight_cap=3 actor.ppo.use_behavior_weight=false",
-            "actor.ppo.behavior_weight_cap=3.0 has no effect with actor.ppo.use_behavior_weight",
+            "actor.ppo.behavior_weight_cap=3 actor.ppo.behavior_weight=none",
+            "actor.ppo.behavior_weight_cap=3.0 has no effect with actor.ppo.behavior_weight",
         ),
         (
             "actor.ppo.advantage_eps=0.1 actor.ppo.advantage_std=none",

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_sc.config.schema import ActorConfig, GRPOConfig, PPOConfig, RolloutConfig
+from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.resume_checks import compare_with_begin

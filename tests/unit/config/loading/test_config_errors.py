@@ -232,7 +232,7 @@ def test_nearest_keys_prefers_the_named_section() -> None:
     ("word", "meant"),
     [
         ("batch_size", "rollout.train_batch_groups (prompts a step"),
-        ("actor.ppo.beta", "there is no term of divergence from a reference model"),
+        ("actor.ppo.beta", "here that is actor.ppo.kl_coefficient"),
         ("actor.optimizer.beta", "actor.optimizer.beta1 or actor.optimizer.beta2"),
         ("num_generations", "rollout.group_size"),
         ("actor_rollout_ref.rollout.n", "rollout.group_size"),
@@ -245,7 +245,7 @@ def test_nearest_keys_prefers_the_named_section() -> None:
         ("saver.freq_steps", "checkpoint.every_steps"),
         ("stats_logger.wandb.mode", "here that is trackers"),
         ("critic.model.path", "there is no critic"),
-        ("actor_rollout_ref.ref.fsdp_config.param_offload", "there is no term of divergence"),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload", "the script makes the reference model"),
         ("train_dataset.path", "the script gives prompts"),
         ("train_dataset.batch_size", "rollout.train_batch_groups"),
         ("actor.optimizer.type", "the optimizer is AdamW"),
@@ -280,5 +280,7 @@ def test_every_setting_that_others_words_lead_to_is_there() -> None:
 
 
 def test_an_unknown_section_is_told_by_its_first_setting(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_ctrl\.kl_coef; there is no term of div"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl_ctrl\.kl_coef; here that is actor.ppo.kl_coef"
+    ):
         load("+algorithm={kl_ctrl: {kl_coef: 0.1}}")

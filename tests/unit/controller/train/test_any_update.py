@@ -67,7 +67,7 @@ def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await given_up
             with pytest.raises(StaleCall, match="asked for before, with something else"):
-                await critic.update_async(batch, "decoupled_ppo", advances=False)
+                await critic.update_async(batch, "policy_gradient", advances=False)
             await critic.update_async(batch, "cross_entropy", advances=False)
             assert critic.version == 0
             (noted,) = run.cluster.workers["ref/0"].operations.noted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
+from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
+from areal_sc.controller.train.train_step import TrainStep
 from areal_sc.workers.rank_methods import COMPUTE
 
 
@@ -53,3 +57,30 @@ def test_a_second_update_of_a_version_needs_a_recompute() -> None:
             assert "proximal_logprobs" in batch.fields
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_needed"),
+    [
+        ({}, True),
+        ({"loss": "my_losses:mine"}, True),  # nobody knows what it reads
+        ({"loss": "my_losses:mine", "clip_center": ClipCenter.behavior}, False),
+        ({"clip_center": ClipCenter.interpolated}, False),
+        ({"loss": "dpo"}, False),
+    ],
+)
+def test_a_loss_that_does_not_read_them_needs_none(
+    changes: dict[str, Any], is_needed: bool
+) -> None:
+    ppo = PPOConfig(**changes)
+    ranks: Any = SimpleNamespace(step=SimpleNamespace(num_updates=0))
+    step = TrainStep(ranks, ppo, loss_of(ppo))
+    assert step.needs_proximal_logprobs is is_needed
+    assert ("proximal_logprobs" in step.needed_fields) is is_needed
+
+
+def test_fields_that_the_script_has_to_compute() -> None:
+    ppo = PPOConfig(num_minibatches=1, kl_coefficient=0.1)
+    ranks: Any = SimpleNamespace(step=SimpleNamespace(num_updates=0))
+    needed = TrainStep(ranks, ppo, loss_of(ppo)).needed_fields
+    assert needed == ["behavior_logprobs", "reference_logprobs"]

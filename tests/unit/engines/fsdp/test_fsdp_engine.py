@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.algorithms.losses import LossTokens, Metric, Metrics
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
-from areal_sc.config.schema import ActorConfig, ClipCenter, Dtype, OptimizerConfig, PPOConfig
+from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
+from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.errors import (
     CheckpointError,
@@ -180,9 +181,10 @@ def test_prompts_and_rows_of_advantage_zero_cost_nothing_they_need_not(
     [
         ({}, "proximal_logprobs", "behavior_logprobs"),
         ({"clip_center": ClipCenter.behavior}, "behavior_logprobs", "behavior_logprobs"),
-        ({"use_behavior_weight": False}, "proximal_logprobs", "proximal_logprobs"),
+        ({"clip_center": ClipCenter.interpolated}, "interpolated", "behavior_logprobs"),
+        ({"behavior_weight": "none"}, "proximal_logprobs", "proximal_logprobs"),
         ({"num_minibatches": 1}, "own", "behavior_logprobs"),
-        ({"num_minibatches": 1, "use_behavior_weight": False}, "own", "own"),
+        ({"num_minibatches": 1, "behavior_weight": "none"}, "own", "own"),
     ],
 )
 @pytest.mark.parametrize("min_token_version", [None, 2])
@@ -202,7 +204,7 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     if proximal_name != "proximal_logprobs":
         kept = {k: v for k, v in rows.fields.items() if k != "proximal_logprobs"}
         given = replace(rows, fields=kept)
-    stats = ppo_update(engine, [given], step=0, min_token_version=min_token_version)
+    stats = ppo_update(engine, [given], step=4, min_token_version=min_token_version)
 
     model = reference_model(model_folder)
     logprobs = torch.cat(plain_logprobs(model, rows))
@@ -212,7 +214,9 @@ def test_loss_and_gradient_of_each_form_of_ppo(
     advantages = torch.repeat_interleave(
         torch.tensor(rows.advantages, dtype=torch.float64), torch.tensor(LENGTHS)
     )[mask]
-    known = {**rows.fields, "own": logprobs.detach()}  # the policy before its only update
+    behavior, staleness = rows.fields["behavior_logprobs"], 4 - rows.fields["versions"]
+    between = behavior + (1 - 1 / staleness) * (logprobs.detach() - behavior)
+    known = {**rows.fields, "own": logprobs.detach(), "interpolated": between}
     proximal = known[proximal_name].double()[mask]
     weight = (proximal - known[behavior_name].double()[mask]).exp()
     ratio = (logprobs[mask] - proximal).exp()
@@ -353,11 +357,11 @@ def no_gradient(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
 @pytest.mark.parametrize(
     ("loss", "advantage"),
     [
-        (NamedLoss("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2}), 0.0),
+        (NamedLoss("policy_gradient", {"clip_low": 0.2, "clip_high": 0.2}), 0.0),
         (reinforce, 0.0),
         (no_gradient, 1.0),
         # every token's ratio is far above the bound, and the gain is cut
-        (NamedLoss("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2}), 1.0),
+        (NamedLoss("policy_gradient", {"clip_low": 0.2, "clip_high": 0.2}), 1.0),
     ],
 )
 def test_nothing_to_learn_moves_no_weight(engine: FSDPEngine, loss: Any, advantage: float) -> None:

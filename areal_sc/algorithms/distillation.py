@@ -1,0 +1,57 @@
+"""Losses by which a student follows a teacher."""
+
+from __future__ import annotations
+
+import torch
+
+from areal_sc.algorithms.loss_tokens import LossTokens
+from areal_sc.algorithms.losses import Metric, Metrics
+
+
+def reverse_kl(tokens: LossTokens, *, ratio_cap: float = 5.0) -> tuple[torch.Tensor, Metrics]:
+    """Token-mean of r_t sg[log pi_t - log pi_teacher_t], r = pi / pi_behav.
+
+    Its gradient is that of KL(pi || pi_teacher) on tokens that the student has sampled, corrected
+    for what it was when it sampled them.
+    Source: on-policy distillation, arXiv:2306.13649 (GKD), reverse KL; K. Lu et al.,
+    "On-Policy Distillation" (Thinking Machines, 2025).
+
+    Args:
+        tokens: with fields `teacher_logprobs` and `behavior_logprobs`.
+        ratio_cap: tokens with a larger r leave the numerator.
+    Returns: scalar loss, and the means `teacher_kl` (of log pi - log pi_teacher),
+        `capped_fraction` and `ratio`.
+    """
+    dtype = tokens.logprobs.dtype
+    difference = tokens.logprobs.detach() - tokens.fields["teacher_logprobs"].detach().to(dtype)
+    log_ratio = tokens.logprobs - tokens.fields["behavior_logprobs"].detach().to(dtype)
+    ratio = log_ratio.detach().exp()
+    is_capped = ~(ratio <= ratio_cap)
+    moving = log_ratio.masked_fill(is_capped, 0.0).exp()
+    values = (moving * difference).masked_fill(is_capped, 0.0)
+    return values.sum() / tokens.num_loss_tokens, {
+        "teacher_kl": Metric.mean(difference),
+        "capped_fraction": Metric.mean(is_capped),
+        "ratio": Metric.mean(ratio),
+    }
+
+
+def top_k_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student) of the teacher's likeliest k tokens, all others counted as one.
+
+    sum_k p log(p / q) + p_rest log(p_rest / q_rest), p_rest = 1 - sum_k p. It is at most the
+    divergence of the whole distributions, and 0 only where both agree on the k tokens.
+    Source: forward KL of arXiv:2306.13649 (GKD), on a coarser alphabet.
+
+    Args:
+        student: [N, k] nats, of the same tokens; requires grad.
+        teacher: [N, k] nats; without gradient.
+    Returns: [N] nats; differentiable.
+    """
+    teacher = teacher.detach()
+    p = teacher.exp()
+    least = torch.finfo(student.dtype).tiny
+    rest_p = (1 - p.sum(-1)).clamp(min=0)
+    rest_q = (1 - student.exp().sum(-1)).clamp(min=least)
+    kept = (p * (teacher - student)).sum(-1)
+    return kept + torch.xlogy(rest_p, rest_p) - rest_p * rest_q.log()

@@ -1,0 +1,78 @@
+"""Advantages by name: built-in baselines, or a function of the user's own. No torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_sc.algorithms.advantages import AdvantageRows, normalized_advantages
+from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.config.ppo_settings import BASELINES, GAE, KLPlace, PPOConfig
+from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.user_code import user_code
+
+AdvantageFunction = Callable[[AdvantageRows], npt.NDArray[np.float64]]
+"""[R] advantages, one a row."""
+
+
+def advantage_of(ppo: PPOConfig) -> AdvantageFunction:
+    """The function that `actor.ppo.advantage` names, with its settings.
+
+    Raises: ConfigError: there is no such function, it takes other settings, or advantages come
+        from a critic, which only ranks have.
+    """
+    name = ppo.advantage
+    if name in BASELINES:
+        return lambda rows: normalized_advantages(
+            rows.rewards,
+            rows.groups,
+            rows.episodes,
+            mean=name,
+            std=ppo.advantage_std,
+            deviation=ppo.advantage_deviation,
+            eps=ppo.advantage_eps,
+        )
+    names = f"{', '.join(BASELINES)}, {GAE} or package.module:function"
+    if name == GAE:
+        raise ConfigError(
+            f"actor.ppo.advantage={GAE}: ranks compute it from a critic's values, a token each "
+            "(areal_sc.algorithms.named_advantage.critic_fields)"
+        )
+    try:
+        with user_code("its import"):
+            found: Callable[..., Any] = resolve_name(name)
+        inspect.signature(found).bind("rows", **ppo.advantage_settings)
+    except (WorkflowError, ValueError, TypeError) as error:
+        raise ConfigError(f"actor.ppo.advantage {name!r}: {error}; expected {names}") from error
+
+    def compute(rows: AdvantageRows) -> npt.NDArray[np.float64]:
+        with user_code(f"advantage {name!r}"):
+            advantages = np.asarray(found(rows, **ppo.advantage_settings), dtype=np.float64)
+        if advantages.shape != rows.rewards.shape or not np.isfinite(advantages).all():
+            raise ConfigError(
+                f"actor.ppo.advantage {name!r}: expected {len(rows.rewards)} finite numbers, one a "
+                f"row, got {advantages!s:.200}"
+            )
+        return advantages
+
+    return compute
+
+
+def critic_fields(ppo: PPOConfig) -> dict[str, TokenFunction]:
+    """The fields that ranks make of a critic's `values`, with `actor.ppo.advantage: gae`.
+
+    `advantages`, which the policy's loss reads, and `returns`, which the critic's does. Functions
+    of tokens, for `TrainController.compute`.
+    """
+    settings: dict[str, Any] = {"discount": ppo.discount, "gae_lambda": ppo.gae_lambda}
+    if ppo.kl_coefficient and ppo.kl_place is KLPlace.reward:
+        settings |= {"kl_coefficient": ppo.kl_coefficient, "kl_estimator": ppo.kl_estimator.value}
+    return {
+        field: TokenFunction(f"areal_sc.algorithms.gae:token_{field}", settings)
+        for field in ("returns", "advantages")
+    }

@@ -1,0 +1,172 @@
+"""The policy-gradient loss: its parts are switches, and a preset is a choice of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from areal_sc.algorithms.aggregation import aggregate
+from areal_sc.algorithms.behavior_weights import (
+    bounded_weights,
+    exceeds_behavior_kl,
+    exceeds_second_moment,
+)
+from areal_sc.algorithms.gains import (
+    Gains,
+    GainTerms,
+    clip_gain,
+    divergence_gain,
+    plain_gain,
+    soft_gate_gain,
+    stop_gradient_clip_gain,
+)
+from areal_sc.algorithms.kl import kl_estimate
+from areal_sc.algorithms.loss_tokens import LossTokens
+from areal_sc.algorithms.losses import Metric, Metrics
+from areal_sc.algorithms.ratios import interpolated_logprobs, sequence_log_ratio
+
+
+def policy_gradient(
+    tokens: LossTokens,
+    *,
+    ratio: str = "token",
+    gain: str = "clip",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_dual: float = math.inf,
+    gate_positive: float = 1.0,
+    gate_negative: float = 1.05,
+    divergence: str = "tv",
+    max_divergence: float = math.inf,
+    clip_center: str = "proximal",
+    behavior_weight: str = "token",
+    behavior_weight_bound: str = "mask",
+    behavior_weight_floor: float = 0.0,
+    behavior_weight_cap: float = math.inf,
+    max_second_moment: float = math.inf,
+    max_behavior_kl: float = math.inf,
+    aggregation: str = "token",
+    aggregation_tokens: int = 0,
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coefficient: float = 0.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """L = mean_t(-g(r_t, A_t, w_t)) + beta mean_t(kl_t) - c mean_t(H_t).
+
+    r = pi_theta / pi_centre; w = pi_centre / pi_behav, without gradient; g is a gain of
+    `algorithms.gains`. By default this is decoupled PPO (AReaL, arXiv:2505.24298, eq. 5):
+    L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / num_loss_tokens.
+    docs/algorithms.md says which paper stands behind each switch.
+
+    Args:
+        tokens: with fields `advantages`, and as far as they are used `proximal_logprobs`,
+            `behavior_logprobs`, `reference_logprobs`, `staleness`.
+        ratio: `token`; or `sequence`: the geometric mean over a row.
+        gain: `clip`, `stop_gradient_clip`, `soft_gate`, `divergence`, `none`.
+        clip_low, clip_high: how far r may fall below and rise above 1 before the gain is cut.
+        clip_dual: with gain `clip`, where A < 0, r counts as no more than this.
+        gate_positive, gate_negative: temperatures of gain `soft_gate`.
+        divergence, max_divergence: of gain `divergence`: `tv` or `kl`, and its limit.
+        clip_center: `proximal`; `behavior`: w is 1 then; or `interpolated` between the sampling
+            policy and the trained one.
+        behavior_weight: `token`; `sequence`: the geometric mean over a row; `none`: w is 1.
+        behavior_weight_bound: what becomes of w outside of floor and cap: `mask`: the token leaves
+            the numerator, not the denominator; `clamp`.
+        max_second_moment, max_behavior_kl: see `algorithms.behavior_weights`.
+        aggregation, aggregation_tokens: see `aggregate`.
+        kl_coefficient, kl_estimator: beta, and `k2` or `k3`, the KL to a reference.
+        entropy_coefficient: c.
+    Returns: scalar loss, and metrics of these tokens: the means `clip_fraction` (the gain was cut),
+        `capped_fraction` (dropped by a weight or filter), `ratio`, `abs_advantage`,
+        `behavior_weight` (as used: 0 where dropped), and of r - 1 - log r, a divergence estimate,
+        `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens); the largest ratio,
+        `ratio_max`; and with a KL to a reference its mean, `reference_kl`.
+    """
+    logprobs = tokens.logprobs
+    dtype = logprobs.dtype
+
+    def field(name: str) -> torch.Tensor:
+        return tokens.fields[name].detach().to(dtype)
+
+    if clip_center == "interpolated":
+        behavior = field("behavior_logprobs")
+        center = interpolated_logprobs(logprobs, behavior, tokens.fields["staleness"])
+    else:
+        center = field(f"{clip_center}_logprobs")
+    is_weighted = behavior_weight != "none" and clip_center != "behavior"
+    log_weight = center - (field("behavior_logprobs") if is_weighted else center)
+    if is_weighted and behavior_weight == "sequence":
+        log_weight = tokens.rows.spread(tokens.rows.mean(log_weight))
+    weight, log_weight, is_dropped = bounded_weights(
+        log_weight,
+        floor=behavior_weight_floor,
+        cap=behavior_weight_cap,
+        is_clamped=behavior_weight_bound == "clamp",
+    )
+    advantages = field("advantages")
+    for exceeds, limit in (
+        (exceeds_second_moment, max_second_moment),
+        (exceeds_behavior_kl, max_behavior_kl),
+    ):
+        if limit < math.inf:
+            away = logprobs.detach() - field("behavior_logprobs")
+            is_dropped = is_dropped | exceeds(away, advantages, tokens.rows, limit)
+            weight = weight.masked_fill(is_dropped, 0.0)
+            log_weight = log_weight.masked_fill(is_dropped, 0.0)
+    log_ratio = logprobs - center
+    if ratio == "sequence":
+        log_ratio = sequence_log_ratio(log_ratio, tokens.rows)
+    of_tokens = log_ratio.detach().exp()
+    terms = GainTerms(logprobs, log_ratio, of_tokens, advantages, weight, log_weight, is_dropped)
+    gains, is_clipped = _gain(
+        terms,
+        gain,
+        clip=(clip_low, clip_high),
+        dual=clip_dual,
+        gate=(gate_positive, gate_negative),
+        divergence=divergence,
+        max_divergence=max_divergence,
+    )
+    loss = -aggregate(tokens, gains, aggregation, aggregation_tokens)
+    metrics = {}
+    if kl_coefficient:
+        kl = kl_estimate(logprobs, field("reference_logprobs"), kl_estimator)
+        loss = loss + kl_coefficient * aggregate(tokens, kl, aggregation, aggregation_tokens)
+        metrics["reference_kl"] = Metric.mean(kl)
+    if entropy_coefficient:
+        entropy = aggregate(tokens, tokens.entropy, aggregation, aggregation_tokens)
+        loss = loss - entropy_coefficient * entropy
+    with torch.no_grad():
+        return loss, metrics | {
+            "clip_fraction": Metric.mean(is_clipped),
+            "capped_fraction": Metric.mean(is_dropped),
+            "ratio": Metric.mean(of_tokens),
+            "ratio_max": Metric.max(of_tokens),
+            "behavior_weight": Metric.mean(weight),
+            "abs_advantage": Metric.mean(advantages.abs()),
+            "proximal_kl": Metric.mean(of_tokens - 1 - log_ratio),
+            "behavior_kl": Metric.mean((weight - 1 - log_weight).masked_fill(is_dropped, 0.0)),
+        }
+
+
+def _gain(
+    terms: GainTerms,
+    gain: str,
+    *,
+    clip: tuple[float, float],
+    dual: float,
+    gate: tuple[float, float],
+    divergence: str,
+    max_divergence: float,
+) -> Gains:
+    match gain:
+        case "clip":
+            return clip_gain(terms, *clip, dual)
+        case "stop_gradient_clip":
+            return stop_gradient_clip_gain(terms, *clip)
+        case "soft_gate":
+            return soft_gate_gain(terms, *gate)
+        case "divergence":
+            return divergence_gain(terms, max_divergence, divergence)
+    return plain_gain(terms)

@@ -1,0 +1,252 @@
+"""What a policy learns by: the loss, its switches, and where advantages come from.
+
+docs/algorithms.md says what each switch is for, and which papers choose what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from areal_sc.config.fields import setting, shared
+from areal_sc.config.sharing import Section
+
+BASELINES: Final = ("group", "leave_one_out", "batch", "none")
+"""What is subtracted from a reward: the mean of these."""
+
+GAE: Final = "gae"
+"""Advantages from a critic's values."""
+
+POLICY_GRADIENT: Final = "policy_gradient"
+"""The loss that has its settings in the section itself."""
+
+
+class NormScope(StrEnum):
+    """Which episodes give an advantage's statistic: the prompt's, the batch's, or none."""
+
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
+class Deviation(StrEnum):
+    """Which standard deviation advantages are divided by: that of n, or of n - 1 degrees."""
+
+    population = "population"
+    sample = "sample"
+
+
+class Level(StrEnum):
+    """What a ratio is of.
+
+    token: the token's two probabilities.
+    sequence: the geometric mean over the row's trained tokens.
+    """
+
+    token = "token"
+    sequence = "sequence"
+
+
+class Gain(StrEnum):
+    """How far a ratio counts.
+
+    clip: PPO's: it is cut beyond clip_low and clip_high.
+    stop_gradient_clip: it only weighs the log-probability, within these bounds.
+    soft_gate: it counts less the further away it is.
+    divergence: not at all where the token's divergence is above max_divergence.
+    none: always.
+    """
+
+    clip = "clip"
+    stop_gradient_clip = "stop_gradient_clip"
+    soft_gate = "soft_gate"
+    divergence = "divergence"
+    none = "none"
+
+
+class Divergence(StrEnum):
+    """The distance of two policies at a token: total variation, or Kullback-Leibler."""
+
+    tv = "tv"
+    kl = "kl"
+
+
+class ClipCenter(StrEnum):
+    """The policy around which PPO clips.
+
+    proximal: the one before this step's first update; decoupled PPO.
+    behavior: the one that generated; the naive form.
+    interpolated: between the one that generated and the current one, by staleness.
+    """
+
+    proximal = "proximal"
+    behavior = "behavior"
+    interpolated = "interpolated"
+
+
+class BehaviorWeight(StrEnum):
+    """The factor pi_centre / pi_behav: a token's, the geometric mean of its row, or 1."""
+
+    token = "token"
+    sequence = "sequence"
+    none = "none"
+
+
+class WeightBound(StrEnum):
+    """What becomes of a token whose weight is out of bounds: it is left out, or clamped."""
+
+    mask = "mask"
+    clamp = "clamp"
+
+
+class Aggregation(StrEnum):
+    """What counts the same in the loss.
+
+    token, sequence, episode, prompt: each one in the minibatch.
+    constant: tokens, and what they sum up to is divided by episodes * aggregation_tokens.
+    """
+
+    token = "token"
+    sequence = "sequence"
+    episode = "episode"
+    prompt = "prompt"
+    constant = "constant"
+
+
+class KLEstimator(StrEnum):
+    """How the divergence from a reference is estimated: d, d^2 / 2, or exp(-d) - 1 + d."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLPlace(StrEnum):
+    """Where the divergence from a reference is a penalty."""
+
+    loss = "loss"
+    reward = "reward"
+
+
+@dataclass
+class PPOConfig(Section):
+    """Decoupled PPO (AReaL, arXiv:2505.24298, section 5.2), and switches to other losses."""
+
+    num_minibatches: int = setting(4, "optimizer updates a training step", ge=1)
+    loss: str = setting(
+        POLICY_GRADIENT, "its name; your own by import path: package.module:function"
+    )
+    loss_settings: dict[str, Any] = setting(dict, "settings of another loss than policy_gradient")
+    advantage: str = setting(
+        "group", "reward less the mean of: group, leave_one_out, batch, none; gae; or your function"
+    )
+    advantage_settings: dict[str, Any] = setting(dict, "settings of a function of your own")
+    advantage_std: NormScope = setting(NormScope.group)
+    advantage_deviation: Deviation = setting(Deviation.population)
+    advantage_eps: float = setting(1e-6, "added to the standard deviation", gt=0)
+    discount: float = setting(1.0, "gamma, a token; with advantage gae", ge=0, le=1)
+    gae_lambda: float = setting(1.0, "lambda of GAE; with advantage gae", ge=0, le=1)
+    ratio: Level = setting(Level.token)
+    gain: Gain = setting(Gain.clip)
+    clip_low: float = setting(0.2, "the ratio is clipped below 1 - clip_low", gt=0, le=1)
+    clip_high: float = setting(0.2, "the ratio is clipped above 1 + clip_high", gt=0, infinite=True)
+    clip_dual: float = setting(
+        math.inf, "where the advantage is negative the ratio counts as no more", gt=1, infinite=True
+    )
+    gate_positive: float = setting(1.0, "of soft_gate, where the advantage is positive", gt=0)
+    gate_negative: float = setting(1.05, "of soft_gate, where the advantage is negative", gt=0)
+    divergence: Divergence = setting(Divergence.tv)
+    max_divergence: float = setting(
+        math.inf, "of gain divergence; in nats, or for tv of [0, 1]", gt=0, infinite=True
+    )
+    clip_center: ClipCenter = setting(ClipCenter.proximal)
+    behavior_weight: BehaviorWeight = setting(BehaviorWeight.token)
+    behavior_weight_bound: WeightBound = setting(WeightBound.mask)
+    behavior_weight_floor: float = setting(0.0, "lower bound of the behaviour weight", ge=0, le=1)
+    behavior_weight_cap: float = setting(
+        5.0, "upper bound of the behaviour weight pi_centre / pi_behav", ge=1, infinite=True
+    )
+    max_second_moment: float = setting(
+        math.inf, "a row's mean of log(pi / pi_behav)^2 is kept below", gt=0, infinite=True
+    )
+    max_behavior_kl: float = setting(
+        math.inf,
+        "bad rows whose mean log(pi_behav / pi) is larger are left out",
+        gt=0,
+        infinite=True,
+    )
+    aggregation: Aggregation = setting(Aggregation.token)
+    aggregation_tokens: int = shared(
+        "${generation.max_new_tokens}", 128, "divisor of aggregation constant", ge=1
+    )
+    kl_coefficient: float = setting(0.0, "beta: the weight of the KL to the reference", ge=0)
+    kl_estimator: KLEstimator = setting(KLEstimator.k3)
+    kl_place: KLPlace = setting(KLPlace.loss)
+    entropy_coefficient: float = setting(0.0, "the weight of the mean entropy, a bonus", ge=0)
+
+    @property
+    def loss_kl_coefficient(self) -> float:
+        """The weight of the KL within the loss."""
+        return self.kl_coefficient if self.kl_place is KLPlace.loss else 0.0
+
+
+def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
+    """Switches that go together: (setting, whether it is right, what is expected and why)."""
+    if ppo.loss == POLICY_GRADIENT:
+        yield (
+            "actor.ppo.loss_settings",
+            not ppo.loss_settings,
+            "none with actor.ppo.loss=policy_gradient (its settings are those of actor.ppo)",
+        )
+    yield (
+        "actor.ppo.advantage",
+        ppo.advantage in (*BASELINES, GAE) or ":" in ppo.advantage,
+        f"one of {', '.join(BASELINES)}, {GAE}, or package.module:function",
+    )
+    yield (
+        "actor.ppo.advantage_settings",
+        not ppo.advantage_settings or ":" in ppo.advantage,
+        f"none with actor.ppo.advantage={ppo.advantage} (they are those of your own function)",
+    )
+    yield (
+        "actor.ppo.advantage_std",
+        ppo.advantage != GAE or ppo.advantage_std is NormScope.none,
+        "none with actor.ppo.advantage=gae (each rank computes it of its own rows, and sees no "
+        "others)",
+    )
+    yield (
+        "actor.ppo.ratio",
+        ppo.gain is not Gain.divergence or ppo.ratio is Level.token,
+        "token with actor.ppo.gain=divergence (it bounds the probability of single tokens)",
+    )
+    yield (
+        "actor.ppo.max_divergence",
+        ppo.gain is not Gain.divergence or ppo.max_divergence < math.inf,
+        "a limit with actor.ppo.gain=divergence",
+    )
+    yield (
+        "actor.ppo.clip_dual",
+        ppo.clip_dual > 1 + ppo.clip_high or ppo.clip_dual == math.inf,
+        f"above 1 + actor.ppo.clip_high={1 + ppo.clip_high:g} (it is the wider bound), or inf",
+    )
+    is_in_loss = bool(ppo.loss_kl_coefficient)
+    yield (
+        "actor.ppo.kl_estimator",
+        not is_in_loss or ppo.kl_estimator is not KLEstimator.k1,
+        "k2 or k3 with actor.ppo.kl_place=loss (the gradient of k1 is 0 on average)",
+    )
+    yield (
+        "actor.ppo.kl_place",
+        not ppo.kl_coefficient or is_in_loss or ppo.advantage == GAE,
+        f"loss with actor.ppo.advantage={ppo.advantage} (it compares the rewards of whole rows; a "
+        "KL in the reward is one of each token, which gae takes)",
+    )
+    yield (
+        "actor.ppo.behavior_weight",
+        ppo.clip_center is not ClipCenter.interpolated or ppo.behavior_weight != "none",
+        "token or sequence with actor.ppo.clip_center=interpolated (the centre moves with the "
+        "policy, so that without the weight the gradient is none of the objective)",
+    )

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loss_rows import ROW, shapes
+
+from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
+from areal_sc.algorithms.named_advantage import advantage_of
+from areal_sc.config.ppo_settings import BASELINES, Deviation, NormScope, PPOConfig
+from areal_sc.errors import ConfigError, WorkflowError
+
+
+def rows_of(shape: list[ROW], rewards: list[float]) -> AdvantageRows:
+    columns = np.asarray(shape, dtype=np.int64)
+    return AdvantageRows(
+        rewards=np.asarray(rewards),
+        groups=columns[:, 1],
+        episodes=columns[:, 2],
+        num_tokens=columns[:, 0] + 3,
+        num_loss_tokens=columns[:, 0],
+    )
+
+
+def by_hand(
+    shape: list[ROW], rewards: list[float], baseline: str, std: str, deviation: str
+) -> list[float]:
+    """Each episode counts once: every statistic is over rows that are repeated to the same number.
+
+    60 is divisible by all numbers of rows that an episode has.
+    """
+    found = []
+    sizes = {own: sum(row[1:] == own for row in shape) for own in (row[1:] for row in shape)}
+    for row, reward in zip(shape, rewards, strict=True):
+
+        def among(is_in: Any) -> list[float]:
+            return [
+                r
+                for own, r in zip(shape, rewards, strict=True)
+                for _ in range(60 // sizes[own[1:]])
+                if is_in(own)
+            ]
+
+        group = row[1]
+        scopes = {
+            "group": among(lambda own, g=group: own[1] == g),
+            "batch": among(lambda own: True),
+            "leave_one_out": among(lambda own, me=row: own[1] == me[1] and own[2] != me[2]),
+        }
+        if baseline == "none":
+            mean = 0.0
+        elif baseline == "leave_one_out" and not scopes[baseline]:
+            mean = math.fsum(scopes["group"]) / len(scopes["group"])
+        else:
+            mean = math.fsum(scopes[baseline]) / len(scopes[baseline])
+        value = reward - mean
+        if std != "none":
+            n = len(scopes[std]) / 60
+            scale = statistics.pstdev(scopes[std])
+            if deviation == "sample" and n > 1:
+                scale *= math.sqrt(n / (n - 1))
+            value /= scale + 1e-2
+        found.append(value)
+    return found
+
+
+@given(
+    shape=shapes(),
+    values=st.lists(st.floats(-5, 5), min_size=27, max_size=27),
+    baseline=st.sampled_from(BASELINES),
+    std=st.sampled_from(SCOPES),
+    deviation=st.sampled_from(["population", "sample"]),
+)
+def test_every_baseline_and_deviation(
+    shape: list[ROW], values: list[float], baseline: str, std: str, deviation: str
+) -> None:
+    rewards = values[: len(shape)]
+    ppo = PPOConfig(
+        advantage=baseline,
+        advantage_std=NormScope(std),
+        advantage_deviation=Deviation(deviation),
+        advantage_eps=1e-2,
+    )
+    found = advantage_of(ppo)(rows_of(shape, rewards))
+    expected = by_hand(shape, rewards, baseline, std, deviation)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_leave_one_out_of_equal_rewards_is_exactly_zero() -> None:
+    shape = [(1, 0, 0), (1, 0, 1), (1, 0, 1), (2, 1, 0)]
+    ppo = PPOConfig(advantage="leave_one_out", advantage_std=NormScope.none)
+    assert not advantage_of(ppo)(rows_of(shape, [0.1] * 3 + [7.0])).any()
+
+
+def by_length(rows: AdvantageRows, *, scale: float = 1.0) -> npt.NDArray[np.float64]:
+    """An advantage of a user's own."""
+    return scale * rows.rewards / rows.num_loss_tokens
+
+
+def torn(rows: AdvantageRows) -> list[float]:
+    return [1.0]
+
+
+def failing(rows: AdvantageRows) -> list[float]:
+    raise KeyError("score")
+
+
+def test_a_function_of_the_users_own() -> None:
+    ppo = PPOConfig(advantage=f"{__name__}:by_length", advantage_settings={"scale": 2.0})
+    found = advantage_of(ppo)(rows_of([(1, 0, 0), (4, 0, 1)], [1.0, 2.0]))
+    assert found.tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("rank", {}, "expected group, leave_one_out, batch, none, gae or package"),
+        ("no.such:function", {}, "No module named 'no'"),
+        (f"{__name__}:by_length", {"size": 1}, "unexpected keyword argument 'size'"),
+        ("gae", {}, "from a critic's values"),
+    ],
+)
+def test_advantages_that_are_not_there(name: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        advantage_of(PPOConfig(advantage=name, advantage_settings=given))
+
+
+def test_what_a_function_of_the_users_own_does_wrong() -> None:
+    rows = rows_of([(1, 0, 0), (1, 0, 1)], [0.0, 1.0])
+    with pytest.raises(ConfigError, match="expected 2 finite numbers, one a row"):
+        advantage_of(PPOConfig(advantage=f"{__name__}:torn"))(rows)
+    with pytest.raises(WorkflowError, match=r"failing' raised KeyError: 'score' at "):
+        advantage_of(PPOConfig(advantage=f"{__name__}:failing"))(rows)
