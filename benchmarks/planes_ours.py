@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from areal_sc.config.schema import Device, SchedulerConfig, TransportConfig
 from areal_sc.fleet.events import Wished
-from areal_sc.fleet.found_workers import FoundWorkers
+from areal_sc.fleet.member import FoundWorkers
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.worker_life import Died, LifeEvent, Lives

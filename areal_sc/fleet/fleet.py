@@ -22,8 +22,7 @@ from typing import Any
 
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ArealError, IncarnationMismatch, PeerLost, RpcTimeout, WorkerLost
-from areal_sc.fleet.found_workers import FoundWorkers, take_found
-from areal_sc.fleet.member import Member
+from areal_sc.fleet.member import FoundWorkers, Member, take_found
 from areal_sc.fleet.node_room import NodeRoom
 from areal_sc.fleet.node_workers import NodeWorkers
 from areal_sc.fleet.runtime import Runtime

@@ -1,12 +1,17 @@
-"""A worker of a fleet, through all its lives, as its controller sees it."""
+"""A worker of a fleet, through all its lives, as its controller sees it.
+
+The first of them may be one that an earlier start of the script has left: see `take_found`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from areal_sc.errors import ArealError, PeerLost, WorkerLost
 from areal_sc.fleet.worker_life import Life
-from areal_sc.nodes.spec import WorkerOrder, WorkerReport
+from areal_sc.nodes.spec import LivingWorker, WorkerOrder, WorkerReport
+from areal_sc.schedulers.base import Node
 from areal_sc.transport.rpc.method import A, Method, R
 from areal_sc.transport.rpc.transport import Connection
 
@@ -76,3 +81,38 @@ class Member:
     def node(self) -> tuple[str, str]:
         """(node_id, node_addr), as shards name their owner."""
         return self.worker.name, self.worker.address
+
+
+@dataclass(frozen=True)
+class FoundWorkers:
+    """The workers of a role that were found on a node.
+
+    Attributes:
+        adopted: those that are as they are wanted now.
+        unwanted: the others.
+    """
+
+    adopted: list[LivingWorker] = field(default_factory=list)
+    unwanted: list[LivingWorker] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.adopted or self.unwanted)
+
+
+def take_found(node: Node, orders: Sequence[WorkerOrder], *, adopts: bool) -> FoundWorkers:
+    """What was found on a node of the role of the orders; nobody else gets it from now on.
+
+    Args:
+        adopts: whether any of them are wanted.
+    """
+    role = orders[0].role
+    ours = [worker for worker in node.found if worker.order.role == role]
+    node.found = [worker for worker in node.found if worker.order.role != role]
+    taken = FoundWorkers()
+    for worker in ours:
+        is_wanted = adopts and any(
+            order.name == worker.order.name and order.is_like(worker.order) for order in orders
+        )
+        can_be_used = is_wanted and worker.report is not None
+        (taken.adopted if can_be_used else taken.unwanted).append(worker)
+    return taken

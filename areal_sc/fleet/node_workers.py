@@ -32,8 +32,7 @@ from typing import Any, Final, TypeVar
 from areal_sc.errors import ArealError, StaleTerm, TransportError, WorkerLost
 from areal_sc.fleet.agent_restarts import MAX_MISSED, NodeAgent
 from areal_sc.fleet.events import Wished
-from areal_sc.fleet.found_workers import FoundWorkers
-from areal_sc.fleet.member import Member, NoConnection
+from areal_sc.fleet.member import FoundWorkers, Member, NoConnection
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.fleet.silence import Silence
 from areal_sc.fleet.worker_life import Died, Joined, Lives, Tell

@@ -44,6 +44,7 @@ from areal_sc.controller.ledger.ledger_records import LedgerState, Publish, Reco
 from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import LedgerError, RunFolderError, WaitTimeout
 from areal_sc.fleet.bounded import bounded
+from areal_sc.fleet.events import RunFailed
 from areal_sc.system.disk import AppendedFile, Disk
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Journal:
     """Writes the journal of one ledger to a folder, which is made when it is needed.
 
     Args:
-        on_failure: is told why nothing can be written any more.
+        hear: takes the failure of the run, if nothing can be written any more.
         limit_s: `transport.write_timeout_s`: a disk that does not answer for so long has failed.
     """
 
@@ -77,11 +78,11 @@ class Journal:
         self,
         folder: Path,
         disk: Disk,
-        on_failure: Callable[[RunFolderError], None] = lambda failure: None,
+        hear: Callable[[RunFailed], None] = lambda event: None,
         limit_s: float = 3600.0,
     ) -> None:
         self._limit_s = limit_s
-        self._on_failure = on_failure
+        self._hear = hear
         self._folder = folder
         self._disk = disk
         self._take_state: Callable[[], LedgerState] = LedgerState
@@ -184,7 +185,7 @@ class Journal:
         else:
             self._num_durable = num_appended
         if self._failure is not None:
-            self._on_failure(self._failure)
+            self._hear(RunFailed(self._failure))
 
     def _write(self, parts: list[_Part]) -> None:
         """Blocks until all is on the disk."""

@@ -85,7 +85,7 @@ class RolloutController(WeightsReader):
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
-        self._journal = Journal(self._folder.ledger, self._runtime.disk, self._give_up, limit_s)
+        self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
         tools = GroupTools(
             self.config,
             self._workers,

@@ -13,7 +13,7 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.config.schema import AdmissionMode, OverBound, RolloutConfig, WeightUpdateConfig
 from areal_sc.config.server_settings import SGLangConfig
-from areal_sc.controller.rollout.room import StoreRoom, check_room, store_room
+from areal_sc.controller.rollout.worker_set import StoreRoom, check_room, store_room
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.nodes.spec import WorkerReport
 from areal_sc.sizing.store_room import max_group_bytes
