@@ -109,7 +109,7 @@ there is no bonus of entropy: a loss of your own can have one
 there is no second clip: a loss of your own can have one (actor.ppo.loss=package.module:function;
     docs/own-loop.md) = delta clip_ratio_c c_clip
 there is no critic: advantages are those within a group or a batch (actor.ppo.advantage_mean) =
-    gamma lam gae_lambda discount vf_coef value_loss_coef critic. cliprange_value
+    gamma lam gae_lambda discount vf_coef value_loss_coef cliprange_value
     critic_warmup critic_learning_rate
 all parameters are trained; there are no adapters = use_peft lora_rank lora_r lora_alpha
     peft_config

@@ -244,7 +244,7 @@ def test_nearest_keys_prefers_the_named_section() -> None:
         ("gconfig.min_new_tokens", "answers are sampled by generation.temperature"),
         ("saver.freq_steps", "checkpoint.every_steps"),
         ("stats_logger.wandb.mode", "here that is trackers"),
-        ("critic.model.path", "there is no critic"),
+        ("critic.model.path", "did you mean critic.path"),
         ("actor_rollout_ref.ref.fsdp_config.param_offload", "there is no term of divergence"),
         ("train_dataset.path", "the script gives prompts"),
         ("train_dataset.batch_size", "rollout.train_batch_groups"),
