@@ -2,22 +2,25 @@
 
     for each policy version:
         rollout.prepare_batch            waits for generation           wait_s
+        compute                          what the models beside the policy say of the tokens
         compute_advantages
         compute_proximal_logprobs
         ppo_update                       trains                         train_s
         publish_weights                  version += 1                   sync_s
 
 Generation never waits for this loop; it is limited by the staleness bound alone. Evaluations,
-snapshots and exports go on beside it.
+snapshots and exports go on beside it. A section of the settings that names a model, `reference`
+say, is a model beside the policy: what it says is a field of the batch, for advantages and loss.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 
+from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.engines.handles import make_actor, make_generator, make_model
 from areal_sc.errors import StepLost
 from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
@@ -59,8 +62,12 @@ class PPOTrainer(Run):
                 evaluations = Evaluations(
                     self, rollout, evaluation_prompts, evaluation_workflow or workflow
                 )
-            checkpoints = Checkpoints(self, actor, rollout)
-            with self.training(actor, rollout) as steps:
+            others = {
+                role: TrainController(make_model(self.config, role), self.scheduler, role=role)
+                for role in further_models(self.config)
+            }
+            checkpoints = Checkpoints(self, actor, rollout, *others.values())
+            with self.training(actor, rollout, *others.values()) as steps:
                 if actor.version == 0:
                     evaluations.begin("before")
                 for step in steps:
@@ -68,6 +75,9 @@ class PPOTrainer(Run):
                         with step.timed("wait"):
                             batch = rollout.prepare_batch(prompts, workflow)
                         with step.timed("train"):
+                            for role, model in others.items():
+                                output, field = FURTHER_MODELS[role]
+                                batch = model.compute(batch, output, field=field)
                             batch = actor.compute_advantages(batch)
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)
