@@ -45,7 +45,7 @@ from areal_sc.controller.train.train_step import (
     trained_content,
     with_advantages,
 )
-from areal_sc.engines.base import OUTPUTS
+from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import (
     ROWS_GONE,
@@ -172,13 +172,12 @@ class TrainController(Controller):
         `prepare_batch` has formed a batch anew.
 
         Args:
-            output: `logprobs` or `entropy`, in nats; see `TrainEngine.forward`.
+            output: `logprobs` or `entropy`, in nats, or `values`; see `TrainEngine.forward`.
             field: its name.
         Raises: ValueError: there is no such output. MetadataError: the batch has the field.
             BatchLost: as `ppo_update`.
         """
-        if output not in OUTPUTS:
-            raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
+        column_of(output, self.config.head)
         selected = batch.select(MODEL_FIELDS).without_advantages()
         return await self._work.compute(batch, selected, output, field)
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from areal_sc.algorithms.losses import Loss, LossTokens, Metric, checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import OUTPUTS, RankPosition
+from areal_sc.engines.base import RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
 from areal_sc.engines.training.micro_batches import (
@@ -236,9 +236,7 @@ class RankEngine(ABC):
                 known, tokens of advantage 0 are left out: nothing is trained on them.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
-        if output not in OUTPUTS:
-            raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
-        column = OUTPUTS.index(output)
+        column = column_of(output, self.config.head)
         known = with_token_advantages(rows)
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
         values = torch.zeros(rows.num_tokens)
