@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_sc.algorithms.losses import LossTokens, Metric
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
-from areal_sc.config.schema import ActorConfig, OptimizerConfig, PPOConfig
+from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig, PPOConfig
 from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
@@ -108,6 +108,12 @@ class UserLoss:
             case "empty":
                 return value + 0 * logprobs.max(), {}  # which there is none of
         return value, {}
+
+
+def squared_error(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Mean over the trained tokens of (value - target)^2; the target is any field."""
+    squares = (tokens.logprobs - tokens.fields["behavior_logprobs"]).square()
+    return squares.sum() / tokens.num_loss_tokens, {"value_error": Metric.mean(squares)}
 
 
 def try_user_losses(
@@ -235,6 +241,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         compile_layers=scenario.get("compile_layers", False),
         logprob_chunk_tokens=scenario.get("chunk_tokens", 7),
         seed=0,
+        head=ModelHead(scenario.get("head", "lm")),
         parallel=ParallelConfig(**scenario.get("parallel", {})),
         optimizer=OptimizerConfig(
             lr=1e-3,
@@ -276,7 +283,8 @@ def run_rank(
         if "load_snapshot" in scenario:
             engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
-        result["logprobs"] = engine.forward(rows, "logprobs")
+        is_lm = config.head is ModelHead.lm
+        result["logprobs"] = engine.forward(rows, "logprobs" if is_lm else "values")
 
         if "save_first" in scenario:
             engine.begin_save_hf(Path(scenario["save_first"]), is_staged=False).result(60)
@@ -291,7 +299,7 @@ def run_rank(
         def train_step(step: int) -> dict[str, float]:
             return engine.update(
                 minibatches_of(step),
-                loss_of(engine.config.ppo),
+                loss_of(engine.config.ppo) if is_lm else squared_error,
                 step=step,
                 min_token_version=scenario.get("min_token_version"),
             )
