@@ -7,7 +7,8 @@ tensors, which meets no other rank; the parts that micro-batches and ranks give 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,7 @@ class LossTokens:
             `proximal_logprobs` those of the weights before the first minibatch.
         rows: where the tokens stand.
         counts: denominators.
+        values: [N] float32, of a model with a value head; requires grad. None: it has none.
     """
 
     logprobs: torch.Tensor
@@ -90,6 +92,14 @@ class LossTokens:
     fields: Mapping[str, torch.Tensor]
     rows: LossRows
     counts: LossCounts
+    values: torch.Tensor | None = None
+
+    @property
+    def predicted_values(self) -> torch.Tensor:
+        """[N] the values. Raises: ValueError: the model has no value head."""
+        if self.values is None:
+            raise ValueError("this loss reads values: expected a model with a value head")
+        return self.values
 
     @property
     def num_loss_tokens(self) -> int:
@@ -118,3 +128,62 @@ class LossTokens:
             raise ValueError(f"over={over!r}: expected one of {', '.join(MEANS)}")
         num_tokens, count = of_rows[over]
         return (rows.sum(values) / num_tokens.to(values.dtype)).sum() / count
+
+
+def loss_tokens_of(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    num_loss_tokens: Sequence[int],
+    *,
+    groups: Sequence[int] | None = None,
+    episodes: Sequence[int] | None = None,
+    rewards: Sequence[float] | None = None,
+) -> LossTokens:
+    """The tokens of a minibatch that is one micro-batch of one rank: what a loss is tried on.
+
+    Args:
+        logprobs, entropy, fields: as in `LossTokens`, row after row.
+        num_loss_tokens: [R] trained tokens of each row; one token of context stands before them.
+        groups: [R] of the rows; None: each row is a group.
+        episodes: [R] of the rows, in their groups; None: each row is an episode.
+        rewards: [R]; None: 0.
+    Raises: ValueError: the numbers do not fit each other.
+    """
+    counts, device = list(num_loss_tokens), logprobs.device
+    rows = range(len(counts))
+    in_group = list(rows if groups is None else groups)
+    in_episode = list(zip(in_group, rows if episodes is None else episodes, strict=True))
+    group_tokens, episode_tokens = Counter[int](), Counter[tuple[int, int]]()
+    for group, episode, count in zip(in_group, in_episode, counts, strict=True):
+        group_tokens[group] += count
+        episode_tokens[episode] += count
+    if sum(counts) != len(logprobs):
+        raise ValueError(f"rows of {sum(counts)} tokens for {len(logprobs)} log-probabilities")
+
+    def tensor(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    distinct = list(episode_tokens)
+    return LossTokens(
+        logprobs,
+        entropy,
+        fields,
+        LossRows(
+            of_token=torch.repeat_interleave(tensor(rows), tensor(counts)),
+            position=tensor([place for count in counts for place in range(1, count + 1)]),
+            num_tokens=tensor(counts) + 1,
+            reward=torch.tensor(rewards or [0.0] * len(counts), device=device),
+            group=tensor(in_group),
+            episode=tensor([distinct.index(it) for it in in_episode]),
+            num_loss_tokens=tensor(counts),
+            num_episode_tokens=tensor([episode_tokens[it] for it in in_episode]),
+            num_group_tokens=tensor([group_tokens[it] for it in in_group]),
+        ),
+        LossCounts(
+            tokens=sum(counts),
+            sequences=sum(count > 0 for count in counts),
+            episodes=len(+episode_tokens),
+            prompts=len(+group_tokens),
+        ),
+    )

@@ -1,17 +1,22 @@
-"""A loss is tried on one row that is made up, before anything is trained by it."""
+"""A loss is tried on two rows that are made up, before anything is trained by it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 
-from areal_sc.algorithms.losses import LossTokens, checked
+from areal_sc.algorithms.loss_tokens import loss_tokens_of
+from areal_sc.algorithms.losses import checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
 
-_NUM_TOKENS: Final = 4
+_NUM_LOSS_TOKENS: Final = (3, 1)
+"""Trained tokens of the rows, which are those of one prompt."""
+
+_NUM_TOKENS: Final = sum(_NUM_LOSS_TOKENS)
 _EXPECTED: Final = "a scalar loss that depends on the tokens"
 
 
@@ -33,9 +38,17 @@ def try_loss(loss: NamedLoss) -> None:
     where = f"actor.ppo.loss: {loss.name} with actor.ppo.loss_settings={dict(loss.settings)}"
     try:
         with user_code("it"):
-            returned = compute(LossTokens(values * 1, -values, fields, _NUM_TOKENS))
+            tokens = loss_tokens_of(
+                values * 1,
+                -values,
+                fields,
+                _NUM_LOSS_TOKENS,
+                groups=(0, 0),
+                rewards=(1.0, 0.0),
+            )
+            returned = compute(replace(tokens, values=values / 2))
     except WorkflowError as error:
-        raise ConfigError(f"{where}: tried on one row, {error}") from error
+        raise ConfigError(f"{where}: tried on two rows, {error}") from error
     try:
         value, _ = checked(returned)
     except TypeError as error:

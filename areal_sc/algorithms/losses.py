@@ -1,16 +1,18 @@
 """Losses over trained tokens. Those of micro-batches and ranks add up to that of the minibatch.
 
 A loss is a function `(tokens, **settings) -> (scalar loss, metrics)`: `named_loss` tells how it is
-named. Its denominator is `tokens.num_loss_tokens`, not the number of tokens that it is given.
+named. Its denominators are `tokens.counts`, not the number of tokens that it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
+
+from areal_sc.algorithms.loss_tokens import LossTokens as LossTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +88,6 @@ def checked(returned: Any) -> tuple[torch.Tensor, Metrics]:
         if name in _OWN:
             raise TypeError(f"metric {name}: a step reports a number of its own by this name")
     return value, metrics
-
-
-@dataclass(frozen=True)
-class LossTokens:
-    """The trained tokens of one micro-batch, on the model's device; there may be none.
-
-    Attributes:
-        logprobs: [N] float32, nats, of the weights that are trained; requires grad.
-        entropy: [N] float32, nats, of the distributions that the tokens are from; requires grad.
-        fields: looked up by name: [N] values of the rows' field at these tokens, of
-            `behavior_logprobs`, say; `advantages` are float32, each of the token or of its row,
-            `proximal_logprobs` those of the weights before the first minibatch.
-        num_loss_tokens: trained tokens of the minibatch over all ranks and micro-batches, > 0;
-            also those that go through no model, as nothing depends on them.
-    """
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    fields: Mapping[str, torch.Tensor]
-    num_loss_tokens: int
 
 
 Loss = Callable[[LossTokens], tuple[torch.Tensor, Metrics]]

@@ -22,6 +22,9 @@ class EvaluationConfig:
 
     every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
     num_prompts: int = setting(256, "held-out prompts of one evaluation", ge=1)
+    num_samples: int = setting(
+        1, "answers a prompt; the greedy evaluation takes one", ge=1, le=1024
+    )
     greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
 
 

@@ -74,7 +74,7 @@ def look_at_model(
         from areal_sc.algorithms.loss_trial import try_loss
 
         try_loss(loss)
-        tell(f"loss {loss.name}: tried on one row")
+        tell(f"loss {loss.name}: tried on two rows")
     if is_on_this_machine and role not in (TRAIN_ROLE, *FURTHER_MODELS):  # these were told before
         _tell_memory(role, handle)
 

@@ -197,9 +197,13 @@ class EvaluationResult(_Record):
     Attributes:
         name: `before`, `after`, `greedy`, or `periodic`.
         step: training steps done when it began.
-        reward: mean over answers that were not rejected; so are the workflow's metrics.
-        num_prompts: that are in the means.
-        num_rejected: further prompts, whose episode was rejected; they are not in the means.
+        reward: mean over answers that were not rejected; so are the workflow's metrics, but for
+            `accuracy`, in which a rejected answer is wrong.
+        num_prompts: that were evaluated.
+        num_rejected: answers whose episode was rejected.
+        num_samples: answers a prompt.
+        accuracy_low, accuracy_high: hold the accuracy over all such prompts with 95 % confidence.
+        pass_at: "k" -> estimated share of prompts of which one of k answers is right.
         version_min: oldest policy version that sampled a token of it.
         version_max: newest one; the same as `version_min` where no publication fell into it.
         temperature: 0 is greedy.
@@ -213,6 +217,10 @@ class EvaluationResult(_Record):
     version_max: int
     temperature: float
     num_rejected: int = 0
+    num_samples: int = 1
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+    pass_at: Mapping[str, float] = field(default_factory=dict)
     workflow: Mapping[str, float] = field(default_factory=dict)
 
 

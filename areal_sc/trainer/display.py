@@ -168,6 +168,7 @@ class Display(Tracker):
     def on_evaluation(self, result: EvaluationResult) -> None:
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
         values = {name: getattr(result, name) for name in names} | result.reward_parts()
+        values |= {f"pass@{k}": value for k, value in result.pass_at.items() if k != "1"}
         self._line(evaluation=result.name, step=result.step, **values)
 
     def note(self, text: str) -> None:
@@ -295,12 +296,21 @@ class LiveDisplay(Display):
     def on_evaluation(self, result: EvaluationResult) -> None:
         line = Text.assemble((f"evaluation {result.name}: ", "bold magenta"))
         if result.accuracy is not None:
-            line.append(f"accuracy {short_number(result.accuracy)}, ")
+            line.append(f"accuracy {short_number(result.accuracy)}")
+            if result.accuracy_low is not None and result.accuracy_high is not None:
+                bounds = map(short_number, (result.accuracy_low, result.accuracy_high))
+                line.append(f" ({' to '.join(bounds)})")
+            line.append(", ")
+            most = max(result.pass_at, key=int, default="1")
+            if most != "1":
+                line.append(f"pass@{most} {short_number(result.pass_at[most])}, ")
         if result.accuracy != result.reward:
             line.append(f"reward {short_number(result.reward)}, ")
         for name, value in result.reward_parts().items():
             line.append(f"{name} {short_number(value)}, ")
         line.append(f"{result.num_prompts} prompts")
+        if result.num_samples > 1:
+            line.append(f" x {result.num_samples} answers")
         versions = f"version {result.version_min}"
         if result.version_max != result.version_min:
             versions += f" to {result.version_max}"

@@ -25,6 +25,7 @@ class Evaluations(BesideTraining):
         prompts: held-out ones; None: nothing is ever evaluated.
         name: of these prompts, before that of each result (`NAME/periodic`): further evaluations
             of one run need one.
+        num_samples: answers a prompt; None: `evaluation.num_samples`. A greedy evaluation has one.
     Raises: ConfigError: another one of the run has this name. WorkflowError: a worker could not
         build the prompts or the workflow.
     """
@@ -37,8 +38,10 @@ class Evaluations(BesideTraining):
         workflow: Workflow,
         *,
         name: str = "",
+        num_samples: int | None = None,
     ) -> None:
         self._name: str = name
+        self._num_samples = num_samples or run.config.evaluation.num_samples
         if any(isinstance(it, Evaluations) and it._name == name for it in run.beside):
             raise ConfigError(
                 f"Evaluations: expected a name of its own for each of a run, got {name!r} twice: "
@@ -73,6 +76,7 @@ class Evaluations(BesideTraining):
             self._prompts,
             self._workflow,
             num_prompts=self._run.config.evaluation.num_prompts,
+            num_samples=1 if temperature == 0 else self._num_samples,
             temperature=temperature,
         )
         self._asked_temperature = temperature
@@ -101,15 +105,20 @@ class Evaluations(BesideTraining):
             return
         if outcome.first_rejection is not None:
             self._run.display.warning(
-                f"{outcome.num_rejected} prompts of the evaluation were rejected, and are not in "
-                f"its means over {outcome.num_prompts} others; for example: "
-                f"{outcome.first_rejection.describe()}"
+                f"{outcome.num_rejected} of {outcome.num_prompts * outcome.num_samples} answers of "
+                "the evaluation were rejected: they count as wrong in its accuracy, and are in no "
+                f"other mean; for example: {outcome.first_rejection.describe()}"
             )
+        low, high = outcome.accuracy_interval or (None, None)
         result = EvaluationResult(
             **self._named,
             reward=outcome.reward,
             num_prompts=outcome.num_prompts,
             num_rejected=outcome.num_rejected,
+            num_samples=outcome.num_samples,
+            accuracy_low=low,
+            accuracy_high=high,
+            pass_at={str(k): value for k, value in outcome.pass_at_k.items()},
             version_min=outcome.versions[0],
             version_max=outcome.versions[1],
             workflow=outcome.metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -58,6 +59,16 @@ def run_ranks(
         name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(it["world_size"])]
         for name, it in scenarios.items()
     }
+
+
+def load_program() -> Any:
+    """The program as a module: what its ranks compute with."""
+    specification = importlib.util.spec_from_file_location("ranks_program", PROGRAM)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_sc.algorithms.losses import LossTokens, Metric
+from areal_sc.algorithms.loss_tokens import LossTokens
+from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig, PPOConfig
@@ -33,6 +34,7 @@ from areal_sc.engines.handles import make_actor
 from areal_sc.engines.training.micro_batches import MicroBatch
 from areal_sc.engines.training.rank_engine import RankEngine
 from areal_sc.errors import ArealError, ModelError
+from areal_sc.metadata import RowMetadata
 from areal_sc.transport.packed_rows import PackedRows
 
 RANK_TIMEOUT_S = 300.0
@@ -65,7 +67,43 @@ def make_minibatch(step: int, index: int, minibatch: dict[str, Any]) -> PackedRo
     rows = make_rows(100 * step + index, minibatch["lengths"], 30)
     unrewarded = minibatch.get("unrewarded", [])
     advantages = (0.0 if row in unrewarded else a for row, a in enumerate(rows.advantages or ()))
-    return replace(rows, advantages=tuple(advantages))
+    return replace(rows, advantages=tuple(advantages), metadata=make_metadata(rows, minibatch))
+
+
+def make_metadata(rows: PackedRows, minibatch: dict[str, Any]) -> tuple[RowMetadata, ...] | None:
+    """Groups and episodes as the minibatch names them, and some rewards."""
+    if "groups" not in minibatch:
+        return None
+    each = zip(minibatch["groups"], minibatch["episodes"], rows.lengths, strict=True)
+    return tuple(
+        RowMetadata(group, 0, length, 0.5 * index - 1, 0, (), episode)
+        for index, (group, episode, length) in enumerate(each)
+    )
+
+
+def row_loss(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """GSPO's clipped ratio of whole sequences, and means of each kind, of rewarded rows."""
+    rows = tokens.rows
+    log_ratio = tokens.logprobs - tokens.fields["proximal_logprobs"]
+    # arXiv:2507.18071, eq. 14
+    sequence = rows.spread(rows.mean(log_ratio)).detach() + tokens.logprobs
+    ratio = (sequence - tokens.logprobs.detach()).exp()
+    advantages = tokens.fields["advantages"]
+    gains = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.2) * advantages)
+    of_rewards = rows.spread(rows.reward) * tokens.logprobs
+    late = tokens.logprobs * rows.position / rows.spread(rows.num_tokens)
+    loss = (
+        -tokens.mean(gains, "sequence")
+        - 0.3 * tokens.mean(of_rewards, "episode")
+        - 0.2 * tokens.mean(late, "prompt")
+        - 0.1 * tokens.mean(tokens.entropy, "token")
+    )
+    counts = tokens.counts
+    shares = torch.tensor([counts.sequences, counts.episodes, counts.prompts], dtype=torch.float32)
+    return loss, {
+        "counts": Metric.max(shares @ torch.tensor([10000.0, 100.0, 1.0])[:, None]),
+        "sequence_ratio": Metric.mean(ratio),
+    }
 
 
 class WeighedEngine(FSDPEngine):
@@ -112,7 +150,7 @@ class UserLoss:
 
 def squared_error(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Mean over the trained tokens of (value - target)^2; the target is any field."""
-    squares = (tokens.logprobs - tokens.fields["behavior_logprobs"]).square()
+    squares = (tokens.predicted_values - tokens.fields["behavior_logprobs"]).square()
     return squares.sum() / tokens.num_loss_tokens, {"value_error": Metric.mean(squares)}
 
 
@@ -283,8 +321,8 @@ def run_rank(
         if "load_snapshot" in scenario:
             engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
-        is_lm = config.head is ModelHead.lm
-        result["logprobs"] = engine.forward(rows, "logprobs" if is_lm else "values")
+        output = "logprobs" if config.head is ModelHead.lm else "values"
+        result[output] = engine.forward(rows, output)
 
         if "save_first" in scenario:
             engine.begin_save_hf(Path(scenario["save_first"]), is_staged=False).result(60)
@@ -296,10 +334,12 @@ def run_rank(
                 if minibatch.get("step", step) == step
             ]
 
+        losses = {"of ppo": loss_of(engine.config.ppo), "rows": row_loss, "values": squared_error}
+
         def train_step(step: int) -> dict[str, float]:
             return engine.update(
                 minibatches_of(step),
-                loss_of(engine.config.ppo) if is_lm else squared_error,
+                losses[scenario.get("loss", "of ppo")],
                 step=step,
                 min_token_version=scenario.get("min_token_version"),
             )

@@ -11,7 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -27,13 +27,15 @@ from markdown_it.token import Token
 
 import areal_sc
 from areal_sc import errors
-from areal_sc.algorithms.losses import LossTokens, decoupled_ppo
+from areal_sc.algorithms.loss_tokens import loss_tokens_of
+from areal_sc.algorithms.losses import decoupled_ppo
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.records.metrics import Summary
 from areal_sc.rewards.base import declare_reward
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
 """Their files are written to an empty folder, and their commands run there, in this order."""
@@ -58,6 +60,7 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
+    "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
     "scheduler.slurm.nodes=2": "tests/integration/slurm/test_slurm_run.py",
@@ -81,6 +84,7 @@ FRAGMENTS = (
     "load_config({",
     "class Printer(Tracker):",
     "@declare_reward(",
+    "from areal_sc.rewards.answers",
     "# reference_kl.py",
     "# two_models.py",
     "# a scheduler alone",
@@ -211,6 +215,17 @@ def test_a_tracker_and_a_reward_of_ones_own(capsys: pytest.CaptureFixture[str]) 
     assert reward.areal_sc_declaration.late_after_s == 5.0
 
 
+def test_ready_made_rewards_go_together() -> None:
+    names = {"SingleTurnWorkflow": SingleTurnWorkflow}
+    workflow = run_block("from areal_sc.rewards.answers", **names)["workflow"]
+    workflow.check()
+    row, completion = {"answer": "Paris"}, "<think>so so so so</think><answer>Paris</answer>"
+    given = workflow.reward
+    assert given["right"](row, completion) == 1.0
+    assert given["format"][0](row, completion) == 1.0
+    assert given["again"](row, "so so so so") == -0.5
+
+
 def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds a penalty to decoupled PPO; the script makes the calls of the one that is tested."""
     fields = {
@@ -222,7 +237,8 @@ def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
         }.items()
     } | {"advantages": torch.tensor([1.0, -1.0, 0.5])}
     logprobs = torch.tensor([-0.9, -0.6, -2.0], requires_grad=True)
-    given = LossTokens(logprobs, torch.zeros(3), fields, num_loss_tokens=4)
+    tokens = loss_tokens_of(logprobs, torch.zeros(3), fields, [3])
+    given = replace(tokens, counts=replace(tokens.counts, tokens=4))
     loss, metrics = run_block("# reference_kl.py")["ppo_near_reference"](given, kl_weight=2.0)
     without, _ = decoupled_ppo(given, clip_low=0.2, clip_high=0.2)
     added = 2.0 * (0.4**2 + 0.9**2 + 0.5**2) / 2 / 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.ranks import EIGHT, PROGRAM, check_user_losses, difference, run_ranks
+from integration.ranks import EIGHT, check_user_losses, difference, load_program, run_ranks
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_sc.transport.packed_rows import PackedRows
@@ -196,12 +196,7 @@ def minibatch_loss(
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    import importlib.util
-
-    specification = importlib.util.spec_from_file_location("ranks_program", PROGRAM)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_program()
 
 
 @pytest.fixture(scope="module")

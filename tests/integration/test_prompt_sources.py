@@ -67,8 +67,9 @@ def test_a_huge_dataset_that_no_other_process_can_build(start_rollout: Callable[
         assert len(trained) == 4
         assert trained <= {float(index) for index in rows.read}
         assert len(rows.read) <= rollout.groups.ledger.num_prompts_taken + 1
-        outcome = rollout.evaluate(rows, WORKFLOW, num_prompts=3)
-        assert outcome.reward == 1.0
+        outcome = rollout.evaluate(rows, WORKFLOW, num_prompts=3, num_samples=5)
+        assert outcome.reward == 1.0, "each of the rows 0, 1 and 2 equally often"
+        assert (outcome.num_prompts, outcome.num_samples) == (3, 5)
 
 
 def test_a_stream_goes_on_after_a_resume(start_rollout: Callable[..., Any]) -> None:

@@ -47,13 +47,17 @@ def results(folder: Path) -> Results:
                 model,
                 mesh,
                 head="value",
+                loss="values",
                 snapshot_after=0,
                 snapshot=str(folder / f"by_{mesh}"),
                 save_hf=str(folder / f"exported_by_{mesh}"),
             )
             for mesh in VALUE_MESHES
         }
-        | {f"new_{mesh}": scenario(lm, mesh, head="value", steps=[0]) for mesh in ("one", "dp2")},
+        | {
+            f"new_{mesh}": scenario(lm, mesh, head="value", loss="values", steps=[0])
+            for mesh in ("one", "dp2")
+        },
     )
     return found | run_ranks(
         folder,
@@ -62,6 +66,7 @@ def results(folder: Path) -> Results:
                 str(folder / "exported_by_dp2"),
                 "tp2",
                 head="value",
+                loss="values",
                 steps=[],
                 resumes=[str(folder / "by_sp2")],
                 resumes_step=1,
@@ -115,7 +120,7 @@ def test_values_are_trained_as_one_float64_process_does(
 def test_values_of_a_new_head_begin_at_zero(mesh: str, results: Results) -> None:
     for rank in results[f"new_{mesh}"]:
         assert "error" not in rank, rank["error"]
-        assert float(rank["logprobs"].abs().max()) == 0.0
+        assert float(rank["values"].abs().max()) == 0.0
         assert float(rank["weights"]["score.weight"].abs().max()) > 1e-4
 
 
@@ -143,6 +148,6 @@ def test_a_mesh_begins_from_an_export_and_goes_on_from_a_snapshot(
         start += length
     expected *= rows.fields["loss_mask"]
     assert float(expected.abs().max()) > 1e-3
-    assert torch.allclose(first["logprobs"], expected, atol=1e-5)
+    assert torch.allclose(first["values"], expected, atol=1e-5)
     resumed = first[str(folder / "by_sp2")]
     assert difference(resumed, results["one"][0]["weights"]) <= 1e-5

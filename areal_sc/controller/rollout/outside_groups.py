@@ -130,13 +130,13 @@ class OutsideGroups(Groups):
         self._needed[group.group_id] = group.attempt
 
     async def evaluate(
-        self, source: RolloutSource, num_prompts: int, temperature: float | None
+        self, source: RolloutSource, num_prompts: int, num_samples: int, temperature: float | None
     ) -> EvaluationOutcome:
         """Runs episodes for `RolloutController.evaluate_async`."""
         async with self._workers.updates.held_for_evaluation() as held:
 
-            async def run(index: int) -> EvaluationReply:
-                prompt = source.prompt(index, self._config.seed)
+            async def run(number: int) -> EvaluationReply:
+                prompt = source.prompt(number // num_samples, self._config.seed)
                 episode = RunEvaluation(prompt, source.workflow, temperature)
 
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
@@ -154,7 +154,8 @@ class OutsideGroups(Groups):
                     self._rejections.note(reply.rejection)
                 return reply
 
-            return EvaluationOutcome.of(await self._for_each(range(num_prompts), run))
+            replies = await self._for_each(range(num_prompts * num_samples), run)
+            return EvaluationOutcome.of(replies, num_samples)
 
     async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
         """Results in order, at most `max_concurrent_groups` of them at a time.

@@ -217,9 +217,10 @@ class RolloutController(WeightsReader):
         workflow: Workflow,
         *,
         num_prompts: int | None = None,
+        num_samples: int = 1,
         temperature: float | None = None,
     ) -> EvaluationOutcome:
-        """Runs one episode a prompt and averages rewards and metrics; trains on nothing.
+        """Runs episodes and averages rewards and metrics; trains on nothing.
 
         With several workers it runs on one, which keeps its weights until the evaluation is done;
         with one worker, or where that one is lost meanwhile, `versions` tells which versions took
@@ -229,14 +230,17 @@ class RolloutController(WeightsReader):
             prompts: the dataset; its first `num_prompts` rows are evaluated.
             workflow: the episode.
             num_prompts: None: all; a stream has no such number, so it has to be given.
+            num_samples: episodes a prompt, >= 1.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
-        Raises: WorkflowError: every prompt was rejected, or a stream ended. WorkerLost: a worker
-            died too often. StepsLost: as of `prepare_batch`.
+        Raises: WorkflowError: every answer was rejected, or a stream ended. WorkerLost: a worker
+            died too often. StepsLost: as of `prepare_batch`. ValueError: a number is below 1.
         """
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples}: expected >= 1")
         source = await self._register_async(prompts, workflow)
         num_wanted = source.num_wanted(num_prompts, "num_prompts")
         return await self._outside.evaluate(
-            source, min(num_wanted, source.num_prompts or num_wanted), temperature
+            source, min(num_wanted, source.num_prompts or num_wanted), num_samples, temperature
         )
 
     def begin_evaluation(
@@ -245,12 +249,19 @@ class RolloutController(WeightsReader):
         workflow: Workflow,
         *,
         num_prompts: int | None = None,
+        num_samples: int = 1,
         temperature: float | None = None,
     ) -> Future[EvaluationOutcome]:
         """`evaluate` beside training: returns at once; the result is in the future."""
         self.register(prompts, workflow)
         return self._submit(
-            self.evaluate_async(prompts, workflow, num_prompts=num_prompts, temperature=temperature)
+            self.evaluate_async(
+                prompts,
+                workflow,
+                num_prompts=num_prompts,
+                num_samples=num_samples,
+                temperature=temperature,
+            )
         )
 
     async def take_over_async(self, *, goes_on: bool) -> FoundRuns:

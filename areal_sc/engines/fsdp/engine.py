@@ -65,7 +65,7 @@ class FSDPEngine(RankEngine):
         if self.config.cpu_offload and device.type == "cpu":
             logger.warning("actor.cpu_offload=true has no effect on a CPU: all is in host memory")
         self.counts_rows = groups.sequence.rank == 0
-        self.counts_metrics = groups.tensor.rank == 0
+        self.counts_metrics = groups.tensor.rank == groups.sequence.rank == 0
         self._model, self._parts = load_sharded_model(self.config, groups)
         if self.config.is_frozen:
             self._model.causal_lm.requires_grad_(False)
@@ -97,7 +97,7 @@ class FSDPEngine(RankEngine):
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
         for micro_rows in batch.packed:
-            micro_batch = self._micro_batch(batch.rows, micro_rows, batch.asked)
+            micro_batch = self._micro_batch(batch, micro_rows)
             yield micro_batch, self._forward(micro_batch, batch.rows)
         if isinstance(self._model, FSDPModule):
             # The root stays whole after a forward without backward, and would go stale.
@@ -108,7 +108,7 @@ class FSDPEngine(RankEngine):
 
     def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
         for micro_rows in batch.packed:
-            micro_batch = self._micro_batch(batch.rows, micro_rows, batch.asked)
+            micro_batch = self._micro_batch(batch, micro_rows)
             value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
             # FSDP averages over its ranks, but the denominator is already the global one.
             torch.autograd.backward(value * self.rows.size)
@@ -140,13 +140,17 @@ class FSDPEngine(RankEngine):
         if hasattr(self, "_groups"):
             self._groups.close()
 
-    def _micro_batch(
-        self, rows: PackedRows, chosen: Sequence[int], asked: torch.Tensor
-    ) -> MicroBatch:
+    def _micro_batch(self, batch: PlannedBatch, chosen: Sequence[int]) -> MicroBatch:
         # torch.compile would compile layers anew for a rank that has one token
         least = 2 * self._groups.sequence.size if self.config.compile_layers else 0
         return make_micro_batch(
-            rows, chosen, asked, self._model.layout, self.world.device, num_tokens=least
+            batch.rows,
+            chosen,
+            batch.asked,
+            self._model.layout,
+            self.world.device,
+            num_tokens=least,
+            numbers=batch.numbers,
         )
 
     def _forward(self, batch: MicroBatch, rows: PackedRows) -> Outputs:

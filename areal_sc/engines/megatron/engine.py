@@ -261,6 +261,7 @@ class MegatronEngine(RankEngine):
                     self._layout,
                     self.world.device,
                     num_tokens=num_tokens or self._divisible(length),
+                    numbers=batch.numbers,
                 )
 
         def step(following: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:

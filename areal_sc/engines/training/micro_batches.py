@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from areal_sc.algorithms.loss_tokens import LossRows
 from areal_sc.algorithms.packing import pack_micro_batches, pack_padded_micro_batches
 from areal_sc.engines.training.device_copies import to_device
 from areal_sc.engines.training.packed_attention import PackedLayout
+from areal_sc.engines.training.row_numbers import RowNumbers, sums_of_rows
 from areal_sc.transport.packed_rows import PackedRows
 
 LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
@@ -19,43 +21,63 @@ LayoutOf = Callable[[Sequence[int], torch.device], PackedLayout]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows on the device, and the tokens whose probability this rank is asked for.
+    """Some rows on the device, and the N tokens whose probability is asked for.
+
+    Where the ranks of a sequence group share the rows, each is asked for `own` of these.
 
     Attributes:
         input_ids: [T] int64.
         layout: the rows' lengths.
-        positions: [N] int64, index of the token *before* each asked one among those that this rank
-            computes.
-        targets: [N] int64, the asked tokens.
+        own: of the N tokens, those that this rank is asked for.
+        positions: [own] int64, index of the token *before* each of them among the tokens that this
+            rank computes.
+        targets: [own] int64, these tokens.
         token_index: [N] int64 on the CPU, index of the asked tokens in the rows it was taken from.
-        fields: [N] values of each field of these rows at the asked tokens.
+        fields: [N, ...] values of each field of these rows at the asked tokens.
+        loss_rows: the rows as a loss sees them; None: their numbers are not known.
     """
 
     input_ids: torch.Tensor
     layout: PackedLayout
+    own: slice
     positions: torch.Tensor
     targets: torch.Tensor
     token_index: torch.Tensor
     fields: Mapping[str, torch.Tensor]
+    loss_rows: LossRows | None
+
+    @property
+    def own_token_index(self) -> torch.Tensor:
+        """[own] int64, as `token_index`."""
+        return self.token_index[self.own]
 
     def gather_temperatures(self, rows: PackedRows) -> torch.Tensor | None:
-        """[N] float32, what the asked tokens were sampled at, on the device; None: 1 for all.
+        """[own] float32, what the tokens were sampled at, on the device; None: 1 for all.
 
         Raises: ValueError: one is not above 0.
         """
-        if not len(self.token_index) or "temperatures" not in rows.fields:
+        if not len(self.own_token_index) or "temperatures" not in rows.fields:
             return None
-        temperatures = rows.fields["temperatures"][self.token_index]
+        temperatures = rows.fields["temperatures"][self.own_token_index]
         if not bool((temperatures > 0).all()):
             raise ValueError(
                 "temperatures of asked tokens must be above 0, got "
                 f"{temperatures.min().item():g}: greedy tokens are context, and have 1"
             )
-        return None if bool((temperatures == 1).all()) else self.fields["temperatures"]
+        is_plain = bool((temperatures == 1).all())
+        return None if is_plain else self.fields["temperatures"][self.own]
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """[K, N] of [K, own], without gradient: the ranks of a sequence group have all of it."""
+        if self.layout.part is None:
+            return values
+        everyone = values.new_zeros(len(values), len(self.token_index))
+        everyone[:, self.own] = values
+        return self.layout.part.group.sum(everyone)
 
 
 class TokenFields(dict[str, torch.Tensor]):
-    """[N] values of a field at the asked tokens of a micro-batch, on its device, looked up by name.
+    """[N, ...] values of a field at the asked tokens of a micro-batch, looked up by name.
 
     Args:
         rows: that the micro-batch was taken from.
@@ -99,10 +121,12 @@ def trained_tokens(rows: PackedRows, min_token_version: int | None) -> torch.Ten
 
 
 def with_advantage(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
-    """[T] bool: those of the tokens whose advantage is not 0; all of them where it is not known."""
+    """[T] bool: tokens of the rows that have one whose advantage is not 0, or is not known."""
     if "advantages" not in rows.fields:
         return tokens
-    return tokens & (rows.fields["advantages"] != 0)
+    learning = sums_of_rows(rows, tokens & (rows.fields["advantages"] != 0))
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    return tokens & torch.tensor(learning, dtype=torch.bool).repeat_interleave(lengths)
 
 
 def require_field(rows: PackedRows, name: str) -> torch.Tensor:
@@ -113,11 +137,7 @@ def require_field(rows: PackedRows, name: str) -> torch.Tensor:
 
 def rows_with_tokens(rows: PackedRows, asked: torch.Tensor) -> list[int]:
     """Rows that hold at least one asked token; the others need no forward at all."""
-    if not rows.num_rows:
-        return []
-    row_of_token = torch.repeat_interleave(torch.arange(rows.num_rows), torch.tensor(rows.lengths))
-    counts = torch.bincount(row_of_token[asked], minlength=rows.num_rows)
-    return torch.nonzero(counts).flatten().tolist()
+    return [row for row, count in enumerate(sums_of_rows(rows, asked)) if count]
 
 
 def pack_rows(
@@ -152,12 +172,14 @@ def make_micro_batch(
     device: torch.device,
     *,
     num_tokens: int = 0,
+    numbers: RowNumbers | None = None,
 ) -> MicroBatch:
     """Gathers the chosen rows. None chosen makes one token that nothing is asked of.
 
     Args:
         asked: [T] bool over all rows. First tokens of rows are left out: nothing predicts them.
         num_tokens: a further row of padding, of which nothing is asked, makes them so many.
+        numbers: what a loss may know of all rows.
     """
     lengths = [rows.lengths[row] for row in chosen] or [1]
     sizes = torch.tensor(lengths)
@@ -175,26 +197,44 @@ def make_micro_batch(
         lengths.append(num_tokens - len(input_ids))
         input_ids = F.pad(input_ids, (0, lengths[-1]))
     layout = layout_of(lengths, device)
-    own = layout.own_tokens
-    places = places[(places > own.start) & (places <= own.stop)]
+    tokens = layout.own_tokens
+    borders = torch.searchsorted(places, torch.tensor([tokens.start + 1, tokens.stop + 1]))
+    own = slice(*borders.tolist())
     asked_index = token_index[places]
     of_asked = {name: values[asked_index] for name, values in rows.fields.items()} if chosen else {}
     fields = {f"field {name}": values for name, values in of_asked.items()}
+    of_rows = {}
+    if numbers is not None:
+        of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        its = numbers.take(chosen)
+        of_rows = {
+            "row": of_token[places],
+            "place in row": offset[places],
+            "counts of rows": its.counts,
+            "rewards": its.rewards,
+        }
     there = to_device(
         {
             "input_ids": input_ids,
-            "positions": places - 1 - own.start,
-            "targets": input_ids[places],
+            "positions": places[own] - 1 - tokens.start,
+            "targets": input_ids[places[own]],
             **layout.tensors,
             **fields,
+            **of_rows,
         },
         device,
     )
+    loss_rows = None
+    if of_rows:
+        its = RowNumbers(there["counts of rows"], there["rewards"])
+        loss_rows = its.with_tokens(there["row"], there["place in row"])
     return MicroBatch(
         there["input_ids"],
         replace(layout, **{name: there[name] for name in layout.tensors}),
+        own,
         there["positions"],
         there["targets"],
         asked_index,
         {name: there[f"field {name}"] for name in of_asked},
+        loss_rows,
     )

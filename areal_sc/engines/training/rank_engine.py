@@ -12,15 +12,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from areal_sc.algorithms.losses import Loss, LossTokens, Metric, checked
+from areal_sc.algorithms.loss_tokens import LossCounts, LossTokens
+from areal_sc.algorithms.losses import Loss, Metric, checked
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
@@ -41,6 +42,7 @@ from areal_sc.engines.training.process_group import (
     take_device,
 )
 from areal_sc.engines.training.publication import Publication
+from areal_sc.engines.training.row_numbers import RowNumbers, count_rows
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.update_metrics import UpdateMetrics
 from areal_sc.engines.weight_group import NamedTensor
@@ -62,11 +64,13 @@ class PlannedBatch:
         rows: all of them.
         asked: [T] bool, tokens that the model is asked for.
         packed: the rows of each micro-batch; equally many on every rank.
+        numbers: what a loss may know of the rows; None: there is no loss.
     """
 
     rows: PackedRows
     asked: torch.Tensor
     packed: list[list[int]]
+    numbers: RowNumbers | None = None
 
 
 @dataclass
@@ -76,8 +80,9 @@ class MinibatchLoss:
     Attributes:
         compute_loss: of the tokens.
         rows: that the micro-batches are taken from.
-        num_loss_tokens: trained tokens of the minibatch, on all ranks; the denominator.
+        counts: what the minibatch holds on all ranks; the denominators.
         is_first: no weight has changed since the step began.
+        head: of the model.
         metrics: of the step; those of each micro-batch are added.
 
     The loss may be a user's. It sees copies of the outputs and gives their gradients, so whatever
@@ -86,8 +91,9 @@ class MinibatchLoss:
 
     compute_loss: Loss
     rows: PackedRows
-    num_loss_tokens: int
+    counts: LossCounts
     is_first: bool
+    head: ModelHead
     metrics: UpdateMetrics
 
     def of(self, batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
@@ -95,7 +101,8 @@ class MinibatchLoss:
 
         Where the loss has failed that is 0, and `metrics.failure` says why.
         """
-        copies = [values.detach().requires_grad_() for values in outputs]
+        known = batch.whole(torch.stack([values.detach() for values in outputs]))
+        copies = [values.requires_grad_() for values in known.unbind()]
         gradients: Sequence[torch.Tensor | None] = (None, None)
         if self.metrics.failure is None:
             try:
@@ -105,7 +112,8 @@ class MinibatchLoss:
                 raise
             except BaseException as failure:  # the loss may raise anything
                 self.metrics.failure = failure
-        of_logprobs, of_entropy = gradients
+        own = (None if it is None else it[batch.own] for it in gradients)
+        of_logprobs, of_entropy = own
         logprobs, entropy = outputs
         value = (
             logprobs * (torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs)
@@ -113,25 +121,29 @@ class MinibatchLoss:
         return value if of_entropy is None else value + (entropy * of_entropy).sum()
 
     def _gradients(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+        self, batch: MicroBatch, output: torch.Tensor, entropy: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Gradients of the loss by [N] log-probabilities and entropy; None: it does not depend on
-        them."""
-        fields = TokenFields(batch, self.rows)
-        if self.is_first and "proximal_logprobs" not in self.rows.fields:
-            fields["proximal_logprobs"] = logprobs.detach()
-        value, of_loss = checked(
-            self.compute_loss(LossTokens(logprobs, entropy, fields, self.num_loss_tokens))
+        """Gradients of the loss by [N] log-probabilities, or values, and entropy; None: it does not
+        depend on them."""
+        assert batch.loss_rows is not None
+        fields, is_lm = TokenFields(batch, self.rows), self.head is ModelHead.lm
+        if self.is_first and is_lm and "proximal_logprobs" not in self.rows.fields:
+            fields["proximal_logprobs"] = output.detach()
+        tokens = LossTokens(
+            output if is_lm else torch.zeros_like(output),
+            *(entropy, fields, batch.loss_rows, self.counts),
+            values=None if is_lm else output,
         )
+        value, of_loss = checked(self.compute_loss(tokens))
         self.metrics.add(
             loss=Metric.sum(value),
-            entropy=Metric.mean(entropy),
+            **({"entropy": Metric.mean(entropy)} if is_lm else {}),
             num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
             **of_loss,
         )
         if not value.requires_grad:
             return None, None
-        return torch.autograd.grad(value, (logprobs, entropy), allow_unused=True)
+        return torch.autograd.grad(value, (output, entropy), allow_unused=True)
 
 
 class RankEngine(ABC):
@@ -233,7 +245,7 @@ class RankEngine(ABC):
 
         Args:
             rows: fields `input_ids` and `loss_mask`; `temperatures`, else 1. Where advantages are
-                known, tokens of advantage 0 are left out: nothing is trained on them.
+                known, rows without any are left out: nothing is trained on them.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
         column = column_of(output, self.config.head)
@@ -241,7 +253,7 @@ class RankEngine(ABC):
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
         values = torch.zeros(rows.num_tokens)
         with torch.no_grad():
-            each = [(it.token_index, outputs[column]) for it, outputs in self._outputs(batch)]
+            each = [(it.own_token_index, outputs[column]) for it, outputs in self._outputs(batch)]
         if each:  # all at the end: the host waits for the device once
             found = torch.cat([asked.float() for _, asked in each]).cpu()
             values[torch.cat([index for index, _ in each])] = found
@@ -263,8 +275,8 @@ class RankEngine(ABC):
                 `proximal_logprobs`: no weight has changed, so its own forward is that of the
                 proximal policy.
             loss: its name and settings, or the function itself. Where it is known to be zero
-                without an advantage, tokens of advantage 0 go through no forward; they count in
-                the denominator all the same.
+                without an advantage, rows none of whose tokens has one go through no forward; they
+                count in the denominators all the same.
         Returns: see `UpdateMetrics.summary`.
         Raises: ValueError: a field that every loss needs is missing, a row is over the micro-batch
             limit, or the ranks have different numbers of minibatches. ConfigError: no such loss,
@@ -284,20 +296,21 @@ class RankEngine(ABC):
 
         batches = self._plan(minibatches, learning)
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
-        num_loss_tokens = self._of_all_rows([int(mask.sum()) for mask in trained])
+        counted = count_rows(minibatches, trained, self.rows, is_counted=self.counts_rows)
         metrics = UpdateMetrics()
-        for index, batch in enumerate(batches):
-            if num_loss_tokens[index] == 0:
+        for index, (batch, (numbers, counts)) in enumerate(zip(batches, counted, strict=True)):
+            if counts.tokens == 0:
                 logger.warning("minibatch=%d step=%d has no token to train on", index, step)
                 continue
             of_minibatch = MinibatchLoss(
                 compute_loss,
                 batch.rows,
-                num_loss_tokens[index],
+                counts,
                 is_first=not metrics.gradient_norms,
+                head=self.config.head,
                 metrics=metrics,
             )
-            self._add_gradients(batch, of_minibatch)
+            self._add_gradients(replace(batch, numbers=numbers), of_minibatch)
             norm = self._take_step(step, is_void=metrics.failure is not None)
             if not math.isfinite(norm):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
@@ -307,7 +320,7 @@ class RankEngine(ABC):
             self.world,
             is_counted=self.counts_metrics,
             num_tokens=sum(self._of_all_rows([rows.num_tokens for rows in minibatches])),
-            num_loss_tokens=sum(num_loss_tokens),
+            num_loss_tokens=sum(counts.tokens for _, counts in counted),
             lr=learning_rate(self.config.optimizer, step),
         )
 

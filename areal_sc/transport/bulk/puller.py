@@ -122,7 +122,10 @@ class Puller:
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
         return PackedRows(
-            tensors, batch.sequence_lengths, tuple(advantages) if has_advantages else None
+            tensors,
+            batch.sequence_lengths,
+            tuple(advantages) if has_advantages else None,
+            batch.rows,
         )
 
     async def pull_weights(

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from areal_sc.algorithms.losses import LossTokens, Metrics, cross_entropy, decoupled_ppo
+from areal_sc.algorithms.loss_tokens import LossTokens, loss_tokens_of
+from areal_sc.algorithms.losses import Metrics, cross_entropy, decoupled_ppo
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.schema import ClipCenter, PPOConfig
 from areal_sc.errors import ConfigError
@@ -15,7 +17,14 @@ from areal_sc.errors import ConfigError
 NUM_TOKENS = 200
 SETTINGS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
 NUM_LOSS_TOKENS = 243
-NO_ENTROPY = torch.zeros(0)
+
+
+def given(
+    logprobs: torch.Tensor, fields: dict[str, torch.Tensor], num_loss_tokens: int
+) -> LossTokens:
+    """One row of a micro-batch; so many tokens are trained in all of them."""
+    tokens = loss_tokens_of(logprobs, torch.zeros_like(logprobs), fields, [len(logprobs)])
+    return replace(tokens, counts=replace(tokens.counts, tokens=num_loss_tokens))
 
 
 def random_tokens(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -66,7 +75,7 @@ def by_hand(
 
 
 def loss_tokens(tokens: dict[str, torch.Tensor]) -> LossTokens:
-    return LossTokens(tokens["logprobs"], NO_ENTROPY, tokens, NUM_LOSS_TOKENS)
+    return given(tokens["logprobs"], tokens, NUM_LOSS_TOKENS)
 
 
 @pytest.mark.parametrize("cap", [1.5, 5.0, math.inf])
@@ -132,7 +141,7 @@ def test_a_weight_that_overflows_is_capped_without_nan() -> None:
         "advantages": torch.tensor([1.0, 1.0]),
     }
     loss, metrics = decoupled_ppo(
-        LossTokens(logprobs, NO_ENTROPY, fields, 2),
+        given(logprobs, fields, 2),
         clip_low=0.2,
         clip_high=0.2,
         behavior_weight_cap=5.0,

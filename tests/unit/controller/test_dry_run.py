@@ -115,7 +115,7 @@ def test_a_trainer_shows_a_prompt_a_reward_and_what_is_left_out(
     assert "reward of the answer 'ba' to it: 1.25\n" in shown
     assert "prompts: 4 rows; 4 looked at, of 3 to 4 tokens\n  left out: 1 of them" in shown
     assert "prompts: a stream; 12 looked at" in shown
-    assert "loss decoupled_ppo: tried on one row" in shown
+    assert "loss decoupled_ppo: tried on two rows" in shown
     assert "nothing was started" in shown
     assert list(tmp_path.iterdir()) == []
 
@@ -225,7 +225,7 @@ def raises(tokens): return 1 / 0
         ("alone", "expected a scalar tensor and a dict of metrics, got tensor"),
         ("constant", "expected a scalar loss that depends on the tokens"),
         ("plain", "metric mean: expected a Metric of one number, got 1.0"),
-        ("raises", r"tried on one row, .* raised ZeroDivisionError: .* at losses_of_a_user.py:8"),
+        ("raises", r"tried on two rows, .* raised ZeroDivisionError: .* at losses_of_a_user.py:8"),
         ("absent", "has no attribute 'absent'"),
     ],
 )

@@ -21,6 +21,9 @@ OUTCOME = EvaluationOutcome(
     reward=0.5,
     metrics={"accuracy": 0.25, "turns": 1.5},
     versions=(2, 4),
+    num_samples=4,
+    accuracy_interval=(0.125, 0.5),
+    pass_at_k={1: 0.25, 2: 0.375, 4: 0.75},
     first_rejection=Rejection(RejectionKind.reward_error, "boom"),
 )
 
@@ -31,6 +34,7 @@ class Rollout:
     def __init__(self, outcome: EvaluationOutcome | None = None) -> None:
         self.registered: list[tuple[Any, Any]] = []
         self.asked: list[tuple[int | None, float | None]] = []
+        self.num_samples: list[int] = []
         self.version = 4
         self._outcome = outcome
         self.running: Future[EvaluationOutcome] = Future()
@@ -42,9 +46,16 @@ class Rollout:
         self.asked.append((0, None))
 
     def begin_evaluation(
-        self, prompts: Any, workflow: Any, *, num_prompts: int | None, temperature: float | None
+        self,
+        prompts: Any,
+        workflow: Any,
+        *,
+        num_prompts: int | None,
+        num_samples: int,
+        temperature: float | None,
     ) -> Future[EvaluationOutcome]:
         self.asked.append((num_prompts, temperature))
+        self.num_samples.append(num_samples)
         self.running = Future()
         if self._outcome is not None:
             self.running.set_result(self._outcome)
@@ -79,12 +90,19 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
         version_max=4,
         temperature=0.75,
         num_rejected=1,
+        num_samples=4,
+        accuracy_low=0.125,
+        accuracy_high=0.5,
+        pass_at={"1": 0.25, "2": 0.375, "4": 0.75},
         workflow={"accuracy": 0.25, "turns": 1.5},
     )
     assert follower.told == [result]
     assert History.read(run.folder.metrics_path).evaluations == [result]
-    left_out = "were rejected, and are not in its means over 3 others; for example: reward_error"
-    assert left_out in shown(run)
+    assert (
+        "1 of 12 answers of the evaluation were rejected: they count as wrong in its accuracy, and "
+        "are in no other mean; for example: reward_error"
+    ) in shown(run)
+    assert "pass@2=0.375 pass@4=0.75" in shown(run)
     assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
 
 
@@ -95,11 +113,19 @@ def test_two_of_a_run_have_names_of_their_own(run: Run, follower: Follower) -> N
     workflow: Any = "workflow"
     with pytest.raises(ConfigError, match=r"name of its own .* got '' twice"):
         Evaluations(run, rollout, "prompts", workflow)  # type: ignore[arg-type]
-    further = Evaluations(run, rollout, "others", workflow, name="hard")  # type: ignore[arg-type]
+    further = Evaluations(
+        run,
+        rollout,
+        "others",  # type: ignore[arg-type]
+        workflow,
+        name="hard",
+        num_samples=16,
+    )
     rollout.version = 4
     further.begin("periodic")
     further.collect()
     assert [result.name for result in follower.told] == ["hard/periodic"]
+    assert rollout.num_samples == [16]
     further.take_over(History.read(run.folder.metrics_path))
     further.begin("periodic")
     assert len(rollout.asked) == 1, "it is done already"
@@ -107,7 +133,9 @@ def test_two_of_a_run_have_names_of_their_own(run: Run, follower: Follower) -> N
 
 def test_the_trained_model_is_evaluated_at_two_temperatures(run: Run, follower: Follower) -> None:
     rollout = Rollout(OUTCOME)
+    run.config.evaluation.num_samples = 4
     evaluations(run, rollout).finish()
+    assert rollout.num_samples == [4, 1], "all greedy answers to a prompt are the same"
     assert rollout.asked == [(0, None), (7, None), (7, 0.0)]
     assert [(r.name, r.temperature) for r in follower.told] == [("after", 0.75), ("greedy", 0.0)]
 

@@ -1,0 +1,173 @@
+"""A reward that asks a model behind an OpenAI-compatible endpoint. No torch.
+
+    question ──► POST /chat/completions ──► text of the verdict ──► the number that stands in it
+
+A judge that fails is no judgement: when all tries have failed, the call raises, and the episode is
+rejected with the cause. It never becomes 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any, Final
+
+import aiohttp
+
+from areal_sc.errors import RewardError
+from areal_sc.sources.reference import Referable
+
+_AGAIN: Final = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+"""Answers after which the same request may succeed."""
+
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 20.0
+_MAX_ANSWER_BYTES: Final = 1 << 20
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.]*\w)")
+
+QUESTION: Final = """\
+Grade an answer to a question.
+
+Question:
+{prompt}
+
+Reference answer:
+{answer}
+
+Answer to grade:
+{completion}
+
+Reply with one number alone: 1 if the answer agrees with the reference, 0 if it does not."""
+
+
+class JudgeReward(Referable):
+    """The number that a judge model gives a completion; an async reward.
+
+    `rollout.reward_timeout_s` limits a whole call, all its tries and pauses; it has to be longer
+    than `timeout_s`. The verdict is the last number of the judge's reply, or of what stands in
+    `tag` there.
+
+    Args:
+        url: of the API, up to `/v1`.
+        model: its name there.
+        question: what the judge is asked; `{completion}` and the columns of the row are filled in,
+            `{prompt}` by the text of the row's last message where that is a list of messages.
+        lowest, highest: bounds of a verdict; a number outside is none.
+        tag: the verdict stands in the last `<tag>...</tag>`; "": anywhere.
+        api_key_variable: environment variable of the worker that holds the key; "": no key.
+        max_tokens: of the reply.
+        timeout_s: of one try.
+        tries: of one verdict, > 0; the pauses between them grow.
+        at_once: requests of one worker at a time, > 0.
+    Raises: ValueError: an argument is out of bounds, or the question does not hold `{completion}`.
+        In a call: RewardError: no try gave a verdict, or the key's variable is not set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        question: str = QUESTION,
+        lowest: float = 0.0,
+        highest: float = 1.0,
+        tag: str = "",
+        api_key_variable: str = "",
+        max_tokens: int = 512,
+        timeout_s: float = 60.0,
+        tries: int = 4,
+        at_once: int = 32,
+    ) -> None:
+        if lowest >= highest or timeout_s <= 0 or min(tries, at_once, max_tokens) < 1:
+            raise ValueError(
+                f"lowest={lowest}, highest={highest}, timeout_s={timeout_s}, tries={tries}, "
+                f"at_once={at_once}, max_tokens={max_tokens}: expected lowest < highest, the "
+                "others above 0"
+            )
+        self._columns = {name for _, name, _, _ in Formatter().parse(question) if name is not None}
+        if "completion" not in self._columns:
+            raise ValueError("question: expected {completion} in it")
+        self._address = f"{url.rstrip('/')}/chat/completions"
+        self._model = model
+        self._question = question
+        self._bounds = (lowest, highest)
+        self._tag = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
+        self._is_tagged = bool(tag)
+        self._key_variable = api_key_variable
+        self._max_tokens = max_tokens
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._tries = tries
+        self._places = asyncio.Semaphore(at_once)
+
+    async def __call__(self, prompt: Mapping[str, Any], completion: str) -> float:
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": self._asked(prompt, completion)}],
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+        }
+        failure = ""
+        async with self._places, aiohttp.ClientSession(timeout=self._timeout) as session:
+            for number in range(self._tries):
+                if number:
+                    await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
+                try:
+                    return self._verdict(await self._reply(session, body))
+                except (aiohttp.ClientError, TimeoutError, _NoVerdict) as error:
+                    failure = str(error) or type(error).__name__
+        raise RewardError(
+            f"judge {self._model} at {self._address}: no verdict in {self._tries} tries: {failure}"
+        )
+
+    def _asked(self, prompt: Mapping[str, Any], completion: str) -> str:
+        columns = {name: prompt[name] for name in self._columns if name in prompt}
+        asked = columns.get("prompt")
+        if isinstance(asked, list) and asked and isinstance(asked[-1], Mapping):
+            columns["prompt"] = asked[-1].get("content")
+        try:
+            return self._question.format(**{**columns, "completion": completion})
+        except (KeyError, IndexError) as error:
+            raise RewardError(f"question of the judge: the row has no column {error}") from error
+
+    async def _reply(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> str:
+        headers = {}
+        if self._key_variable:
+            key = os.environ.get(self._key_variable)
+            if not key:
+                raise RewardError(
+                    f"judge {self._model}: the environment variable {self._key_variable}, which "
+                    "holds its key, is not set in the worker"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        async with session.post(self._address, json=body, headers=headers) as answer:
+            try:
+                text = (await answer.content.readexactly(_MAX_ANSWER_BYTES)).decode("latin-1")
+            except asyncio.IncompleteReadError as end:  # as it should be: the answer is shorter
+                text = end.partial.decode(errors="replace")
+        if answer.status in _AGAIN:
+            raise _NoVerdict(f"status {answer.status}: {text:.200}")
+        if answer.status != 200:
+            raise RewardError(
+                f"judge {self._model} at {self._address}: status {answer.status}: {text:.200}"
+            )
+        try:
+            content = json.loads(text)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise _NoVerdict(f"no chat completion: {text:.200}") from error
+        return content if isinstance(content, str) else ""
+
+    def _verdict(self, reply: str) -> float:
+        tagged = self._tag.findall(reply) if self._is_tagged else [reply]
+        numbers = [float(it) for it in _NUMBER.findall(tagged[-1])] if tagged else []
+        lowest, highest = self._bounds
+        if not numbers or not lowest <= numbers[-1] <= highest:
+            raise _NoVerdict(f"expected a number of {lowest:g} to {highest:g}, got {reply!r:.200}")
+        return numbers[-1]
+
+
+class _NoVerdict(Exception):
+    """One try gave no verdict; the next one may."""

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from areal_sc.rewards.answers import ExactMatch, MultipleChoice, WordF1, normalized_words
+
+
+def test_words_are_compared_without_case_punctuation_and_articles() -> None:
+    assert normalized_words("The  Cat's (a) mat. ") == "cats mat"
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("Paris", "paris.", 1.0),
+        (["Paris", "the city of Paris"], "City of Paris", 1.0),
+        ("Paris", "It is Paris", 0.0),
+        ("", "anything", 0.0),
+    ],
+)
+def test_exact_match(answer: object, completion: str, reward: float) -> None:
+    assert ExactMatch()({"answer": answer}, completion) == reward
+
+
+def test_the_last_tag_holds_the_answer() -> None:
+    match = ExactMatch(tag="answer")
+    row = {"answer": "Paris"}
+    assert match(row, "<answer>Rome</answer> no, <answer> Paris </answer>") == 1.0
+    assert match(row, "<answer>Paris</answer> no, <answer>Rome</answer>") == 0.0
+    assert match(row, "Paris") == 0.0
+    assert WordF1(tag="answer")(row, "Paris") == 0.0
+
+
+def test_a_part_is_made_of_whole_words() -> None:
+    match = ExactMatch(is_part=True)
+    assert match({"answer": "cat"}, "It is the cat there") == 1.0
+    assert match({"answer": "cat"}, "concatenate") == 0.0
+    assert match({"answer": "..."}, "a text") == 0.0  # nothing is left of the reference
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("the cat sat", "A cat sat down", 2 * 2 / (2 + 3)),
+        ("cat cat dog", "cat dog dog", 2 * 2 / (3 + 3)),  # each word as often as it stands in both
+        (["dog", "cat"], "cat", 1.0),
+        ("yes", "yes it is", 0.0),
+        ("yes of course", "yes", 0.0),
+        ("cat", "dog", 0.0),
+        ("cat", "", 0.0),
+    ],
+)
+def test_f1_of_words(answer: object, completion: str, reward: float) -> None:
+    assert WordF1()({"answer": answer}, completion) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("**Answer: C**", "C"),
+        ("The correct answer is: **C) 5 apples**", "C"),
+        (r"so \boxed{\text{D}}", "D"),
+        ("Answer: A. Wait: \\boxed{B}", "B"),  # a box is the stronger sign
+        ("The answer is A. No, the answer is C.", "C"),
+        ("<think>A</think><answer> B </answer>", "B"),
+        ("First A, then B.\nD", "D"),
+        ("B", "B"),
+        ("A or B", None),
+        ("The answer is Berlin", None),
+        ("The answer is E", None),  # there are four
+        ("A man walks", None),
+        ("", None),
+    ],
+)
+def test_the_letter_that_is_chosen(completion: str, letter: str | None) -> None:
+    choice = MultipleChoice()
+    assert choice.chosen(completion) == letter
+    for answer in "ABCD":
+        assert choice({"answer": answer}, completion) == float(answer == letter)
+
+
+def test_a_reference_may_stand_in_brackets_and_be_small() -> None:
+    assert MultipleChoice()({"answer": " (b)"}, "B") == 1.0
+
+
+@pytest.mark.parametrize("answer", ["E", "AB", "", None, 1, [], [2]])
+def test_a_reference_that_is_no_choice_is_refused(answer: object) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        MultipleChoice()({"answer": answer}, "A")
+
+
+def test_the_number_of_choices_is_bounded() -> None:
+    assert MultipleChoice(10).chosen("The answer is J") == "J"
+    with pytest.raises(ValueError, match="choices=1"):
+        MultipleChoice(1)

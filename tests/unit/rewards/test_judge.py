@@ -1,0 +1,143 @@
+"""The judge asks a real server on this machine, which answers what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from areal_sc.errors import RewardError
+from areal_sc.rewards.judge import JudgeReward
+
+ROW = {"prompt": "How many {legs}?", "answer": "4"}
+
+
+class Endpoint:
+    """Gives one of `replies` a request, the last one for ever: a text, or a status."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.replies: list[str | int] = ["1"]
+        self.requests: list[tuple[Any, str | None]] = []
+        self.most_at_once = 0
+        self.held: asyncio.Event | None = None
+        self.two_wait = asyncio.Event()
+        self._at_once = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append((await request.json(), request.headers.get("Authorization")))
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            if self._at_once == 2:
+                self.two_wait.set()
+            if self.held is not None:
+                await self.held.wait()
+        finally:
+            self._at_once -= 1
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, int):
+            return web.Response(status=reply, text="not now")
+        return web.json_response({"choices": [{"message": {"content": reply}}]})
+
+
+@pytest.fixture
+async def endpoint(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Endpoint]:
+    monkeypatch.setattr("areal_sc.rewards.judge._FIRST_PAUSE_S", 0.0)
+    served = Endpoint()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", served.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    served.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
+    yield served
+    await runner.cleanup()
+
+
+async def test_the_verdict_is_the_last_number_of_the_reply(endpoint: Endpoint) -> None:
+    endpoint.replies = ["The answer 4 is right, so: 0.5"]
+    assert await JudgeReward(endpoint.url, "judge")(ROW, "It has {4} legs.") == 0.5
+    ((body, key),) = endpoint.requests
+    asked = body["messages"][0]["content"]
+    assert key is None
+    assert body["model"] == "judge"
+    assert all(text in asked for text in ("How many {legs}?", "\n4\n", "It has {4} legs."))
+
+
+async def test_a_tag_holds_the_verdict(endpoint: Endpoint) -> None:
+    endpoint.replies = ["<grade>3</grade> of 10"]
+    judge = JudgeReward(endpoint.url, "judge", highest=10, tag="grade")
+    assert await judge(ROW, "4") == 3.0
+
+
+async def test_a_prompt_of_messages_is_its_last_one(endpoint: Endpoint) -> None:
+    row = {"prompt": [{"role": "user", "content": "Which number?"}], "answer": "4"}
+    await JudgeReward(endpoint.url, "judge")(row, "4")
+    assert "Which number?\n" in endpoint.requests[0][0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("failure", [503, 429, "I cannot tell", "2", "-1", "v1.0b"])
+async def test_what_is_no_verdict_is_asked_again(endpoint: Endpoint, failure: str | int) -> None:
+    endpoint.replies = [failure, failure, "1"]
+    assert await JudgeReward(endpoint.url, "judge")(ROW, "4") == 1.0
+    assert len(endpoint.requests) == 3
+
+
+@pytest.mark.parametrize("failure", [503, "I cannot tell"])
+async def test_a_judge_that_fails_gives_no_number(endpoint: Endpoint, failure: str | int) -> None:
+    endpoint.replies = [failure]
+    with pytest.raises(RewardError, match="no verdict in 2 tries"):
+        await JudgeReward(endpoint.url, "judge", tries=2)(ROW, "4")
+    assert len(endpoint.requests) == 2
+
+
+async def test_a_refusal_is_not_asked_again(endpoint: Endpoint) -> None:
+    endpoint.replies = [401]
+    with pytest.raises(RewardError, match="status 401: not now"):
+        await JudgeReward(endpoint.url, "judge")(ROW, "4")
+    assert len(endpoint.requests) == 1
+
+
+async def test_nobody_answers() -> None:
+    with pytest.raises(RewardError, match="no verdict in 1 tries: Cannot connect"):
+        await JudgeReward("http://127.0.0.1:9/v1", "judge", tries=1)(ROW, "4")
+
+
+async def test_the_key_comes_from_the_environment(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = JudgeReward(endpoint.url, "judge", api_key_variable="JUDGE_KEY")
+    with pytest.raises(RewardError, match="JUDGE_KEY, which holds its key, is not set"):
+        await judge(ROW, "4")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    await judge(ROW, "4")
+    assert endpoint.requests[0][1] == "Bearer secret"
+    assert "secret" not in str(judge.constructor_arguments())
+
+
+async def test_so_many_are_asked_at_once(endpoint: Endpoint) -> None:
+    endpoint.held = asyncio.Event()
+    judge = JudgeReward(endpoint.url, "judge", at_once=2)
+    calls = [asyncio.create_task(judge(ROW, str(number))) for number in range(5)]
+    await asyncio.wait_for(endpoint.two_wait.wait(), 60)
+    endpoint.held.set()
+    assert await asyncio.gather(*calls) == [1.0] * 5
+    assert endpoint.most_at_once <= 2
+
+
+async def test_a_column_that_is_missing_is_named(endpoint: Endpoint) -> None:
+    with pytest.raises(RewardError, match="no column 'answer'"):
+        await JudgeReward(endpoint.url, "judge")({"prompt": "How many?"}, "4")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lowest": 1.0}, {"tries": 0}, {"at_once": 0}, {"timeout_s": 0}, {"question": "?"}]
+)
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        JudgeReward("http://127.0.0.1:9/v1", "judge", **settings)
