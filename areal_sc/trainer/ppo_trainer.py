@@ -6,6 +6,7 @@
         compute_advantages
         compute_proximal_logprobs
         ppo_update                       trains                         train_s
+        update                           the critic, if there is one
         publish_weights                  version += 1                   sync_s
 
 Generation never waits for this loop; it is limited by the staleness bound alone. Evaluations,
@@ -17,15 +18,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.engines.handles import make_actor, make_generator, make_model
+from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import StepLost
 from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
+from areal_sc.trainer.models_beside import ModelsBeside
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
 
@@ -62,12 +63,10 @@ class PPOTrainer(Run):
                 evaluations = Evaluations(
                     self, rollout, evaluation_prompts, evaluation_workflow or workflow
                 )
-            others = {
-                role: TrainController(make_model(self.config, role), self.scheduler, role=role)
-                for role in further_models(self.config)
-            }
-            checkpoints = Checkpoints(self, actor, rollout, *others.values())
-            with self.training(actor, rollout, *others.values()) as steps:
+            beside = ModelsBeside(self.config, self.scheduler)
+            others = beside.controllers.values()
+            checkpoints = Checkpoints(self, actor, rollout, *others)
+            with self.training(actor, rollout, *others) as steps:
                 if actor.version == 0:
                     evaluations.begin("before")
                 for step in steps:
@@ -75,12 +74,11 @@ class PPOTrainer(Run):
                         with step.timed("wait"):
                             batch = rollout.prepare_batch(prompts, workflow)
                         with step.timed("train"):
-                            for role, model in others.items():
-                                output, field = FURTHER_MODELS[role]
-                                batch = model.compute(batch, output, field=field)
+                            batch = beside.compute(batch)
                             batch = actor.compute_advantages(batch)
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)
+                            stats |= beside.update(batch, actor.version)
                         evaluations.collect(wait=step.number == 1)  # the first sees no publication
                         with step.timed("sync"):
                             actor.publish_weights(rollout)

@@ -264,14 +264,24 @@ class TrainController(Controller):
             raise self._step.lose_rows(batch, error) from error
 
     async def sft_update_async(
-        self, prompts: PromptSource, indices: Sequence[int]
+        self, prompts: PromptSource, indices: Sequence[int], *, advances: bool = True
     ) -> dict[str, float]:
         """One optimizer update on rows of a dataset with items `{"input_ids", "loss_mask"}`.
 
-        The workers read the rows; only their numbers travel. There is nothing to publish, so the
-        version advances at once.
+        The workers read the rows; only their numbers travel.
+
+        Args:
+            advances: the version goes up by one at once; False, as for a policy: the update is a
+                part of the step that goes on, as `ppo_update` is.
+        Raises: ConfigError: the model is frozen; or it is the policy of a rollout controller, and
+            would advance.
         """
         self._check_trains()
+        if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
+            raise ConfigError(
+                "sft_update: expected advances=False with the policy, since each update would take "
+                "one of total_steps; or train a model of another role, and begin from its save_hf"
+            )
         dataset = await self._sources.register_prompts_async(prompts)
         num_shares = self._ranks.calls.layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
@@ -280,7 +290,7 @@ class TrainController(Controller):
             Demonstrations(dataset, tuple(indices[share::num_shares]))
             for share in range(num_shares)
         ]
-        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=True)
+        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=advances)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
