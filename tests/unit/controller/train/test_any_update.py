@@ -99,3 +99,30 @@ def test_a_frozen_model_is_refused_what_would_change_it() -> None:
                 await reference.publish_weights_async(run.rollout)
 
     run_virtual(scenario())
+
+
+def test_demonstrations_move_the_version_of_a_policy_by_no_step() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(SETTINGS).started() as run:
+            (imitator,) = run.others
+            rows = [{"input_ids": [1, 2], "loss_mask": [0, 1]}]
+            with pytest.raises(ConfigError, match="expected advances=False with the policy"):
+                await run.actor.sft_update_async(rows, [0])
+            seen = list[Any]()
+            served = run.cluster.workers["train/0"].served[UPDATE.name]
+
+            async def noted(args: Any) -> object:
+                seen.append(args)
+                return await served.handler(args)
+
+            run.cluster.workers["train/0"].served[UPDATE.name] = UPDATE.served_by(noted)
+            for _ in range(3):
+                await run.actor.sft_update_async(rows, [0], advances=False)
+            await imitator.sft_update_async(rows, [0])
+            assert (run.actor.version, imitator.version) == (0, 1)
+            await run.step(checks_business=False)
+            assert run.actor.version == 1
+            steps = [args.operation.version for args in seen]
+            assert len(steps) > 3 and set(steps) == {0}, "the rate is that of the first step"
+
+    run_virtual(scenario())
