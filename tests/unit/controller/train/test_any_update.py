@@ -105,7 +105,7 @@ def test_demonstrations_move_the_version_of_a_policy_by_no_step() -> None:
     async def scenario() -> None:
         async with TrainingRun(SETTINGS).started() as run:
             (imitator,) = run.others
-            rows = [{"input_ids": [1, 2], "loss_mask": [0, 1]}]
+            rows = run.prompts
             with pytest.raises(ConfigError, match="expected advances=False with the policy"):
                 await run.actor.sft_update_async(rows, [0])
             seen = list[Any]()
@@ -123,6 +123,7 @@ def test_demonstrations_move_the_version_of_a_policy_by_no_step() -> None:
             await run.step(checks_business=False)
             assert run.actor.version == 1
             steps = [args.operation.version for args in seen]
-            assert len(steps) > 3 and set(steps) == {0}, "the rate is that of the first step"
+            assert len(steps) > 3
+            assert set(steps) == {0}, "the rate is that of the first step"
 
     run_virtual(scenario())
