@@ -47,10 +47,7 @@ from areal_sc.controller.train.train_step import (
 )
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import (
-    ROWS_GONE,
-    ConfigError,
-)
+from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -432,6 +429,9 @@ class TrainController(Controller):
                 self._give_up(cause)
             case RowsNeeded() if self._reader is not None:
                 self._reader.keep_rows(event)
+            case RowsNeeded() if self._ranks.history.reads_rows:
+                for keep_rows in self._common.keepers:
+                    keep_rows(event)
             case TrainingLost() if self._reader is not None:
                 self._reader.lose_steps()
             case WeightsMoved(weights) if self._reader is not None:
