@@ -127,3 +127,24 @@ def test_demonstrations_move_the_version_of_a_policy_by_no_step() -> None:
             assert set(steps) == {0}, "the rate is that of the first step"
 
     run_virtual(scenario())
+
+
+def test_a_critic_without_snapshots_in_memory_makes_its_steps_again() -> None:
+    async def scenario() -> None:
+        settings = replace(SETTINGS, memory_every=0, keep_rows_steps=10)
+        async with TrainingRun(settings).started() as run:
+            (critic,) = run.others
+            for number in range(settings.num_steps):
+                batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+                await critic.update_async(batch, "cross_entropy")
+                assert critic.version == number + 1
+                if number == 2:
+                    run.cluster.workers["ref/1"].end("killed")
+                batch = run.actor.compute_advantages(batch)
+                batch = await run.actor.compute_proximal_logprobs_async(batch)
+                await run.actor.ppo_update_async(batch)
+                await run.actor.publish_weights_async(run.rollout)
+            made = run.cluster.workers["ref/0"].operations.noted
+            assert made, "the new life has made them again"
+
+    run_virtual(scenario())
