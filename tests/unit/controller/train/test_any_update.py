@@ -144,6 +144,9 @@ def test_a_critic_without_snapshots_in_memory_makes_its_steps_again() -> None:
                 batch = await run.actor.compute_proximal_logprobs_async(batch)
                 await run.actor.ppo_update_async(batch)
                 await run.actor.publish_weights_async(run.rollout)
+                run.actor._ranks.note_durable(
+                    run.actor.version
+                )  # the policy needs its rows no more
             made = run.cluster.workers["ref/0"].operations.noted
             assert made, "the new life has made them again"
 
