@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import VLLMEngine as VLLMEngine
     from areal_sc.engines.handles import make_actor as make_actor
     from areal_sc.engines.handles import make_generator as make_generator
+    from areal_sc.engines.handles import make_model as make_model
     from areal_sc.preflight.load import load_config as load_config
     from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
@@ -62,6 +63,7 @@ _HOMES = {
     "make_scheduler": "areal_sc.schedulers.factory",
     "make_actor": "areal_sc.engines.handles",
     "make_generator": "areal_sc.engines.handles",
+    "make_model": "areal_sc.engines.handles",
     "run_script": "areal_sc.trainer.failure",
     "start": "areal_sc.controller.starting",
 }

@@ -9,18 +9,22 @@ settings; its meaning is the first line of its docstring, as a choice's is its e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from areal_sc.errors import ConfigError
+
+T = TypeVar("T")
 
 MEANING = "meaning"
 RANGE = "range"
 TEMPLATE = "template"
 ALONE = "alone"
+MAY_DIFFER = "may differ"
 
 MAX_BITS = 63
 """Most bits of an integer, its sign aside: workers get no larger ones, nor does torch take them."""
@@ -75,6 +79,32 @@ def shared(template: str, alone: Any, meaning: str = "", **bounds: Any) -> Any:
     return field(default=template, metadata=metadata)
 
 
+def inherits(origin: type[Any], key: str) -> Callable[[type[T]], type[T]]:
+    """Makes a section one whose settings are taken from another section, unless they are given.
+
+    Goes below `@dataclass`, on a subclass of `origin`. Settings of the class's own body stay, and
+    those that the other section itself takes from elsewhere.
+
+    Args:
+        key: where the other section is among a run's settings.
+    """
+
+    def inherit(section: type[T]) -> type[T]:
+        own = section.__annotations__
+        for found in fields(origin):
+            if found.name in own or TEMPLATE in found.metadata:
+                continue
+            template, alone = f"${{{key}.{found.name}}}", found.default
+            if alone is NO_DEFAULT:
+                alone = found.default_factory
+            metadata = {**found.metadata, TEMPLATE: template, ALONE: alone, MAY_DIFFER: True}
+            own[found.name] = found.type
+            setattr(section, found.name, field(default=template, metadata=metadata))
+        return section
+
+    return inherit
+
+
 def schema_fields(
     schema: type[Any], prefix: str = "", *, also_shared: bool = False
 ) -> Iterator[tuple[str, Field[Any], Any]]:
@@ -99,12 +129,16 @@ def known_keys(schema: type[Any], *, also_shared: bool = False) -> dict[str, Any
     return {path: annotation for path, _, annotation in found}
 
 
-def shared_settings(schema: type[Any]) -> dict[str, str]:
-    """Dotted path of each shared setting -> where it is taken from, as `${key}`."""
+def shared_settings(schema: type[Any], *, may_differ: bool = True) -> dict[str, str]:
+    """Dotted path of each shared setting -> where it is taken from, as `${key}`.
+
+    Args:
+        may_differ: also those whose sections may differ from what they are taken from.
+    """
     return {
         path: found.metadata[TEMPLATE]
         for path, found, _ in schema_fields(schema)
-        if TEMPLATE in found.metadata
+        if TEMPLATE in found.metadata and (may_differ or not found.metadata.get(MAY_DIFFER))
     }
 
 

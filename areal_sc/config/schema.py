@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from areal_sc.config.checkpoint_settings import CheckpointConfig
-from areal_sc.config.fields import setting, shared
+from areal_sc.config.fields import inherits, setting, shared
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
@@ -92,6 +92,17 @@ class RolloutEngine(StrEnum):
     local = "local"
     sglang = "sglang"
     vllm = "vllm"
+
+
+class ModelHead(StrEnum):
+    """What a model gives of each token.
+
+    lm: log-probabilities.
+    value: one number, as a critic does: what the tokens before it will be worth.
+    """
+
+    lm = "lm"
+    value = "value"
 
 
 class OnWeightUpdate(StrEnum):
@@ -178,6 +189,7 @@ class ActorConfig(Section):
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
     is_frozen: bool = setting(False, "only computes, as a reference does: no optimizer")
+    head: ModelHead = setting(ModelHead.lm)
     engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
@@ -208,6 +220,30 @@ class ActorConfig(Section):
     )
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
+
+
+@dataclass
+@inherits(ActorConfig, "actor")
+class FrozenModelConfig(ActorConfig):
+    """A model that only computes, beside the policy. What is not set is the actor's."""
+
+    path: str = setting("", "model folder, or its name on the hub; empty: there is none")
+    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest")
+    random_init: bool = setting(False, "draw weights from seed")
+    is_frozen: bool = setting(True, "it has no optimizer")
+
+
+@dataclass
+@inherits(ActorConfig, "actor")
+class CriticConfig(ActorConfig):
+    """A model of values, trained beside the policy. What is not set is the actor's."""
+
+    path: str = setting("", "model folder, or its name on the hub; empty: there is none")
+    revision: str = setting("", "branch, tag or commit on the hub; empty: its newest")
+    random_init: bool = setting(False, "draw weights from seed")
+    is_frozen: bool = setting(False, "it is trained")
+    head: ModelHead = setting(ModelHead.value)
+    ppo: PPOConfig = setting(lambda: PPOConfig(num_minibatches=1, loss="value"))
 
 
 @dataclass
@@ -349,6 +385,9 @@ class GRPOConfig:
     dry_run: bool = setting(False, "start nothing; end when all of the task was looked at")
     generation: GenerationConfig = setting(GenerationConfig)
     actor: ActorConfig = setting(ActorConfig)
+    reference: FrozenModelConfig = setting(FrozenModelConfig)
+    critic: CriticConfig = setting(CriticConfig)
+    teacher: FrozenModelConfig = setting(FrozenModelConfig)
     rollout: RolloutConfig = setting(RolloutConfig)
     sglang: SGLangConfig = setting(SGLangConfig)
     vllm: VLLMConfig = setting(VLLMConfig)

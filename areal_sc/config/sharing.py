@@ -67,7 +67,8 @@ def differing_sections(run: Any) -> list[tuple[str, str]]:
 
     Scalars may differ: they can be set in both places.
     """
-    pairs = [(path, _parts(text)[0]) for path, text in shared_settings(type(run)).items()]
+    settings = shared_settings(type(run), may_differ=False)
+    pairs = [(path, _parts(text)[0]) for path, text in settings.items()]
     return [
         (path, key)
         for path, key in pairs

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from areal_sc.controller.events import RowsNeeded
 from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.workers.calls import GroupAttempt
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 NeedsRun = Callable[[GroupAttempt], bool]
 """Whether the rows of a run of a group may still be read."""
 
+KeepsRows = Callable[[RowsNeeded], None]
+
 
 @dataclass(eq=False)
 class Common:
@@ -24,9 +27,11 @@ class Common:
 
     Attributes:
         needs: each rollout controller adds what it says of rows.
+        keepers: each adds what keeps rows for a model that is trained on them.
     """
 
     needs: set[NeedsRun] = field(default_factory=set)
+    keepers: set[KeepsRows] = field(default_factory=set)
     _lineage: int = 0
     _entered: set[str] = field(default_factory=set)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.base import Completion
@@ -74,7 +75,7 @@ def look_at_model(
 
         try_loss(loss)
         tell(f"loss {loss.name}: tried on two rows")
-    if is_on_this_machine and role != TRAIN_ROLE:  # that one's memory was told before
+    if is_on_this_machine and role not in (TRAIN_ROLE, *FURTHER_MODELS):  # these were told before
         _tell_memory(role, handle)
 
 

@@ -35,10 +35,14 @@ class RowsNeeded:
     """Rows of earlier steps that may be asked for again.
 
     Attributes:
+        model: role of the model that is trained on them.
+        version: of that model; of one that is trained once a step it is the number of the step.
         first_step: they are those of this step and later ones.
         is_being_covered: fewer will be needed soon, when a snapshot is written or ranks are back.
     """
 
+    model: str
+    version: int
     first_step: int
     is_being_covered: bool
 

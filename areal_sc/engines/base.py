@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
+from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +27,23 @@ if TYPE_CHECKING:
     """Gives every parameter, flat or shaped; asked again for servers that start later."""
 
 
-OUTPUTS: Final = ("logprobs", "entropy")
-"""What a forward gives of each asked token."""
+OUTPUTS: Final = MappingProxyType(
+    {ModelHead.lm: ("logprobs", "entropy"), ModelHead.value: ("values",)}
+)
+"""What a forward gives of each asked token, by the model's head."""
+
+
+def column_of(output: str, head: ModelHead) -> int:
+    """Which of the outputs of a model with this head it is.
+
+    Raises: ValueError: none of them.
+    """
+    if output not in OUTPUTS[head]:
+        raise ValueError(
+            f"output: expected one of {', '.join(OUTPUTS[head])}, which a model with head={head} "
+            f"gives, got {output!r}"
+        )
+    return OUTPUTS[head].index(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +233,8 @@ class TrainEngine(Protocol):
 
         Args:
             output: `logprobs`: nats, of the token given those before it in its row, under the
-                distribution at the token's own `temperatures`; `entropy`: nats, of that.
+                distribution at the token's own `temperatures`; `entropy`: nats, of that;
+                `values`: of a model with a value head, what it expects after the tokens before.
         """
         ...
 

@@ -18,6 +18,7 @@ from areal_sc.config.schema import (
     ActorConfig,
     Device,
     GRPOConfig,
+    ModelHead,
     RolloutConfig,
     WeightUpdateMethod,
 )
@@ -181,7 +182,8 @@ class TrainHandle:
         parallel, width = config.parallel, DTYPE_BYTES[config.dtype]
         num_tokens = -(-config.max_tokens_per_micro_batch // parallel.sequence)
         chunk = min(config.logprob_chunk_tokens, num_tokens)
-        logit_bytes = _LOGIT_COPIES * FLOAT32_BYTES * chunk * (shape.vocabulary or 0)
+        num_outputs = (shape.vocabulary or 0) if config.head is ModelHead.lm else 1
+        logit_bytes = _LOGIT_COPIES * FLOAT32_BYTES * chunk * num_outputs
         logit_bytes = -(-logit_bytes // parallel.tensor)
         if layer is None:
             return logit_bytes

@@ -11,9 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from areal_sc.config.further_models import further_model
 from areal_sc.config.loading.plain import from_plain
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActorConfig, RolloutConfig, RolloutEngine
+from areal_sc.config.schema import ActorConfig, GRPOConfig, RolloutConfig, RolloutEngine
 from areal_sc.engines.fsdp.handle import FSDPPPOActor, FSDPSFTActor
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.local.handle import LocalGenerator
@@ -33,6 +34,7 @@ __all__ = [
     "handle_from_plain",
     "make_actor",
     "make_generator",
+    "make_model",
 ]
 
 _TRAINERS = MappingProxyType(
@@ -69,6 +71,14 @@ def make_actor(config: ActorConfig, *, is_frozen: bool = False) -> TrainHandle:
     """
     config = replace(config, is_frozen=is_frozen or config.is_frozen)
     return _TRAINERS[TrainEngineKind(config.engine)](config)
+
+
+def make_model(config: GRPOConfig, role: str) -> TrainHandle:
+    """The training engine of a model beside the policy: of section `reference`, say.
+
+    Raises: ConfigError: the section names no model.
+    """
+    return make_actor(further_model(config, role))
 
 
 def make_generator(config: RolloutConfig) -> GeneratorHandle:

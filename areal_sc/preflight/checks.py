@@ -15,6 +15,7 @@ from omegaconf import MISSING
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
+from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
@@ -23,12 +24,15 @@ from areal_sc.config.schema import (
     Device,
     Dtype,
     GRPOConfig,
+    ModelHead,
     Resume,
+    RolloutConfig,
     WeightUpdateMethod,
 )
 from areal_sc.config.sharing import differing_sections
 from areal_sc.config.slurm_jobs import nodes_for
 from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
@@ -38,6 +42,7 @@ from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
+from areal_sc.sizing.tokenizer_file import tokens_of
 from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
 
@@ -69,8 +74,9 @@ def check_config(
             raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
     is_local = config.scheduler.type == SchedulerType.local
-    make_actor(config.actor).check(count_devices if is_local else None)
-    _check_mesh(config.actor)
+    for model in _trained_models(config).values():
+        make_actor(model).check(count_devices if is_local else None)
+        _check_mesh(model)
     loss_of(config.actor.ppo).search_path()  # raises where there is none
     generator = make_generator(config.rollout)
     generator.check(config)
@@ -88,10 +94,11 @@ def check_models(config: GRPOConfig) -> None:
     Raises: ModelError: there is no such model, or a folder holds none that can be used.
         ConfigError: the trained one cannot be spread over its ranks.
     """
-    for model in (config.actor, config.rollout):
-        folder = local_model(model.path, model.revision)
-        check_model_folder(folder, needs_weights=not model.random_init)
-    _check_mesh(config.actor)
+    for role, model in _trained_models(config).items():
+        _check_model(model)
+        _check_mesh(model)
+        _check_tokenizer(role, model, config.actor)
+    _check_model(config.rollout)
 
 
 def check_limits(config: GRPOConfig) -> None:
@@ -104,7 +111,8 @@ def check_limits(config: GRPOConfig) -> None:
     """
     if config.scheduler.type != SchedulerType.local:
         return
-    rollout, num_ranks = config.rollout, config.actor.parallel.num_ranks
+    rollout = config.rollout
+    num_ranks = sum(model.parallel.num_ranks for model in _trained_models(config).values())
     num_tasks = 12 + 7 * num_ranks + (7 + rollout.num_reward_processes) * rollout.num_workers
     left, num_files = max_more_tasks(), 64 + 4 * (num_ranks + rollout.num_workers)
     if left < num_tasks:
@@ -147,9 +155,37 @@ def _check_mesh(actor: ActorConfig) -> None:
         make_actor(actor).check_model(folder)
 
 
+def _check_model(model: ActorConfig | RolloutConfig) -> None:
+    folder = local_model(model.path, model.revision)
+    check_model_folder(folder, needs_weights=not model.random_init)
+
+
+def _check_tokenizer(role: str, model: ActorConfig, actor: ActorConfig) -> None:
+    """Raises: ConfigError: another model than the policy reads other text in the same tokens."""
+    folders = [cached_model(each.path, each.revision) for each in (model, actor)]
+    if folders[0] == folders[1] or None in folders:
+        return
+    own, actors = (tokens_of(folder) for folder in folders if folder is not None)
+    if own is None or actors is None or own == actors:
+        return
+    differing = sorted(own.items() ^ actors.items(), key=lambda pair: pair[1])
+    token, number = differing[0]
+    raise ConfigError(
+        f"{role}.path: expected a model with the tokenizer of actor.path={actor.path}, since it "
+        f"reads the policy's tokens, got {model.path}: {len(differing)} tokens differ, the first "
+        f"is {token!r}, number {number}"
+    )
+
+
+def _trained_models(config: GRPOConfig) -> dict[str, ActorConfig]:
+    """The models of training engines, by their sections."""
+    return {"actor": config.actor, **further_models(config)}
+
+
 def _models(config: GRPOConfig) -> set[tuple[str, str]]:
-    actor, rollout = config.actor, config.rollout
-    return {(actor.path, actor.revision), (rollout.path, rollout.revision)}
+    rollout = config.rollout
+    trained = {(model.path, model.revision) for model in _trained_models(config).values()}
+    return trained | {(rollout.path, rollout.revision)}
 
 
 def _check_python_values(config: GRPOConfig) -> None:
@@ -209,11 +245,12 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         rollout.episode_tokens >= context,
         f"0 or at least {named}={context}, the longest row",
     )
-    yield (
-        "actor.max_tokens_per_micro_batch",
-        config.actor.max_tokens_per_micro_batch >= context,
-        f"at least {named}={context}, the longest row",
-    )
+    for role, model in _trained_models(config).items():
+        yield (
+            f"{role}.max_tokens_per_micro_batch",
+            model.max_tokens_per_micro_batch >= context,
+            f"at least {named}={context}, the longest row",
+        )
     for path, revision in _models(config):
         limit = known_context(path, revision) or context
         yield named, context <= limit, f"at most {limit} (the context of the model in {path})"
@@ -222,6 +259,12 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
 def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
     """The rest of the requirements, in the form of `_batch_requirements`."""
     shared_memory, update = config.transport.shared_memory, config.weight_update
+    yield "actor.head", config.actor.head == ModelHead.lm, "lm, since the policy generates"
+    yield "critic.head", config.critic.head == ModelHead.value, "value, which a critic gives"
+    for role in ("reference", "teacher"):
+        section = value_at(config, role)
+        yield f"{role}.is_frozen", section.is_frozen, "true, since it is never trained"
+        yield f"{role}.head", section.head == ModelHead.lm, "lm, since it gives log-probabilities"
     yield "generation.stop", are_stop_strings(config.generation.stop), STOP_STRINGS
     yield (
         "generation.stop_token_ids",
@@ -291,12 +334,14 @@ def _check_store(config: GRPOConfig) -> None:
 
 def _check_devices(config: GRPOConfig, count_devices: Callable[[], int]) -> list[str]:
     """Returns: a warning, where float32 is computed on CUDA."""
-    actor, rollout = config.actor, config.rollout
+    rollout = config.rollout
     most = "autoscale.max" if rollout.most_workers > rollout.num_workers else "num_workers"
-    roles = (
-        ("actor", make_actor(actor), actor.dtype, "parallel", actor.parallel.num_ranks),
-        ("rollout", make_generator(rollout), rollout.dtype, most, rollout.most_workers),
-    )
+    roles: list[tuple[str, TrainHandle | GeneratorHandle, Dtype, str, int]] = [
+        (role, make_actor(model), model.dtype, "parallel", model.parallel.num_ranks)
+        for role, model in _trained_models(config).items()
+    ]
+    generator = make_generator(rollout)
+    roles.append(("rollout", generator, rollout.dtype, most, rollout.most_workers))
     is_known = config.scheduler.type in (SchedulerType.local, SchedulerType.slurm)
     # what any other scheduler lends, it will tell
     if not is_known or all(handle.devices[0] == Device.cpu for _, handle, _, _, _ in roles):
@@ -329,7 +374,7 @@ def _asked_devices(config: GRPOConfig, role: str, num_taken: int) -> int:
         num_taken: by one worker, which is on one node.
     Raises: ConfigError: no node has as many.
     """
-    name = Purpose.train if role == "actor" else Purpose.rollout
+    name = Purpose.rollout if role == "rollout" else Purpose.train
     num_nodes, request = nodes_for(config.scheduler.slurm, name)
     asked, device = request.gpus_per_node, value_at(config, role).device
     if asked < num_taken and (asked or device == Device.cuda):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from areal_sc.config.further_models import further_models
 from areal_sc.config.placement import Purpose
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError
@@ -64,12 +65,15 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
         ConfigError: what can be counted beforehand is already more than there is.
         ModelError: the model folder exists and cannot be read.
     """
-    folder = cached_model(config.actor.path, config.actor.revision)
-    shape = read_model_shape(folder) if folder else None
+    models = {TRAIN_ROLE: config.actor, **further_models(config)}
+    shapes = {role: _shape_of(model) for role, model in models.items()}
     placed_on = [Node(_facts_of(node), Path(), purpose=node.purpose) for node in nodes]
 
     def workers_of(
-        role: str, handle: TrainHandle | GeneratorHandle, machines: Sequence[Machine]
+        role: str,
+        handle: TrainHandle | GeneratorHandle,
+        shape: ModelShape | None,
+        machines: Sequence[Machine],
     ) -> list[list[WorkerPlan]]:
         kind, count = handle.devices
         orders = [
@@ -86,7 +90,7 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
 
     machines = [node.machine for node in nodes]
     actor = make_actor(config.actor)
-    trainers = workers_of(TRAIN_ROLE, actor, machines)
+    trainers = workers_of(TRAIN_ROLE, actor, shapes[TRAIN_ROLE], machines)
     least = max(worker.store_bytes for workers in trainers for worker in workers)
     if config.actor.store_bytes < least:
         raise ConfigError(
@@ -94,17 +98,28 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
             "weights: one is sealed while the one before is still read), got "
             f"{config.actor.store_bytes}"
         )
+    for role, model in further_models(config).items():
+        further = workers_of(role, make_actor(model), shapes[role], machines)
+        for of_node, more in zip(trainers, further, strict=True):
+            of_node += [replace(worker, role=role) for worker in more]
     generator = make_generator(config.rollout)
     beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
-    generators = workers_of(ROLLOUT_ROLE, generator, beside)
+    generators = workers_of(ROLLOUT_ROLE, generator, shapes[TRAIN_ROLE], beside)
     results = {}
     for node, *workers in zip(nodes, trainers, generators, strict=True):
         available: dict[str, int | None] = {HOST: node.machine.host_memory_bytes}
         memory = enumerate(node.machine.cuda_memory_bytes)
         available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
-        results[node.name] = RunPlan((*workers[0], *workers[1]), available, shape is not None)
+        is_known = all(shape is not None for shape in shapes.values())
+        results[node.name] = RunPlan((*workers[0], *workers[1]), available, is_known)
         _check_fits(results[node.name], node.name, actor, generator)
     return results
+
+
+def _shape_of(model: ActorConfig) -> ModelShape | None:
+    """None: the model is not there yet."""
+    folder = cached_model(model.path, model.revision)
+    return read_model_shape(folder) if folder else None
 
 
 def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:

@@ -2,13 +2,16 @@
 
     for each policy version:
         rollout.prepare_batch            waits for generation           wait_s
+        compute                          what the models beside the policy say of the tokens
         compute_advantages
         compute_proximal_logprobs
         ppo_update                       trains                         train_s
+        update                           the critic, if there is one
         publish_weights                  version += 1                   sync_s
 
 Generation never waits for this loop; it is limited by the staleness bound alone. Evaluations,
-snapshots and exports go on beside it.
+snapshots and exports go on beside it. A section of the settings that names a model, `reference`
+say, is a model beside the policy: what it says is a field of the batch, for advantages and loss.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.evaluations import Evaluations
+from areal_sc.trainer.models_beside import ModelsBeside
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
 
@@ -59,8 +63,10 @@ class PPOTrainer(Run):
                 evaluations = Evaluations(
                     self, rollout, evaluation_prompts, evaluation_workflow or workflow
                 )
-            checkpoints = Checkpoints(self, actor, rollout)
-            with self.training(actor, rollout) as steps:
+            beside = ModelsBeside(self.config, self.scheduler)
+            others = beside.controllers.values()
+            checkpoints = Checkpoints(self, actor, rollout, *others)
+            with self.training(actor, rollout, *others) as steps:
                 if actor.version == 0:
                     evaluations.begin("before")
                 for step in steps:
@@ -68,9 +74,11 @@ class PPOTrainer(Run):
                         with step.timed("wait"):
                             batch = rollout.prepare_batch(prompts, workflow)
                         with step.timed("train"):
+                            batch = beside.compute(batch)
                             batch = actor.compute_advantages(batch)
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)
+                            stats |= beside.update(batch, actor.version)
                         evaluations.collect(wait=step.number == 1)  # the first sees no publication
                         with step.timed("sync"):
                             actor.publish_weights(rollout)

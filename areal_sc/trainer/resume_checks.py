@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.further_models import further_models
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.engines.handle_base import TrainHandle
@@ -57,7 +58,8 @@ def compare_with_begin(folder: RunFolder, config: GRPOConfig) -> None:
     The first start notes what they are. Raises: RunFolderError: they cannot be read, or noted.
     """
     begin = RunBegin(folder.begun_path)
-    found = {f"model {path}": Path(path) for path in (config.actor.path, config.rollout.path)}
+    paths = [config.actor.path, *(model.path for model in further_models(config).values())]
+    found = {f"model {path}": Path(path) for path in (*paths, config.rollout.path)}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
     if script.is_file() and begin.noted(f"code {script}") is None:  # else the sources compare it
         found[f"script {script}"] = script

@@ -27,7 +27,7 @@ from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
-from areal_sc.config.schema import ActorConfig, OptimizerConfig
+from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
 from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
@@ -147,6 +147,12 @@ class UserLoss:
             case "empty":
                 return value + 0 * logprobs.max(), {}  # which there is none of
         return value, {}
+
+
+def squared_error(tokens: LossTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Mean over the trained tokens of (value - target)^2; the target is any field."""
+    squares = (tokens.predicted_values - tokens.fields["behavior_logprobs"]).square()
+    return squares.sum() / tokens.num_loss_tokens, {"value_error": Metric.mean(squares)}
 
 
 def try_user_losses(
@@ -274,6 +280,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         compile_layers=scenario.get("compile_layers", False),
         logprob_chunk_tokens=scenario.get("chunk_tokens", 7),
         seed=0,
+        head=ModelHead(scenario.get("head", "lm")),
         parallel=ParallelConfig(**scenario.get("parallel", {})),
         optimizer=OptimizerConfig(
             lr=1e-3,
@@ -315,7 +322,8 @@ def run_rank(
         if "load_snapshot" in scenario:
             engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
-        result["logprobs"] = engine.forward(rows, "logprobs")
+        output = "logprobs" if config.head is ModelHead.lm else "values"
+        result[output] = engine.forward(rows, output)
 
         if "save_first" in scenario:
             engine.begin_save_hf(Path(scenario["save_first"]), is_staged=False).result(60)
@@ -327,10 +335,12 @@ def run_rank(
                 if minibatch.get("step", step) == step
             ]
 
+        losses = {"of ppo": loss_of(engine.config.ppo), "rows": row_loss, "values": squared_error}
+
         def train_step(step: int) -> dict[str, float]:
             return engine.update(
                 minibatches_of(step),
-                row_loss if scenario.get("row_loss") else loss_of(engine.config.ppo),
+                losses[scenario.get("loss", "of ppo")],
                 step=step,
                 min_token_version=scenario.get("min_token_version"),
             )

@@ -52,7 +52,7 @@ def results(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     for name, mesh in MESHES.items():
         minibatches = [{"lengths": EIGHT, "rows": mesh["rows"], "unrewarded": [2], **ORIGINS}]
         others = {key: value for key, value in mesh.items() if key != "rows"}
-        common = {"model": str(model_folder), "world_size": 2, "steps": [0], "row_loss": True}
+        common = {"model": str(model_folder), "world_size": 2, "steps": [0], "loss": "rows"}
         lengths = [[5, 9]] * len(mesh["rows"])
         scenarios[name] = common | others | {"minibatches": minibatches, "logprob_lengths": lengths}
     return run_ranks(tmp_path_factory.mktemp("ranks"), scenarios)

@@ -34,6 +34,7 @@ PUBLIC = {
     "VLLMEngine",
     "make_actor",
     "make_generator",
+    "make_model",
     # workflows and data
     "JsonlPrompts",
     "Prompts",

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from areal_sc.config.fields import is_section, known_keys
+from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.config.server_settings import ServersConfig
 from areal_sc.config.slurm_settings import SchedulerType
@@ -18,6 +19,7 @@ FIXED = {
     "actor.path": "the snapshot holds the weights of another model",
     "actor.revision": "the snapshot holds the weights of another model",
     "actor.dtype": "steps that are trained again would give other weights",
+    "critic.path": "the snapshot holds the values of another critic, or none",
     "rollout.train_batch_groups": "admission counts in batches of this many groups",
     "rollout.group_size": "groups that are waiting have another number of answers",
 }
@@ -43,6 +45,7 @@ FREE = (
     "weight_update",
     "actor.weight_update",
     "rollout.weight_update",
+    *(f"{role}.{name}" for role in FURTHER_MODELS for name in ("num_threads", "weight_update")),
     *(
         key
         for key, kind in known_keys(GRPOConfig, also_shared=True).items()
@@ -61,6 +64,7 @@ OF_ONE_SCHEDULER = frozenset([SchedulerType.slurm.value, SchedulerType.ray.value
 
 STARTED_AGAIN = {
     "actor": "train workers that live are started again, from the newest snapshot",
+    **dict.fromkeys(FURTHER_MODELS, "ranks of a model that live are started again"),
     "rollout": "rollout workers that live are started again, and so are their groups",
     "scheduler": "all workers that live are started again, from the newest snapshot",
 }
@@ -82,6 +86,11 @@ def config_differences(old_text: str, new_text: str) -> dict[str, str]:
     Raises: RunFolderError: a text is not a YAML mapping.
     """
     old, new = (dict(_leaves(_parse(text))) for text in (old_text, new_text))
+    for role in FURTHER_MODELS:  # one that is not there has no settings
+        for settings in (old, new):
+            if not settings.get(f"{role}.path"):
+                for key in [key for key in settings if key.startswith(f"{role}.")]:
+                    del settings[key]
     pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in [*new, *old]}
     return {
         key: f"{before} -> {after}" for key, (before, after) in pairs.items() if before != after

@@ -33,6 +33,9 @@ words of the other."""
 
 MAX_SUGGESTIONS = 3
 
+_LIKE_ACTOR = ("reference.", "critic.", "teacher.")
+"""Sections whose settings have the names of the actor's, which are suggested in their place."""
+
 _TYPE_NAMES = {
     int: "an integer",
     float: "a number",
@@ -155,7 +158,10 @@ def nearest_keys(key: str, keys: Collection[str]) -> list[str]:
         return max(PART_SIMILARITY if is_part else 0.0, similarity(name, its_name))
 
     sections = {path.rpartition(".")[0] for path in keys}
-    scores = {path: score(path) for path in keys if path != key}
+    like_others = () if key.startswith(_LIKE_ACTOR) else _LIKE_ACTOR
+    scores = {
+        path: score(path) for path in keys if path != key and not path.startswith(like_others)
+    }
     best = max(scores.values(), default=0.0)
     if best < MIN_SIMILARITY:
         return []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,8 +107,17 @@ class _Composition:
         self._shared = shared_settings(schema)
         self._given: set[str] = set()
         self.config: DictConfig = OmegaConf.structured(schema)
+        fixed = shared_settings(schema, may_differ=False)
         for key, template in self._shared.items():
-            OmegaConf.update(self.config, key, template, merge=False)
+            section = self._all_keys[key]
+            if is_section(section) and key not in fixed:  # each setting is given by itself
+                origin = template.removesuffix("}")
+                OmegaConf.update(self.config, key, OmegaConf.structured(section), merge=False)
+                for each in fields(section):
+                    template = f"{origin}.{each.name}}}"
+                    OmegaConf.update(self.config, f"{key}.{each.name}", template, merge=False)
+            else:
+                OmegaConf.update(self.config, key, template, merge=False)
 
     def read_file(self, path: Path, named_by: tuple[Path, ...] = ()) -> None:
         """Sets what the files of its defaults list say, then what the file itself says."""

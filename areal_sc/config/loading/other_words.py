@@ -117,10 +117,11 @@ A word with a dot in it is more exact than one without; one with a dot at its en
 """
 
 _NONE: Final = """
-the script makes the reference model (docs/several-models.md), which is never replaced = ref.
-    ref_model. sync_ref_model ref_model_sync_steps ref_model_mixup_alpha
-there is no critic in the settings, actor.ppo.advantage=gae alone makes none: the script does =
-    vf_coef value_loss_coef critic. cliprange_value critic_warmup critic_learning_rate
+the reference model is the one of section reference (docs/several-models.md), never replaced =
+    ref. ref_model. sync_ref_model ref_model_sync_steps ref_model_mixup_alpha
+the critic is the model of section critic, with a loss and an optimizer of its own
+    (docs/several-models.md) = vf_coef value_loss_coef cliprange_value critic_warmup
+    critic_learning_rate
 add areal_sc.algorithms.reward_shaping.soft_length_penalty to the script's reward =
     overlong_reward_penalty overlong_buffer.
 all parameters are trained; there are no adapters = use_peft lora_rank lora_r lora_alpha

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -24,16 +25,11 @@ class KeptRows:
 
     def __init__(self) -> None:
         self.has_let_go = False
-        self._first_step: int | None = None  # None: no step is repeated
-        self._is_being_covered = False
+        self._needed: dict[str, RowsNeeded] = {}  # by each model that is trained on them
 
-    def keep_from(self, first_step: int, *, is_being_covered: bool) -> None:
-        """Allows the rows of earlier steps to go; `release` follows.
-
-        Args:
-            is_being_covered: the others stay for now, even where room is short.
-        """
-        self._first_step, self._is_being_covered = first_step, is_being_covered
+    def keep_from(self, needed: RowsNeeded) -> None:
+        """Allows rows to go that the model does not need any more; `release` follows."""
+        self._needed[needed.model] = needed
 
     def release(self, ledger: Ledger, version: int) -> None:
         """The ledger lets go of what no step reads again: neither the next one nor a repeated one.
@@ -41,15 +37,17 @@ class KeptRows:
         Args:
             version: the current policy version, and so the number of the next step.
         """
-        first_step = version if self._first_step is None else min(version, self._first_step)
-        ledger.release(first_step - 1)
+        late = [it.model for it in self._needed.values() if it.version < version - 1]
+        for model in late:  # it is not trained once a step: its versions are no steps
+            del self._needed[model]
+        ledger.release(min([version, *(it.first_step for it in self._needed.values())]) - 1)
         if not any(step < version for step in ledger.kept_steps):
             self.has_let_go = False
 
     def let_go(self, ledger: Ledger, version: int) -> bool:
         """Room is short: the rows of the oldest step go; tells whether there were any."""
         step = min(ledger.kept_steps, default=version)
-        if step >= version or self._is_being_covered:
+        if step >= version or any(it.is_being_covered for it in self._needed.values()):
             return False
         ledger.release(step)
         if not self.has_let_go:

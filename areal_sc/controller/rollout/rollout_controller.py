@@ -148,6 +148,7 @@ class RolloutController(WeightsReader):
         Raises: WorkerStartError, ModelError: with the worker's own words.
         """
         common_of(self.scheduler).needs.add(self._needs)
+        common_of(self.scheduler).keepers.add(self.keep_rows)
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
@@ -159,6 +160,7 @@ class RolloutController(WeightsReader):
     async def close_async(self) -> None:
         """Ends all running groups, then the workers."""
         common_of(self.scheduler).needs.discard(self._needs)
+        common_of(self.scheduler).keepers.discard(self.keep_rows)
         self.groups.end()
         await self._recovery.close()
         await self._background.close()

@@ -164,7 +164,7 @@ class TrainingGroups(Groups):
 
     def keep_rows(self, needed: RowsNeeded) -> None:
         """Keeps rows for `RolloutController.keep_rows`."""
-        self.kept_rows.keep_from(needed.first_step, is_being_covered=needed.is_being_covered)
+        self.kept_rows.keep_from(needed)
         self.kept_rows.release(self.ledger, self.version)
         self._workers.sweep()
 

@@ -326,7 +326,8 @@ class Ranks:
         """Tells which rows are needed: those of steps that are being repeated are not given up."""
         is_being_repeated = not any(life.is_ready for life in self._fleet.lives)
         is_covered_soon = self.memory.is_writing or self.memory.is_due_soon or is_being_repeated
-        self._hear(RowsNeeded(self.history.rows_from, is_covered_soon))
+        role, history = self._fleet.members[0].life.unit, self.history
+        self._hear(RowsNeeded(role, history.version, history.rows_from, is_covered_soon))
 
     async def _has_died_since(self, num_restarts: int) -> bool:
         """Whether an error may be due to a death, which the others notice first."""

@@ -45,12 +45,9 @@ from areal_sc.controller.train.train_step import (
     seen_by_loss,
     trained_content,
 )
-from areal_sc.engines.base import OUTPUTS
+from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import (
-    ROWS_GONE,
-    ConfigError,
-)
+from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -172,7 +169,7 @@ class TrainController(Controller):
         `prepare_batch` has formed a batch anew.
 
         Args:
-            output: `logprobs` or `entropy`, in nats, of the current weights; see
+            output: `logprobs` or `entropy`, in nats, or `values`, of the current weights; see
                 `TrainEngine.forward`. Or `package.module:function`, a token function, or a
                 `TokenFunction` with settings: it makes the field from the other ones.
             field: its name. With `advantages` those of rows go.
@@ -186,8 +183,7 @@ class TrainController(Controller):
             number = self._sources.register_function(output)
             computed = await self._work.compute(batch, batch, number, field)
             return computed.without_advantages() if field == "advantages" else computed
-        if output not in OUTPUTS:
-            raise ValueError(f"output: expected one of {', '.join(OUTPUTS)}, got {output!r}")
+        column_of(output, self.config.head)
         selected = batch.select(MODEL_FIELDS).without_advantages()
         return await self._work.compute(batch, selected, output, field)
 
@@ -274,14 +270,24 @@ class TrainController(Controller):
             raise self._step.lose_rows(batch, error) from error
 
     async def sft_update_async(
-        self, prompts: PromptSource, indices: Sequence[int]
+        self, prompts: PromptSource, indices: Sequence[int], *, advances: bool = True
     ) -> dict[str, float]:
         """One optimizer update on rows of a dataset with items `{"input_ids", "loss_mask"}`.
 
-        The workers read the rows; only their numbers travel. There is nothing to publish, so the
-        version advances at once.
+        The workers read the rows; only their numbers travel.
+
+        Args:
+            advances: the version goes up by one at once; False, as for a policy: the update is a
+                part of the step that goes on, as `ppo_update` is.
+        Raises: ConfigError: the model is frozen; or it is the policy of a rollout controller, and
+            would advance.
         """
         self._check_trains()
+        if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
+            raise ConfigError(
+                "sft_update: expected advances=False with the policy, since each update would take "
+                "one of total_steps; or train a model of another role, and begin from its save_hf"
+            )
         dataset = await self._sources.register_prompts_async(prompts)
         num_shares = self._ranks.calls.layout.num_shares
         indices = [int(index) for index in indices]  # of NumPy, say
@@ -290,7 +296,7 @@ class TrainController(Controller):
             Demonstrations(dataset, tuple(indices[share::num_shares]))
             for share in range(num_shares)
         ]
-        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=True)
+        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=advances)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -432,6 +438,9 @@ class TrainController(Controller):
                 self._give_up(cause)
             case RowsNeeded() if self._reader is not None:
                 self._reader.keep_rows(event)
+            case RowsNeeded() if self._ranks.history.reads_rows:
+                for keep_rows in self._common.keepers:
+                    keep_rows(event)
             case TrainingLost() if self._reader is not None:
                 self._reader.lose_steps()
             case WeightsMoved(weights) if self._reader is not None:

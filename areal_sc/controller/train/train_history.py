@@ -81,6 +81,7 @@ class TrainHistory:
 
     Attributes:
         lineage, version: the policy that the ranks are at.
+        reads_rows: since a snapshot on the disk, updates have read rows of batches.
         has_memory_snapshots: as given.
     """
 
@@ -95,6 +96,7 @@ class TrainHistory:
         self.version = version = source.version
         self._durable = source
         self._is_durable = True
+        self.reads_rows = False
         self._first = version  # whose calls are known, as are those of all later ones
         self._in_memory: list[int] = []
         self._writes: set[Asked] = set()
@@ -158,7 +160,8 @@ class TrainHistory:
         if call.is_write:
             self._writes.add(call)
         elif call.is_update:
-            batches = (batch for share in call.shares for batch in share.batches)
+            batches = [batch for share in call.shares for batch in share.batches]
+            self.reads_rows = self.reads_rows or bool(batches)
             read = {shard.shard_id for batch in batches for shard in batch.shards}
             self._unused = deque(
                 (version, computed)
@@ -239,7 +242,9 @@ class TrainHistory:
         return structs.replace(batch, columns=columns)
 
     def _forget(self) -> None:
-        self._first = max(self._first, min([self.rows_from, *self._in_memory[-1:]]))
+        # what reads no rows can be repeated from any snapshot
+        first = self.rows_from if self.reads_rows else self._durable.version
+        self._first = max(self._first, min([first, *self._in_memory[-1:]]))
         for version in [version for version in self._calls if version < self._first]:
             del self._calls[version]
         self._unused = deque(pair for pair in self._unused if pair[0] >= self._first)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from areal_sc.algorithms.logprobs import VocabularyPart
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp
@@ -81,7 +81,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     """
     world = groups.world
     if not needs_fsdp(world.size, config):
-        model = PackedModel(read_causal_lm(config), chunk_tokens=config.logprob_chunk_tokens)
+        model = _packed(read_causal_lm(config), config)
         _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
         _wrap_layers(model, config)
@@ -89,7 +89,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
-    model = PackedModel(weights.build(), chunk_tokens=config.logprob_chunk_tokens)
+    model = _packed(weights.build(), config)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
@@ -104,11 +104,15 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     return model, parts
 
 
+def _packed(causal_lm: Any, config: ActorConfig) -> PackedModel:
+    return PackedModel(causal_lm, chunk_tokens=config.logprob_chunk_tokens, head=config.head)
+
+
 def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
     """What rank 0 finds out with the whole model, layer by layer."""
     longest_input = config.max_tokens_per_micro_batch
-    causal_lm = build_without_parameters(Path(config.path))
-    model = PackedModel(causal_lm, chunk_tokens=config.logprob_chunk_tokens)
+    causal_lm = build_without_parameters(Path(config.path), config.head)
+    model = _packed(causal_lm, config)
     _check_supported(causal_lm, longest_input)
 
     fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
@@ -177,7 +181,7 @@ def _spread(
     world, causal_lm = groups.world, model.causal_lm
     buffers = dict(causal_lm.named_buffers(remove_duplicate=False))
     cut_model(causal_lm, parts.cuts, groups.tensor)
-    if groups.tensor.size > 1:
+    if groups.tensor.size > 1 and config.head is ModelHead.lm:
         start = vocabulary_start(causal_lm, parts.cuts, groups.tensor.rank)
         if start is not None:
             model.vocabulary = VocabularyPart(start, groups.tensor.handle)

@@ -20,6 +20,7 @@ from areal_sc.algorithms.logprobs import (
     float32_linear,
     logprobs_of_logits,
 )
+from areal_sc.config.schema import ModelHead
 from areal_sc.engines.finite import require_finite
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_logprobs
 from areal_sc.engines.rotary import rotate_rows_by_own_length
@@ -32,6 +33,7 @@ from areal_sc.engines.training.packed_attention import (
 )
 from areal_sc.engines.training.probe import probe_rows
 from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.engines.training.value_head import values_of
 from areal_sc.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class PackedModel(nn.Module):
     It is the root that FSDP shards, so that within `forward` what FSDP has of the output layer is
     whole.
 
+    Args:
+        head: of the model: with a value head it gives values in place of log-probabilities.
+
     Attributes:
         own_attention: the implementation that transformers has chosen for the model.
         packed_attention: the name of the implementation for packed rows.
@@ -81,9 +86,12 @@ class PackedModel(nn.Module):
         sequence: ranks that share the tokens of each forward; None: this one has them all.
     """
 
-    def __init__(self, causal_lm: Any, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, causal_lm: Any, *, chunk_tokens: int, head: ModelHead = ModelHead.lm
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.head = head
         self.chunk_tokens = chunk_tokens
         self.own_attention: str = causal_lm.config._attn_implementation
         self.packed_attention = ATTENTION_NAME
@@ -175,10 +183,14 @@ class PackedModel(nn.Module):
             positions: [N] int64, indices into this rank's tokens, `layout.own_tokens`.
             targets: [N] int64, token ids.
             temperatures: [N] > 0, divide the logits at each position; None: 1.
-        Returns: logprobs [N] float32, entropy [N] float32; nats.
+        Returns: logprobs [N] float32, entropy [N] float32; nats. Of a model with a value head:
+            values [N] float32, zeros [N].
         """
         output, hidden = self._hidden(input_ids, layout)
         hidden = hidden[positions]
+        if self.head is ModelHead.value:
+            values = values_of(self.causal_lm, hidden)
+            return values, torch.zeros_like(values)
         if not self.abilities.has_linear_head:
             return self._own_logprobs(output, hidden, targets, temperatures)
         head = self.causal_lm.get_output_embeddings()
@@ -289,14 +301,14 @@ def probe_abilities(
     causal_lm = with_small_limits(model.causal_lm, model.own_attention, longest_input)
     if causal_lm is not model.causal_lm:
         fill(causal_lm)
-        model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens)
+        model = PackedModel(causal_lm, chunk_tokens=model.chunk_tokens, head=model.head)
     vocabulary = int(model.causal_lm.get_input_embeddings().weight.shape[0])
     name = type(model.causal_lm).__name__
     rows = probe_rows(vocabulary, model.device)
     try:
         with _trying(model, _SLOWEST):
-            expected = [_single_row(causal_lm, row) for row in rows]
-            shorter = _single_row(causal_lm, rows[0][:-1])
+            expected = [_single_row(model, row) for row in rows]
+            shorter = _single_row(model, rows[0][:-1])
     except _FORWARD_ERRORS as error:
         raise ModelError(f"{name} does not compute rows of any length: {error!r}") from error
     require_finite(causal_lm, torch.cat([*expected, shorter]))
@@ -314,21 +326,27 @@ def probe_abilities(
     packs = agrees(ModelAbilities(packs=True, has_linear_head=False))
     found = ModelAbilities(
         packs,
-        has_linear_head=_gives_outputs_of_head(model, rows[0])
+        has_linear_head=model.head is ModelHead.lm
+        and _gives_outputs_of_head(model, rows[0])
         and agrees(ModelAbilities(packs, has_linear_head=True)),
     )
     if not packs:
         if not agrees(found):
             raise ModelError(f"{name}: rows of a padded batch do not give what single rows give")
         logger.warning("model=%s cannot attend within packed rows: rows are padded, slower", name)
-    if not found.has_linear_head:
+    if not found.has_linear_head and model.head is ModelHead.lm:
         logger.info("model=%s changes its logits: they are made by its own forward", name)
     return found
 
 
-def _single_row(causal_lm: Any, row: torch.Tensor) -> torch.Tensor:
-    """[T] log-probabilities of token 1 after each of a row's, by the model's own forward."""
-    logits = causal_lm(input_ids=row[None], use_cache=False).logits[0]
+def _single_row(model: PackedModel, row: torch.Tensor) -> torch.Tensor:
+    """[T] log-probabilities of token 1 after each of a row's, by the model's own forward.
+
+    Of a model with a value head, what `_summed` gives.
+    """
+    if model.head is ModelHead.value:
+        return _summed(model._body(input_ids=row[None], use_cache=False).last_hidden_state[0])
+    logits = model.causal_lm(input_ids=row[None], use_cache=False).logits[0]
     logprobs: torch.Tensor = logits.log_softmax(-1)[:, 1]
     return logprobs
 
@@ -355,7 +373,7 @@ def probe_hidden(
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(capture))
-        _probe(model, probe_rows(vocabulary, device), model.abilities)
+        _outputs(model, probe_rows(vocabulary, device))
     if not newest:
         raise ModelError(f"{type(model.causal_lm).__name__} does not name its decoder layers")
     return newest[0].float().cpu()
@@ -381,15 +399,30 @@ def _gives_outputs_of_head(model: PackedModel, row: torch.Tensor) -> bool:
 def _probe(
     model: PackedModel, rows: Sequence[torch.Tensor], abilities: ModelAbilities
 ) -> torch.Tensor:
-    """[T] log-probabilities that `model` with these abilities gives."""
+    """[T] log-probabilities that `model` with these abilities gives; as `_single_row`."""
     with _trying(model, abilities):
-        input_ids = torch.cat(list(rows))
-        device = input_ids.device
-        layout = model.layout([len(row) for row in rows], device).on(device)
-        positions = torch.arange(len(layout.own_tokens), device=input_ids.device)
-        targets = torch.ones_like(positions)
-        logprobs: torch.Tensor = model(input_ids, layout, positions, targets, None)[0]
-        return logprobs
+        if model.head is ModelHead.lm:
+            return _outputs(model, rows)
+        layout = model.layout([len(row) for row in rows], model.device).on(model.device)
+        return _summed(model._hidden(torch.cat(list(rows)), layout)[1])  # values are 0 at first
+
+
+def _outputs(model: PackedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[T] what the model gives of token 1 after each of the rows'."""
+    input_ids = torch.cat(list(rows))
+    device = input_ids.device
+    layout = model.layout([len(row) for row in rows], device).on(device)
+    positions = torch.arange(len(layout.own_tokens), device=input_ids.device)
+    outputs: torch.Tensor = model(input_ids, layout, positions, torch.ones_like(positions), None)[0]
+    return outputs
+
+
+def _summed(hidden: torch.Tensor) -> torch.Tensor:
+    """[T] of hidden states [T, H]: a sum with weights, of about the size of each."""
+    width = hidden.shape[-1]
+    weights = torch.arange(width, device=hidden.device).cos() / width**0.5
+    summed: torch.Tensor = hidden.float() @ weights
+    return summed
 
 
 @contextmanager

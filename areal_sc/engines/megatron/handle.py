@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import Device
+from areal_sc.config.schema import Device, ModelHead
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
@@ -41,6 +41,10 @@ class MegatronPPOActor(TrainHandle):
                     f"actor.{name}: expected false with actor.engine=megatron, got true; "
                     "actor.engine=fsdp has it"
                 )
+        if self.config.head is not ModelHead.lm:
+            raise ConfigError(
+                f"critic.engine: expected fsdp, got megatron, which has no head={self.config.head}"
+            )
         check_ranks(self.config.parallel)
         if count_devices is not None:
             check_machine(self.config.device, count_devices)

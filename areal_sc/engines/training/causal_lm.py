@@ -1,4 +1,7 @@
-"""Hugging Face causal language models as training reads them: on the CPU, in float32."""
+"""Hugging Face causal language models as training reads them: on the CPU, in float32.
+
+With a value head in place of their output layer, where that is asked for: `value_head`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.engines.training.value_head import (
+    checked_head,
+    is_new_head,
+    model_class,
+    model_config,
+    new_values,
+)
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 
@@ -24,14 +33,17 @@ def compute_dtype(config: ActorConfig) -> torch.dtype:
 def read_causal_lm(config: ActorConfig) -> Any:
     """The model of `config.path` on the CPU, its weights read, or drawn with `random_init`."""
     if not config.random_init:
-        return load_causal_lm(Path(config.path))
+        return load_causal_lm(Path(config.path), config.head)
     try:
-        return _from_config(Path(config.path)).eval()
+        model = _from_config(Path(config.path), config.head).eval()
+        if config.head is ModelHead.value:
+            new_values(model)
+        return model
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot build the model of {config.path}: {error}") from error
 
 
-def load_causal_lm(folder: Path) -> Any:
+def load_causal_lm(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     """A Hugging Face model on the CPU in float32 with its own attention.
 
     Raises: ModelError: no such folder, no or damaged weights, an unknown architecture, or
@@ -39,16 +51,25 @@ def load_causal_lm(folder: Path) -> Any:
     """
     check_model_folder(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        loaded: Any = model_class(head).from_pretrained(
+            folder,
+            config=model_config(folder, head),
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the model in {folder}: {error}") from error
     model, loading = loaded
-    absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
+    checked_head(model, head)
+    missing = sorted(loading["missing_keys"])
+    if any(is_new_head(name, head) for name in missing):
+        new_values(model)
+    absent = [name for name in missing if not is_new_head(name, head)]
+    absent += sorted(map(str, loading["mismatched_keys"]))
     if absent:
         raise misfit(folder, absent)
-    built = build_unfilled(folder)
+    built = build_unfilled(folder, head)
     named = dict(built.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in built.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -77,17 +98,17 @@ def differently_tied(folder: Path, first: str, other: str) -> ModelError:
     )
 
 
-def build_unfilled(folder: Path) -> Any:
+def build_unfilled(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     """The same model with memory for its weights, but no values in it."""
     with no_init_weights():
-        model = _from_config(folder)
+        model = _from_config(folder, head)
     model.tie_weights()
     return model.eval()
 
 
-def build_without_parameters(folder: Path) -> Any:
+def build_without_parameters(folder: Path, head: ModelHead = ModelHead.lm) -> Any:
     """The same model, its parameters on the meta device, its buffers as transformers makes them."""
-    model = build_unfilled(folder)  # memory that nobody has written to is none yet
+    model = build_unfilled(folder, head)  # memory that nobody has written to is none yet
     on_meta: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for module in model.modules():
         for name, values in module.named_parameters(recurse=False):
@@ -98,11 +119,9 @@ def build_without_parameters(folder: Path) -> Any:
     return model
 
 
-def _from_config(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.float32
-    )
+def _from_config(folder: Path, head: ModelHead) -> Any:
+    model = model_class(head).from_config(model_config(folder, head), dtype=torch.float32)
+    return checked_head(model, head)
 
 
 def loading_error(failure: Exception, config: ActorConfig) -> ArealError:

@@ -68,7 +68,7 @@ class SharedWeights:
 
         No exchange.
         """
-        causal_lm = build_without_parameters(Path(self._config.path))
+        causal_lm = build_without_parameters(Path(self._config.path), self._config.head)
         if self._conversions is not None:
             known = get_model_conversion_mapping(causal_lm)
             causal_lm._weight_conversions = [known[index] for index in self._conversions]

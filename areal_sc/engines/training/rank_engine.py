@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 from areal_sc.algorithms.loss_tokens import LossCounts, LossTokens
 from areal_sc.algorithms.losses import Loss, Metric, checked
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import OUTPUTS, RankPosition
+from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.engines.base import RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
 from areal_sc.engines.training.micro_batches import (
@@ -83,6 +83,7 @@ class MinibatchLoss:
         rows: that the micro-batches are taken from.
         counts: what the minibatch holds on all ranks; the denominators.
         is_first: no weight has changed since the step began.
+        head: of the model.
         metrics: of the step; those of each micro-batch are added.
 
     The loss may be a user's. It sees copies of the outputs and gives their gradients, so whatever
@@ -93,6 +94,7 @@ class MinibatchLoss:
     rows: PackedRows
     counts: LossCounts
     is_first: bool
+    head: ModelHead
     metrics: UpdateMetrics
 
     def of(self, batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
@@ -120,26 +122,29 @@ class MinibatchLoss:
         return value if of_entropy is None else value + (entropy * of_entropy).sum()
 
     def _gradients(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+        self, batch: MicroBatch, output: torch.Tensor, entropy: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Gradients of the loss by [N] log-probabilities and entropy; None: it does not depend on
-        them."""
+        """Gradients of the loss by [N] log-probabilities, or values, and entropy; None: it does not
+        depend on them."""
         assert batch.loss_rows is not None
-        fields = TokenFields(batch, self.rows)
-        if self.is_first and "proximal_logprobs" not in self.rows.fields:
-            fields["proximal_logprobs"] = logprobs.detach()
-        value, of_loss = checked(
-            self.compute_loss(LossTokens(logprobs, entropy, fields, batch.loss_rows, self.counts))
+        fields, is_lm = TokenFields(batch, self.rows), self.head is ModelHead.lm
+        if self.is_first and is_lm and "proximal_logprobs" not in self.rows.fields:
+            fields["proximal_logprobs"] = output.detach()
+        tokens = LossTokens(
+            output if is_lm else torch.zeros_like(output),
+            *(entropy, fields, batch.loss_rows, self.counts),
+            values=None if is_lm else output,
         )
+        value, of_loss = checked(self.compute_loss(tokens))
         self.metrics.add(
             loss=Metric.sum(value),
-            entropy=Metric.mean(entropy),
+            **({"entropy": Metric.mean(entropy)} if is_lm else {}),
             num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
             **of_loss,
         )
         if not value.requires_grad:
             return None, None
-        return torch.autograd.grad(value, (logprobs, entropy), allow_unused=True)
+        return torch.autograd.grad(value, (output, entropy), allow_unused=True)
 
 
 class RankEngine(ABC):
@@ -244,9 +249,7 @@ class RankEngine(ABC):
                 known, rows without any are left out: nothing is trained on them.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
-        if output not in OUTPUTS:
-            raise ValueError(f"expected an output of {', '.join(OUTPUTS)}, got {output!r}")
-        column = OUTPUTS.index(output)
+        column = column_of(output, self.config.head)
         known = with_token_advantages(rows)
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
         values = torch.zeros(rows.num_tokens)
@@ -307,6 +310,7 @@ class RankEngine(ABC):
                 batch.rows,
                 counts,
                 is_first=not metrics.gradient_norms,
+                head=self.config.head,
                 metrics=metrics,
             )
             self._add_gradients(replace(batch, numbers=numbers), of_minibatch)

@@ -25,13 +25,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
 from transformers.utils import logging as hf_logging
 
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.training.causal_lm import (
     build_unfilled,
     differently_tied,
     misfit,
     read_causal_lm,
 )
+from areal_sc.engines.training.value_head import is_new_head
 from areal_sc.errors import ModelError
 from areal_sc.sizing.model_folder import check_model_folder
 
@@ -87,7 +88,7 @@ def open_weights(config: ActorConfig) -> ModelWeights:
     try:
         files = _weight_files(folder)
         if files is not None:
-            return StoredWeights(folder, files)
+            return StoredWeights(folder, files, config.head)
     except _FAILURES as error:
         raise _unreadable(folder, error) from error
     logger.warning("folder=%s cannot be read in parts: rank 0 has all of its weights", folder)
@@ -100,14 +101,16 @@ class StoredWeights:
     Args:
         folder: of the model.
         files: all that hold weights; they are mapped into memory.
+        head: of the model.
     Raises: ModelError: they do not hold the model that `config.json` describes.
     """
 
-    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path], head: ModelHead = ModelHead.lm) -> None:
         self._folder = folder
+        self._head = head
         self._stored = {key: tensor for file in files for key, tensor in _map_file(file).items()}
         with torch.device("meta"):
-            self._model = build_unfilled(folder)
+            self._model = build_unfilled(folder, head)
         self._unfilled = _named_tensors(self._model)
         same = defaultdict[int, list[str]](list)
         for name, values in self._unfilled.items():
@@ -122,7 +125,9 @@ class StoredWeights:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         stored = {name: self._stored_alias(name) for name in names}
         found = self._read_stored([alias for alias in stored.values() if alias is not None])
-        return {name: found[alias] for name, alias in stored.items() if alias is not None}
+        read = {name: found[alias] for name, alias in stored.items() if alias is not None}
+        new = [n for n in stored if n not in read and is_new_head(n, self._head)]
+        return read | {name: torch.zeros(self._unfilled[name].shape) for name in new}
 
     def _stored_alias(self, name: str) -> str | None:
         """A name under which this tied parameter is stored, or None."""
@@ -190,6 +195,7 @@ class StoredWeights:
         self._model._adjust_missing_and_unexpected_keys(found)
         parameters = dict(self._model.named_parameters())
         # transformers would draw parameters that it allows to be missing
+        missing = {name for name in missing if not is_new_head(name, self._head)}
         absent = [n for n in sorted(missing) if n in found.missing_keys or n in parameters]
         if absent or mismatched:
             raise misfit(self._folder, absent + sorted(mismatched))

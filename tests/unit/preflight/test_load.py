@@ -22,6 +22,7 @@ from areal_sc.config.schema import (
     OverBound,
     RolloutConfig,
 )
+from areal_sc.config.sharing import join_sections
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 
@@ -60,6 +61,7 @@ def test_the_same_settings_from_everywhere_are_the_same(write_yaml: WriteYaml) -
         seed=4,
     )
     by_hand.actor.optimizer.lr = 1e-3
+    join_sections(by_hand)
     expected = load(["--config", str(write_yaml(text))], GRPOConfig)
     assert type(expected.rollout.over_bound) is OverBound
     arguments = [f"{key}={value}" for key, value in flat.items()]

@@ -244,8 +244,11 @@ def test_nearest_keys_prefers_the_named_section() -> None:
         ("gconfig.min_new_tokens", "answers are sampled by generation.temperature"),
         ("saver.freq_steps", "checkpoint.every_steps"),
         ("stats_logger.wandb.mode", "here that is trackers"),
-        ("critic.model.path", "there is no critic"),
-        ("actor_rollout_ref.ref.fsdp_config.param_offload", "the script makes the reference model"),
+        ("critic.model.path", "did you mean critic.path"),
+        (
+            "actor_rollout_ref.ref.fsdp_config.param_offload",
+            "the reference model is the one of section reference",
+        ),
         ("train_dataset.path", "the script gives prompts"),
         ("train_dataset.batch_size", "rollout.train_batch_groups"),
         ("actor.optimizer.type", "the optimizer is AdamW"),

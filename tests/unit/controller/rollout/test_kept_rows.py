@@ -11,6 +11,7 @@ from simulation.train_worker import SimulatedTrainWorker
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
+from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.metadata import (
@@ -62,7 +63,7 @@ def test_nothing_stays_unless_it_is_asked_for(ledger: Ledger) -> None:
 
 def test_rows_go_once_their_step_is_covered(ledger: Ledger) -> None:
     rows = KeptRows()
-    rows.keep_from(2, is_being_covered=False)
+    rows.keep_from(RowsNeeded("train", VERSION, 2, False))
     rows.release(ledger, VERSION)
     assert ledger.kept_steps == [2, 3]
     assert ledger.needs_rows(2, 0)
@@ -74,7 +75,7 @@ def test_where_room_is_short_the_oldest_step_goes_and_it_is_said_once(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = KeptRows()
-    rows.keep_from(0, is_being_covered=False)
+    rows.keep_from(RowsNeeded("train", VERSION, 0, False))
     rows.release(ledger, VERSION)
     assert rows.let_go(ledger, VERSION)
     assert rows.let_go(ledger, VERSION)
@@ -82,20 +83,20 @@ def test_where_room_is_short_the_oldest_step_goes_and_it_is_said_once(
     said = [r.getMessage().count("lack room for the rows of step 1,") for r in caplog.records]
     assert said == [1]
     assert rows.has_let_go
-    rows.keep_from(3, is_being_covered=False)
+    rows.keep_from(RowsNeeded("train", VERSION, 3, False))
     rows.release(ledger, VERSION)
     assert rows.has_let_go, "steps are still uncovered"
-    rows.keep_from(4, is_being_covered=False)
+    rows.keep_from(RowsNeeded("train", VERSION, 4, False))
     rows.release(ledger, VERSION)
     assert not rows.has_let_go
 
 
 def test_rows_that_a_snapshot_will_cover_soon_stay(ledger: Ledger) -> None:
     rows = KeptRows()
-    rows.keep_from(0, is_being_covered=True)
+    rows.keep_from(RowsNeeded("train", VERSION, 0, True))
     rows.release(ledger, VERSION)
     assert not rows.let_go(ledger, VERSION)
-    rows.keep_from(3, is_being_covered=True)
+    rows.keep_from(RowsNeeded("train", VERSION, 3, True))
     rows.release(ledger, VERSION)
     assert ledger.kept_steps == [3]
 
@@ -130,3 +131,14 @@ def test_a_snapshot_in_memory_that_was_skipped_is_made_up_for_at_once() -> None:
             assert max(key.version for key in written) == 3
 
     run_virtual(play())
+
+
+def test_rows_stay_for_each_model_that_is_trained_once_a_step(ledger: Ledger) -> None:
+    rows = KeptRows()
+    rows.keep_from(RowsNeeded("train", VERSION, 3, False))
+    rows.keep_from(RowsNeeded("critic", VERSION - 1, 1, False))
+    rows.release(ledger, VERSION)
+    assert ledger.kept_steps == [1, 2, 3]
+    rows.keep_from(RowsNeeded("critic", VERSION - 2, 1, False))
+    rows.release(ledger, VERSION)
+    assert ledger.kept_steps == [3], "its versions are no steps"

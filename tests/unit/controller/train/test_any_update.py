@@ -99,3 +99,55 @@ def test_a_frozen_model_is_refused_what_would_change_it() -> None:
                 await reference.publish_weights_async(run.rollout)
 
     run_virtual(scenario())
+
+
+def test_demonstrations_move_the_version_of_a_policy_by_no_step() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(SETTINGS).started() as run:
+            (imitator,) = run.others
+            rows = run.prompts
+            with pytest.raises(ConfigError, match="expected advances=False with the policy"):
+                await run.actor.sft_update_async(rows, [0])
+            seen = list[Any]()
+            served = run.cluster.workers["train/0"].served[UPDATE.name]
+
+            async def noted(args: Any) -> object:
+                seen.append(args)
+                return await served.handler(args)
+
+            run.cluster.workers["train/0"].served[UPDATE.name] = UPDATE.served_by(noted)
+            for _ in range(3):
+                await run.actor.sft_update_async(rows, [0], advances=False)
+            await imitator.sft_update_async(rows, [0])
+            assert (run.actor.version, imitator.version) == (0, 1)
+            await run.step(checks_business=False)
+            assert run.actor.version == 1
+            steps = [args.operation.version for args in seen]
+            assert len(steps) > 3
+            assert set(steps) == {0}, "the rate is that of the first step"
+
+    run_virtual(scenario())
+
+
+def test_a_critic_without_snapshots_in_memory_makes_its_steps_again() -> None:
+    async def scenario() -> None:
+        settings = replace(SETTINGS, memory_every=0, keep_rows_steps=10)
+        async with TrainingRun(settings).started() as run:
+            (critic,) = run.others
+            for number in range(settings.num_steps):
+                batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+                await critic.update_async(batch, "cross_entropy")
+                assert critic.version == number + 1
+                if number == 2:
+                    run.cluster.workers["ref/1"].end("killed")
+                batch = run.actor.compute_advantages(batch)
+                batch = await run.actor.compute_proximal_logprobs_async(batch)
+                await run.actor.ppo_update_async(batch)
+                await run.actor.publish_weights_async(run.rollout)
+                run.actor._ranks.note_durable(
+                    run.actor.version
+                )  # the policy needs its rows no more
+            made = run.cluster.workers["ref/0"].operations.noted
+            assert made, "the new life has made them again"
+
+    run_virtual(scenario())

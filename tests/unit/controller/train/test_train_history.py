@@ -19,6 +19,7 @@ from areal_sc.workers.rank_methods import (
     COMPUTE,
     UPDATE,
     Compute,
+    Demonstrations,
     SnapshotPlace,
     Update,
     Write,
@@ -122,6 +123,19 @@ def test_without_snapshots_in_memory_a_few_steps_can_be_repeated(max_steps: int)
     train(made, 1)
     assert made.sources == []
     assert made.rows_from == made.version
+
+
+def test_updates_on_demonstrations_are_repeated_from_any_snapshot() -> None:
+    made = history(memory=False)
+    for _ in range(MAX_UNCOVERED):
+        operation = Operation(1, made.version, Kind.update, "0")
+        made.note(Asked(UPDATE, [Update(operation, 0, Demonstrations(0, (1, 2)), advances=True)]))
+        made.advance(made.version + 1)
+    assert made.sources == [INITIAL]
+    assert all(len(made.calls_at(version)) == 1 for version in range(MAX_UNCOVERED))
+    made.note_durable(MAX_UNCOVERED - 1)
+    assert made.sources == [on_disk(MAX_UNCOVERED - 1)]
+    assert made.calls_at(0) == []
 
 
 def test_what_no_snapshot_covers_does_not_pile_up() -> None:

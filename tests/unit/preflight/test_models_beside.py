@@ -1,0 +1,133 @@
+"""Models beside the policy, before anything is started: what is refused, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_sc.config.further_models import further_model, further_models
+from areal_sc.config.schema import ActorConfig, CriticConfig, GRPOConfig, ModelHead
+from areal_sc.engines.handles import make_model
+from areal_sc.errors import ConfigError, ModelError
+from areal_sc.preflight.checks import check_models
+from areal_sc.preflight.load import load_config
+from areal_sc.preflight.plan import plan
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.worker_plan import DTYPE_BYTES
+
+CPU = Machine(None, ())
+
+
+@pytest.fixture
+def load(tiny_model_folder: Path, tmp_path: Path) -> Callable[..., GRPOConfig]:
+    def load_tiny(*overrides: str) -> GRPOConfig:
+        return load_config(
+            [
+                *(
+                    f"run_dir={tmp_path / 'run'}",
+                    "total_steps=3",
+                    f"actor.path={tiny_model_folder}",
+                ),
+                *("actor.device=cpu", "rollout.device=cpu", "generation.max_new_tokens=8"),
+                *overrides,
+            ],
+            GRPOConfig,
+        )
+
+    return load_tiny
+
+
+def test_what_a_section_does_not_set_is_the_actors(load: Callable[..., GRPOConfig]) -> None:
+    assert further_models(load()) == {}
+    config = load(
+        *("critic.optimizer.lr=0.5", "critic.path=m", "actor.optimizer.beta1=0.5"),
+        *("actor.parallel.data=2", "reference.path=r", "reference.parallel.data=1"),
+    )
+    models = further_models(config)
+    assert list(models) == ["reference", "critic"]
+    assert {type(model) for model in models.values()} == {ActorConfig}
+    critic, reference = models["critic"], models["reference"]
+    assert (critic.optimizer.lr, critic.optimizer.beta1) == (0.5, 0.5)
+    assert (critic.head, critic.is_frozen, critic.parallel.data) == (ModelHead.value, False, 2)
+    assert (reference.head, reference.is_frozen, reference.parallel.data) == (
+        ModelHead.lm,
+        True,
+        1,
+    )
+    assert config.actor.optimizer.lr != 0.5
+    assert make_model(config, "critic").config == critic
+
+
+def test_sections_built_in_python_are_joined() -> None:
+    actor = ActorConfig(path="m", max_tokens_per_micro_batch=77)
+    config = GRPOConfig(run_dir="r", total_steps=3, actor=actor, critic=CriticConfig(path="c"))
+    critic = further_model(config, "critic")
+    assert (critic.path, critic.max_tokens_per_micro_batch) == ("c", 77)
+    assert critic.optimizer.total_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.head=value", "actor.head: expected lm, since the policy generates, got"),
+        ("critic.head=lm", "critic.head: expected value"),
+        ("reference.is_frozen=false", "reference.is_frozen: expected true"),
+        ("teacher.head=value", "teacher.head: expected lm"),
+        ("critic.engine=megatron", "critic.engine: expected fsdp, got megatron"),
+    ],
+)
+def test_what_a_model_cannot_be_is_refused(
+    override: str, message: str, load: Callable[..., GRPOConfig], tiny_model_folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(override, f"critic.path={tiny_model_folder}")
+
+
+def test_a_model_that_is_asked_for_must_be_named(load: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.path: no value"):
+        make_model(load(), "teacher")
+    with pytest.raises(ConfigError, match="role: expected one of reference, critic, teacher"):
+        make_model(load(), "judge")
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(
+    load: Callable[..., GRPOConfig], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_model_folder, teacher)
+    check_models(load(f"teacher.path={teacher}"))
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    tokenizer["added_tokens"] = []
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"teacher\.path: expected a model with the tokenizer"):
+        check_models(load(f"teacher.path={teacher}"))
+    with pytest.raises(ModelError, match="no such folder"):
+        check_models(load(f"teacher.path={tmp_path / 'nowhere'}"))
+
+
+def test_the_plan_counts_each_model(
+    load: Callable[..., GRPOConfig], tiny_model_folder: Path
+) -> None:
+    one = plan(load(), lambda: CPU)
+    three = plan(
+        load(
+            *(f"reference.path={tiny_model_folder}", f"critic.path={tiny_model_folder}"),
+            "critic.parallel.data=2",
+        ),
+        lambda: CPU,
+    )
+    names = [f"{worker.role}/{worker.index}" for worker in three.workers]
+    assert names == ["train/0", "reference/0", "critic/0", "critic/1", "rollout/0"]
+    trained, frozen = one.workers[0], three.workers[1]
+    assert (frozen.optimizer_bytes, frozen.store_bytes, frozen.snapshot_bytes) == (0, 0, 0)
+    assert 2 * frozen.parameter_bytes == trained.parameter_bytes > DTYPE_BYTES["float32"]
+    critics = three.workers[2:4]
+    assert sum(critic.parameter_bytes for critic in critics) == trained.parameter_bytes
+    assert sum(critic.optimizer_bytes for critic in critics) == trained.optimizer_bytes
