@@ -14,15 +14,20 @@ from areal_sc.controller.train.train_history import Asked
 from areal_sc.controller.train.train_step import TrainStep
 from areal_sc.errors import ROWS_GONE, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workflows.registry import SourceRegistry
 
 
 class RankWork:
     """Computes fields, and makes updates."""
 
-    def __init__(self, ranks: Ranks, step: TrainStep, losses: RankLosses) -> None:
+    def __init__(
+        self, ranks: Ranks, step: TrainStep, losses: RankLosses, sources: SourceRegistry
+    ) -> None:
         self._ranks = ranks
+        self._sources = sources
         self._step = step
         self._losses = losses
 
@@ -57,6 +62,33 @@ class RankWork:
                 minibatches.append(batch.take(rows))
             shares.append(tuple(minibatches))
         return shares
+
+    async def readable(self, rows: PromptSource, indices: Sequence[int]) -> tuple[int, list[int]]:
+        """The dataset's number, and those of its rows, which workers can read then."""
+        dataset = await self._sources.register_prompts_async(rows)
+        numbers = [int(index) for index in indices]  # of NumPy, say
+        await self._sources.make_readable(dataset, *numbers)
+        return dataset, numbers
+
+    def named(self, dataset: int, indices: Sequence[int]) -> list[rank_methods.Demonstrations]:
+        """The rows of a dataset that each model group gets."""
+        num_shares, places = self._ranks.calls.layout.num_shares, range(len(indices))
+        return [
+            rank_methods.Demonstrations(
+                dataset, tuple(indices[share::num_shares]), tuple(places[share::num_shares])
+            )
+            for share in range(num_shares)
+        ]
+
+    async def score(self, rows: PromptSource, indices: Sequence[int]) -> list[tuple[float, ...]]:
+        """What `rank_methods.SCORE` says of each of these rows, in their order."""
+        shares = self.named(*await self.readable(rows, indices))
+        asked = Asked(rank_methods.SCORE, [rank_methods.Score(share) for share in shares])
+        replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
+        scores = dict[int, tuple[float, ...]]()
+        for share, reply in zip(shares, replies, strict=True):
+            scores |= zip(share.places, reply, strict=True)
+        return [scores[place] for place in range(len(indices))]
 
     async def update(
         self,

@@ -49,10 +49,7 @@ from areal_sc.controller.train.train_step import (
 )
 from areal_sc.engines.base import OUTPUTS
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.errors import (
-    ROWS_GONE,
-    ConfigError,
-)
+from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
@@ -63,7 +60,7 @@ from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind
-from areal_sc.workers.rank_methods import Demonstrations, Rows, SnapshotPlace
+from areal_sc.workers.rank_methods import Rows, SnapshotPlace
 
 MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
 PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
@@ -125,7 +122,7 @@ class TrainController(Controller):
             advantage_of(self.config.ppo)  # raises where there is none
         self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
-        self._work = RankWork(self._ranks, self._step, self._losses)
+        self._work = RankWork(self._ranks, self._step, self._losses, self._sources)
 
     @property
     def version(self) -> int:
@@ -276,16 +273,21 @@ class TrainController(Controller):
         The workers read the rows; only their numbers travel. There is nothing to publish, so the
         version advances at once.
         """
+        return await self.update_rows_async(prompts, indices, CROSS_ENTROPY)
+
+    async def update_rows_async(
+        self, rows: PromptSource, indices: Sequence[int], loss: NamedLoss
+    ) -> dict[str, float]:
+        """The same by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
         self._check_trains()
-        dataset = await self._sources.register_prompts_async(prompts)
-        num_shares = self._ranks.calls.layout.num_shares
-        indices = [int(index) for index in indices]  # of NumPy, say
-        await self._sources.make_readable(dataset, *indices)
-        shares = [
-            Demonstrations(dataset, tuple(indices[share::num_shares]))
-            for share in range(num_shares)
-        ]
-        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=True)
+        named = await self._work.readable(rows, indices)
+        return await self._update(self._work.named(*named), loss, list(named), (), advances=True)
+
+    async def row_logprobs_async(
+        self, rows: PromptSource, indices: Sequence[int]
+    ) -> list[tuple[float, ...]]:
+        """The log-probability of all trained tokens of each row, in nats; two of a pair."""
+        return await self._work.score(rows, indices)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -438,6 +440,8 @@ class TrainController(Controller):
     update = blocking(update_async)
     ppo_update = blocking(ppo_update_async)
     sft_update = blocking(sft_update_async, before=Controller._copy_prompts)
+    update_rows = blocking(update_rows_async, before=Controller._copy_prompts)
+    row_logprobs = blocking(row_logprobs_async, before=Controller._copy_prompts)
     publish_weights = blocking(publish_weights_async)
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)
