@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
     from areal_sc.sources.load_prompts import load_prompts as load_prompts
+    from areal_sc.sources.load_prompts import load_rows as load_rows
     from areal_sc.sources.prompts import JsonlPrompts as JsonlPrompts
     from areal_sc.sources.prompts import Prompts as Prompts
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
@@ -63,6 +64,7 @@ _HOMES = {
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.preflight.load",
     "load_prompts": "areal_sc.sources.load_prompts",
+    "load_rows": "areal_sc.sources.load_prompts",
     "make_scheduler": "areal_sc.schedulers.factory",
     "make_actor": "areal_sc.engines.handles",
     "make_generator": "areal_sc.engines.handles",

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts
 from areal_sc.controller.rollout.rollout_state import RolloutState
-from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.starting import start
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.demonstrations.rows import EncodedRows, Item
