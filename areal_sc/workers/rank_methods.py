@@ -92,7 +92,7 @@ class Demonstrations(Struct, frozen=True):
     places: tuple[int, ...]
 
 
-class Score(RankCall, frozen=True, array_like=True):
+class ScoreRows(RankCall, frozen=True, array_like=True):
     """How likely the model finds the trained tokens of these rows, which stay where they are."""
 
     rows: Demonstrations
@@ -213,7 +213,7 @@ INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes
 """It reads the model and tries it, which takes the longer the larger the model is."""
 COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
-SCORE = Method("score", Score, tuple[tuple[float, ...], ...])
+SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
 """The sum of the log-probabilities of a demonstration; of a pair those of chosen and rejected."""
 TRY_LOSS = Method("try_loss", TryLoss, NoneType)
 UPDATE = Method("update", Update, Numbers)

@@ -34,7 +34,7 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
         rank.num_computing -= 1
 
 
-async def score(rank: Rank, args: rank_methods.Score) -> tuple[tuple[float, ...], ...]:
+async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, ...], ...]:
     """Summed log-probabilities, of each row or, of a pair, of the chosen and the rejected one."""
     rows = await _read(rank, args.rows)
     values = await rank.compute(lambda: rank.engine.forward(rows, "logprobs"))

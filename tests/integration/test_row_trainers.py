@@ -67,7 +67,7 @@ def by_hand(folder: Path, loss_of: Callable[[Callable[[Any], Any]], Any]) -> tup
     loss = loss_of(logprob)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    return float(loss), float(norm)
+    return loss.item(), norm.item()
 
 
 def dpo_by_hand(logprob: Callable[[Any], Any]) -> Any:

@@ -83,7 +83,7 @@ class RankWork:
     async def score(self, rows: PromptSource, indices: Sequence[int]) -> list[tuple[float, ...]]:
         """What `rank_methods.SCORE` says of each of these rows, in their order."""
         shares = self.named(*await self.readable(rows, indices))
-        asked = Asked(rank_methods.SCORE, [rank_methods.Score(share) for share in shares])
+        asked = Asked(rank_methods.SCORE, [rank_methods.ScoreRows(share) for share in shares])
         replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
         scores = dict[int, tuple[float, ...]]()
         for share, reply in zip(shares, replies, strict=True):

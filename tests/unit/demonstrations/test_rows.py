@@ -140,9 +140,9 @@ def test_bad_pairs_are_named(row: dict[str, Any], message: str, encoder_of: Any)
 
 def test_templates_that_do_not_tell_where_a_turn_is(encoder_of: Any) -> None:
     rows = [{"messages": TALK}]
-    with pytest.raises(WorkflowError, match="row 0 .*message 1: .*last_turn_only"):
+    with pytest.raises(WorkflowError, match=r"row 0 .*message 1: .*last_turn_only"):
         encode_demonstrations(rows, encoder_of(FORGETS), 99)
-    with pytest.raises(WorkflowError, match="row 0 .*ends the turn with no special token"):
+    with pytest.raises(WorkflowError, match=r"row 0 .*ends the turn with no special token"):
         encode_demonstrations(rows, encoder_of(ENDLESS), 99)
     with pytest.raises(WorkflowError, match="no chat template"):
         encoder_of("")
