@@ -1,6 +1,6 @@
 """DPO on a tiny task: how many held-out pairs are ordered right, over several seeds.
 
-    python benchmarks/preferences.py              ten seeds; each has to order at least 0.9 of them
+    python benchmarks/preferences.py              ten seeds; each should order at least 0.9 of them
     python benchmarks/preferences.py --quick      one seed, few steps
 
 Of two answers, the letters in ascending and in descending order, a model of random weights learns
@@ -9,7 +9,6 @@ to prefer the first one.
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
 import sys
@@ -18,11 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import report
 from letter_sort_task import write_untrained_folder
 
 from areal_sc import DPOTrainer, load_config
-
-WANTED = 0.9
 
 
 def pairs(seed: int, count: int) -> list[dict[str, str]]:
@@ -66,18 +64,18 @@ def accuracy(seed: int, steps: int, folder: Path) -> float:
     return summary.accuracy_after
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
-    arguments = parser.parse_args()
-    seeds, steps = (1, 5) if arguments.quick else (10, 40)
+def main() -> None:
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = report.parse(parser, seeds=1, steps=5)
     with tempfile.TemporaryDirectory() as folder:
-        found = [accuracy(seed, steps, Path(folder)) for seed in range(seeds)]
-    print("held-out pairs ordered right:", " ".join(f"{share:.3f}" for share in found))
-    is_met = arguments.quick or min(found) >= WANTED
-    print(f"least {min(found):.3f}, wanted {WANTED}: {'met' if is_met else 'NOT met'}")
-    return 0 if is_met else 1
+        found = [accuracy(seed, arguments.steps, Path(folder)) for seed in range(arguments.seeds)]
+    metrics = {"ordered_least": min(found), "ordered_mean": sum(found) / len(found)}
+    settings = {"seeds": arguments.seeds, "steps": arguments.steps}
+    report.print_metrics("Held-out pairs that DPO orders right", settings, metrics)
+    report.write(metrics, arguments.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

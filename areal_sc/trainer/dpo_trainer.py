@@ -102,7 +102,7 @@ class DPOTrainer(RowTrainer):
                 ]
                 return pair_metrics(margins, label_smoothing)
 
-            return self._train(pairs[:num_training], batch_size, loss, judge if judged else None)
+            return self._train(pairs[:num_training], batch_size, loss, judged, judge)
 
     def _with_reference(self, pairs: Sequence[Item], config: ActorConfig) -> list[Item]:
         """The pairs with `reference_logprob` in both answers."""

@@ -89,15 +89,24 @@ class RowTrainer(Run):
             )
 
     def _train(
-        self, items: Sequence[Item], batch_size: int, loss: NamedLoss, judge: Judge | None
+        self,
+        items: Sequence[Item],
+        batch_size: int,
+        loss: NamedLoss,
+        judged: Sequence[Item],
+        judge: Judge,
     ) -> Summary:
         """Trains for `total_steps` steps.
 
         Args:
             batch_size: items a step.
-            judge: evaluates before, after and every `evaluation.every_steps`; None: nothing does.
+            judged: rows that are held out.
+            judge: evaluates on them before, after and every `evaluation.every_steps`, if there are any.
         """
         actor = TrainController(make_actor(self.config.actor), self.scheduler)
+        for rows in (items, judged):  # in this order, also where nothing is evaluated at first
+            if rows:
+                actor.copy_prompts(rows)
         rollout = NoRollout(actor)
         checkpoints = Checkpoints(self, actor, rollout)
         retreats = Retreats(self.config.scheduler.max_deaths)
@@ -105,7 +114,7 @@ class RowTrainer(Run):
         done = {(it.name, it.step) for it in History.read(self.folder.metrics_path).evaluations}
 
         def evaluate(name: str) -> None:
-            if judge is not None and (name, actor.version) not in done:
+            if judged and (name, actor.version) not in done:
                 self._tell_evaluation(name, actor.version, judge(actor))
 
         with self._workers(actor, rollout) as next_step:

@@ -51,12 +51,11 @@ class SFTTrainer(RowTrainer):
                 if held is not None:
                     self._tell_left_out(held, "held-out")
 
-            def judge(actor: TrainController) -> Mapping[str, float]:
-                assert held is not None
-                num_tokens = sum(sum(item["loss_mask"]) for item in held.items)
-                total = sum(logprob for (logprob,) in scores(actor, held.items))
-                return {"loss": -total / num_tokens, "num_rows": len(held.items)}
+            judged = [] if held is None else held.items
 
-            return self._train(
-                training.items, batch_size, CROSS_ENTROPY, None if held is None else judge
-            )
+            def judge(actor: TrainController) -> Mapping[str, float]:
+                num_tokens = sum(sum(item["loss_mask"]) for item in judged)
+                total = sum(logprob for (logprob,) in scores(actor, judged))
+                return {"loss": -total / num_tokens, "num_rows": len(judged)}
+
+            return self._train(training.items, batch_size, CROSS_ENTROPY, judged, judge)
