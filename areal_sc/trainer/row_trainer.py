@@ -101,7 +101,7 @@ class RowTrainer(Run):
         Args:
             batch_size: items a step.
             judged: rows that are held out.
-            judge: evaluates on them before, after and every `evaluation.every_steps`, if there are any.
+            judge: evaluates on them before, after and every `evaluation.every_steps`, if any are.
         """
         actor = TrainController(make_actor(self.config.actor), self.scheduler)
         for rows in (items, judged):  # in this order, also where nothing is evaluated at first

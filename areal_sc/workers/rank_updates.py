@@ -38,7 +38,7 @@ async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, 
     """Summed log-probabilities, of each row or, of a pair, of the chosen and the rejected one."""
     rows = await _read(rank, args.rows)
     values = await rank.compute(lambda: rank.engine.forward(rows, "logprobs"))
-    sums = [float(of_row.double().sum()) for of_row in torch.split(values, rows.lengths)]
+    sums = [float(of_row.double().sum()) for of_row in torch.split(values, list(rows.lengths))]
     assert rows.metadata is not None, "_read gives each row its group"
     found: dict[int, tuple[float, ...]] = {}
     for row, total in zip(rows.metadata, sums, strict=True):

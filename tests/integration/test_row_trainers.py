@@ -167,7 +167,7 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_
 
 
 def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path) -> None:
-    """In ten runs the share was 1.0 each time; half of that is demanded."""
+    """In ten runs of `benchmarks/preferences.py` the share was 1.0; half of that is demanded."""
     rows, run_dir = sorting_rows(80), tmp_path / "run"
     config = config_of(chat_model, run_dir, "total_steps=20")
     DPOTrainer(config).fit(rows[:64], batch_size=16, held_out=rows[64:])
