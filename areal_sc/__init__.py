@@ -28,19 +28,23 @@ if TYPE_CHECKING:
     from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
     from areal_sc.sources.load_prompts import load_prompts as load_prompts
+    from areal_sc.sources.load_prompts import load_rows as load_rows
     from areal_sc.sources.prompts import JsonlPrompts as JsonlPrompts
     from areal_sc.sources.prompts import Prompts as Prompts
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
+    from areal_sc.trainer.dpo_trainer import DPOTrainer as DPOTrainer
     from areal_sc.trainer.evaluations import Evaluations as Evaluations
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from areal_sc.trainer.run import Run as Run
+    from areal_sc.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
     from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
 
 _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
+    "DPOTrainer": "areal_sc.trainer.dpo_trainer",
     "Evaluations": "areal_sc.trainer.evaluations",
     "Run": "areal_sc.trainer.run",
     "Tracker": "areal_sc.records.trackers.base",
@@ -52,6 +56,7 @@ _HOMES = {
     "PPOTrainer": "areal_sc.trainer.ppo_trainer",
     "Prompts": "areal_sc.sources.prompts",
     "RolloutController": "areal_sc.controller.rollout.rollout_controller",
+    "SFTTrainer": "areal_sc.trainer.sft_trainer",
     "SGLangEngine": "areal_sc.engines.handles",
     "VLLMEngine": "areal_sc.engines.handles",
     "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
@@ -60,6 +65,7 @@ _HOMES = {
     "Workflow": "areal_sc.workflows.base",
     "load_config": "areal_sc.preflight.load",
     "load_prompts": "areal_sc.sources.load_prompts",
+    "load_rows": "areal_sc.sources.load_prompts",
     "make_scheduler": "areal_sc.schedulers.factory",
     "make_actor": "areal_sc.engines.handles",
     "make_generator": "areal_sc.engines.handles",

@@ -42,6 +42,8 @@ _FIELDS: Final = {
 }
 """Fields of the rows that a built-in loss reads; the others read none, or what settings say."""
 
+_COMPARES_ROWS: Final = ("dpo", "bradley_terry")
+
 _EXPECTED = f"{', '.join(BUILT_IN)} or package.module:function"
 
 _SWITCHES: Final = (
@@ -70,6 +72,11 @@ class NamedLoss:
         """Whether rows of advantage 0 have no gradient, so that no model need see them."""
         terms = ("kl_coefficient", "entropy_coefficient")
         return self.name == POLICY_GRADIENT and not any(map(self.settings.get, terms))
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether the loss compares the rows of a group, which one micro-batch holds then."""
+        return self.name in _COMPARES_ROWS
 
     @property
     def fields(self) -> tuple[str, ...] | None:

@@ -215,7 +215,8 @@ class Controller(ABC):
             cause = cause.__cause__ if term is None else term.stale()
         self.worker_lost = self.worker_lost or cause
 
-    def _copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:
+    def copy_prompts(self, prompts: PromptSource, *others: Any, **named: Any) -> None:
+        """Gives a dataset its number; a script that is started again has to keep their order."""
         self._sources.register_prompts(prompts)
 
     def note_end(self, error: BaseException) -> None:

@@ -60,13 +60,47 @@ def load_prompts(
     Raises: WorkflowError: it cannot be had, is empty, a column is missing, or a row has no value in
         one of these columns (null, or an empty cell of a CSV); says what to do.
     """
-    local = Path(os.path.expanduser(path)).absolute()
-    where = f"dataset {path}, split {split}"
-    if revision is not None and (local.exists() or not is_hub_name(str(path))):
-        raise WorkflowError(f"{where}: revision={revision!r} is of data sets of the hub alone")
     columns = {"prompt": prompt_key} if template is None else {}
     columns |= {"answer": answer_key} if answer_key else {}
-    shape = _Shape(where, columns, template, {*columns.values(), *_fields(template or "")})
+    needed = {*columns.values(), *_fields(template or "")}
+    shape = _Shape(f"dataset {path}, split {split}", columns, template, needed)
+    return _shaped(path, name, split, revision, shape, streaming=streaming)
+
+
+def load_rows(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    num_held_out: int = 0,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows as they are, from where `load_prompts` has prompts; and the last of them, held out.
+
+    Raises: WorkflowError: as `load_prompts`; or no row would be left.
+    """
+    shape = _Shape(f"dataset {path}, split {split}", {}, None, set())
+    rows = [dict(row) for row in _shaped(path, name, split, revision, shape, streaming=False)]
+    if not 0 <= num_held_out < len(rows):
+        raise WorkflowError(
+            f"{shape.where}: expected 0 to {len(rows) - 1} rows to hold out of {len(rows)}, got "
+            f"{num_held_out}"
+        )
+    return rows[: len(rows) - num_held_out], rows[len(rows) - num_held_out :]
+
+
+def _shaped(
+    path: str | Path,
+    name: str | None,
+    split: str,
+    revision: str | None,
+    shape: _Shape,
+    *,
+    streaming: bool,
+) -> Iterable[dict[str, Any]]:
+    local, where = Path(os.path.expanduser(path)).absolute(), shape.where
+    if revision is not None and (local.exists() or not is_hub_name(str(path))):
+        raise WorkflowError(f"{where}: revision={revision!r} is of data sets of the hub alone")
     splits = _text_files(local, name, where)
     if not splits:
         loaded = _load(str(path), name, split, revision, streaming, where)

@@ -25,13 +25,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import CheckpointError, RunFolderError, StaleTerm, StepsLost
 from areal_sc.system.durable import commit_folder, partial_of
 from areal_sc.trainer.beside import KeepsSnapshots
 from areal_sc.trainer.run import Run
-from areal_sc.trainer.snapshots import CONTROLLERS, sealed
+from areal_sc.trainer.snapshots import CONTROLLERS, SnapshotState, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Checkpoints(KeepsSnapshots):
         self,
         run: Run,
         actor: TrainController,
-        rollout: RolloutController,
+        rollout: SnapshotState,
         *others: TrainController,
     ) -> None:
         self._run = run

@@ -169,6 +169,8 @@ class Display(Tracker):
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
         values = {name: getattr(result, name) for name in names} | result.reward_parts()
         values |= {f"pass@{k}": value for k, value in result.pass_at.items() if k != "1"}
+        if "loss" in result.workflow:  # of rows, which have no rewards
+            values = {"loss": result.workflow["loss"], **values, "reward": None}
         self._line(evaluation=result.name, step=result.step, **values)
 
     def note(self, text: str) -> None:
@@ -304,7 +306,9 @@ class LiveDisplay(Display):
             most = max(result.pass_at, key=int, default="1")
             if most != "1":
                 line.append(f"pass@{most} {short_number(result.pass_at[most])}, ")
-        if result.accuracy != result.reward:
+        if "loss" in result.workflow:  # of rows, which have no rewards
+            line.append(f"loss {short_number(result.workflow['loss'])}, ")
+        elif result.accuracy != result.reward:
             line.append(f"reward {short_number(result.reward)}, ")
         for name, value in result.reward_parts().items():
             line.append(f"{name} {short_number(value)}, ")

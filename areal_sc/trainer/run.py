@@ -57,7 +57,7 @@ from areal_sc.trainer.learning_health import LearningHealth
 from areal_sc.trainer.outages import Outage, Outages
 from areal_sc.trainer.resume_checks import check_resumed, compare_with_begin
 from areal_sc.trainer.retreats import Retreats
-from areal_sc.trainer.snapshots import load_latest_snapshot
+from areal_sc.trainer.snapshots import SnapshotState, load_latest_snapshot
 from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
 
@@ -299,7 +299,7 @@ class Run:
         self.folder.write_atomic(path, name.encode())
         return name
 
-    def _resume(self, actor: TrainController, rollout: RolloutController) -> None:
+    def _resume(self, actor: TrainController, rollout: SnapshotState) -> None:
         history = History.read(self.folder.metrics_path)
         steps = history.steps
         self._health.remember(history)
@@ -326,13 +326,14 @@ class Run:
         self.log.event("went_back", from_step=begun_at, step=step, cause=str(lost))
         self.display.warning(f"went back from step {begun_at} to step {step}: {lost}")
 
-    def _load_newest(self, actor: TrainController, rollout: RolloutController) -> int:
+    def _load_newest(self, actor: TrainController, rollout: SnapshotState) -> int:
         step, warnings = load_latest_snapshot(self.folder, actor, rollout, *self._others)
         for warning in warnings:
             self.display.warning(warning)
         for other in self.beside:
             other.gone_back(step)
-        actor.share_weights(rollout)
+        if isinstance(rollout, RolloutController):
+            actor.share_weights(rollout)
         return step
 
     def _begin_again(self) -> None:

@@ -6,11 +6,11 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from areal_sc.controller.ledger.ledger_records import LedgerState
-from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import CheckpointError, RunFolderError
@@ -25,10 +25,21 @@ FORMAT = 3
 _KIND = b"areal_sc-controllers"
 
 
+class SnapshotState(Protocol):
+    """What a snapshot keeps beside the models: a `RolloutController`'s state."""
+
+    @property
+    def has_let_go_of_rows(self) -> bool: ...
+
+    def state(self) -> RolloutState: ...
+
+    def go_back(self, state: RolloutState) -> None: ...
+
+
 def load_latest_snapshot(
     folder: RunFolder,
     actor: TrainController,
-    rollout: RolloutController,
+    rollout: SnapshotState,
     *others: TrainController,
 ) -> tuple[int, list[str]]:
     """Goes back to the newest snapshot that can be read; without any, to the initial model.

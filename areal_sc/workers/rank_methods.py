@@ -82,10 +82,21 @@ class Compute(RankCall, frozen=True, array_like=True):
 
 
 class Demonstrations(Struct, frozen=True):
-    """Rows `indices` of a registered dataset."""
+    """Rows `indices` of a registered dataset, each a demonstration or a pair of them.
+
+    Attributes:
+        places: of each among those of all ranks.
+    """
 
     dataset: int
     indices: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+class ScoreRows(RankCall, frozen=True, array_like=True):
+    """How likely the model finds the trained tokens of these rows, which stay where they are."""
+
+    rows: Demonstrations
 
 
 class TryLoss(RankCall, frozen=True, array_like=True):
@@ -203,6 +214,8 @@ INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes
 """It reads the model and tries it, which takes the longer the larger the model is."""
 COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
+SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
+"""The sum of the log-probabilities of a demonstration; of a pair those of chosen and rejected."""
 TRY_LOSS = Method("try_loss", TryLoss, NoneType)
 UPDATE = Method("update", Update, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.engines.training.token_values import token_values
 from areal_sc.errors import WorkflowError
+from areal_sc.metadata import RowMetadata
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.rank import Rank
@@ -42,6 +43,18 @@ async def _values_of(rank: Rank, output: str | int) -> Callable[[PackedRows], to
     function = rank.sources.token_function(output)
     compute = function.load()
     return lambda rows: token_values(rows, compute, f"token function {function.name!r}")
+
+
+async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, ...], ...]:
+    """Summed log-probabilities, of each row or, of a pair, of the chosen and the rejected one."""
+    rows = await _read(rank, args.rows)
+    values = await rank.compute(lambda: rank.engine.forward(rows, "logprobs"))
+    sums = [float(of_row.double().sum()) for of_row in torch.split(values, list(rows.lengths))]
+    assert rows.metadata is not None, "_read gives each row its group"
+    found: dict[int, tuple[float, ...]] = {}
+    for row, total in zip(rows.metadata, sums, strict=True):
+        found[row.group_id] = (*found.get(row.group_id, ()), total)
+    return tuple(found.values())
 
 
 async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> None:
@@ -81,17 +94,34 @@ async def _loss(rank: Rank, number: int) -> NamedLoss:
 
 
 async def _read(rank: Rank, wanted: rank_methods.Demonstrations) -> PackedRows:
-    """Rows of a dataset, with `input_ids` and `loss_mask`."""
+    """Rows of a dataset, with `input_ids` and `loss_mask`.
+
+    A pair is two rows of one group, of which the chosen one has the reward 1, the other one 0. Each
+    trained token of a row with `reference_logprob` has its mean as `reference_logprobs`.
+    """
     await rank.files.bring_source(wanted.dataset)
     dataset = rank.sources.prompts(wanted.dataset)
-    items = [dataset[index] for index in wanted.indices]
-    return PackedRows(
-        {
-            "input_ids": packed([item["input_ids"] for item in items], torch.int32),
-            "loss_mask": packed([item["loss_mask"] for item in items], torch.bool),
-        },
-        tuple(len(item["input_ids"]) for item in items),
-    )
+    items, origins = list[Mapping[str, Any]](), list[RowMetadata]()
+    for place, index in zip(wanted.places, wanted.indices, strict=True):
+        item = dataset[index]
+        its = [item["chosen"], item["rejected"]] if "chosen" in item else [item]
+        for episode, row in enumerate(its):
+            reward = float(len(its) == 2 and episode == 0)
+            items.append(row)
+            origins.append(RowMetadata(place, 0, len(row["input_ids"]), reward, 0, (), episode))
+    fields = {
+        "input_ids": packed([item["input_ids"] for item in items], torch.int32),
+        "loss_mask": packed([item["loss_mask"] for item in items], torch.bool),
+    }
+    if items and all("reference_logprob" in item for item in items):
+        means = [
+            torch.as_tensor(item["loss_mask"])
+            * (item["reference_logprob"] / sum(item["loss_mask"]))
+            for item in items
+        ]
+        fields["reference_logprobs"] = torch.cat(means).float()
+    lengths = tuple(len(item["input_ids"]) for item in items)
+    return PackedRows(fields, lengths, metadata=tuple(origins))
 
 
 def packed(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:

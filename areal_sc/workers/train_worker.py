@@ -12,7 +12,7 @@ from areal_sc.workers import rank_methods
 from areal_sc.workers.begun_writes import BegunWrites
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank import Rank
-from areal_sc.workers.rank_updates import compute_field, try_registered_loss, update
+from areal_sc.workers.rank_updates import compute_field, score, try_registered_loss, update
 from areal_sc.workers.rank_weights import save_weights, seal_weights
 from areal_sc.workers.weight_broadcasts import WeightBroadcasts
 
@@ -32,6 +32,7 @@ class TrainWorker(Rank):
             rank_methods.INITIALIZE_RANK.served_by(self.initialize),
             DESCRIBE_RANK.served_by(self.describe),
             rank_methods.COMPUTE.served_by(partial(compute_field, self)),
+            rank_methods.SCORE.served_by(partial(score, self)),
             rank_methods.TRY_LOSS.served_by(partial(try_registered_loss, self)),
             rank_methods.UPDATE.served_by(partial(update, self)),
             rank_methods.SEAL_WEIGHTS.served_by(partial(seal_weights, self)),

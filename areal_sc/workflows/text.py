@@ -71,7 +71,7 @@ def encode_chat(
         )
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    _check_messages(messages)
+    check_messages(messages)
     arguments = dict(arguments or {})
     template = tokenizer.get_chat_template(tools=arguments.get("tools"))
     for name in arguments:
@@ -109,7 +109,7 @@ def encode_chat(
     return [int(token) for token in encoded["input_ids"]]
 
 
-def _check_messages(messages: Any) -> None:
+def check_messages(messages: Any) -> None:
     """Raises: WorkflowError: templates would write something else than was meant."""
     if not isinstance(messages, list | tuple) or not messages:
         raise WorkflowError(f"the prompt is {messages!r:.80}: {_MESSAGES}")

@@ -8,7 +8,7 @@ from simulation.store import Past, SnapshotKey, row_key
 from simulation.weight_groups import SimulatedWeightGroup
 from simulation.workers import SimulatedWorker
 
-from areal_sc.controller.train.train_controller import MODEL_FIELDS
+from areal_sc.controller.train.train_step import MODEL_FIELDS
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
 from areal_sc.nodes.spec import TRAIN_ROLE, WorkerOrder

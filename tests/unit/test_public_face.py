@@ -18,6 +18,8 @@ PUBLIC = {
     "run_script",
     "start",
     "PPOTrainer",
+    "SFTTrainer",
+    "DPOTrainer",
     # the parts of a loop of one's own
     "Checkpoints",
     "Evaluations",
@@ -42,6 +44,7 @@ PUBLIC = {
     "Trajectory",
     "Workflow",
     "load_prompts",
+    "load_rows",
 }
 
 EXAMPLES = Path(areal_sc.__file__).parents[1] / "examples"

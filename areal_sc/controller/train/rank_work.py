@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.controller.train.rank_layout import with_sealed_field
 from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.ranks import Ranks
@@ -14,15 +15,20 @@ from areal_sc.controller.train.train_history import Asked
 from areal_sc.controller.train.train_step import TrainStep
 from areal_sc.errors import ROWS_GONE, MetadataError
 from areal_sc.metadata import BatchMetadata, RowMetadata
+from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers import rank_methods
 from areal_sc.workers.operations import Kind, Operation
+from areal_sc.workflows.registry import SourceRegistry
 
 
 class RankWork:
     """Computes fields, and makes updates."""
 
-    def __init__(self, ranks: Ranks, step: TrainStep, losses: RankLosses) -> None:
+    def __init__(
+        self, ranks: Ranks, step: TrainStep, losses: RankLosses, sources: SourceRegistry
+    ) -> None:
         self._ranks = ranks
+        self._sources = sources
         self._step = step
         self._losses = losses
 
@@ -48,6 +54,18 @@ class RankWork:
         await asyncio.sleep(0)
         return with_sealed_field(batch, field, share_rows, computed.shards)
 
+    async def compute_by_function(
+        self, batch: BatchMetadata, function: str | TokenFunction, field: str
+    ) -> BatchMetadata:
+        """The batch with a field that a token function makes from the others.
+
+        With `advantages` of tokens those of rows go.
+        """
+        named = TokenFunction(function) if isinstance(function, str) else function
+        number = self._sources.register_function(named)
+        computed = await self.compute(batch, batch, number, field)
+        return computed.without_advantages() if field == "advantages" else computed
+
     async def shares(
         self, batch: BatchMetadata, loss: NamedLoss, num_minibatches: int
     ) -> list[rank_methods.Rows]:
@@ -60,6 +78,33 @@ class RankWork:
                 minibatches.append(batch.take(rows))
             shares.append(tuple(minibatches))
         return shares
+
+    async def readable(self, rows: PromptSource, indices: Sequence[int]) -> tuple[int, list[int]]:
+        """The dataset's number, and those of its rows, which workers can read then."""
+        dataset = await self._sources.register_prompts_async(rows)
+        numbers = [int(index) for index in indices]  # of NumPy, say
+        await self._sources.make_readable(dataset, *numbers)
+        return dataset, numbers
+
+    def named(self, dataset: int, indices: Sequence[int]) -> list[rank_methods.Demonstrations]:
+        """The rows of a dataset that each model group gets."""
+        num_shares, places = self._ranks.calls.layout.num_shares, range(len(indices))
+        return [
+            rank_methods.Demonstrations(
+                dataset, tuple(indices[share::num_shares]), tuple(places[share::num_shares])
+            )
+            for share in range(num_shares)
+        ]
+
+    async def score(self, rows: PromptSource, indices: Sequence[int]) -> list[tuple[float, ...]]:
+        """What `rank_methods.SCORE` says of each of these rows, in their order."""
+        shares = self.named(*await self.readable(rows, indices))
+        asked = Asked(rank_methods.SCORE, [rank_methods.ScoreRows(share) for share in shares])
+        replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
+        scores = dict[int, tuple[float, ...]]()
+        for share, reply in zip(shares, replies, strict=True):
+            scores |= zip(share.places, reply, strict=True)
+        return [scores[place] for place in range(len(indices))]
 
     async def update(
         self,

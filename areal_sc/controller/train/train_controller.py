@@ -39,8 +39,12 @@ from areal_sc.controller.train.rank_takeover import FoundRanks, find_ranks
 from areal_sc.controller.train.rank_work import RankWork
 from areal_sc.controller.train.rank_writes import RankWrites
 from areal_sc.controller.train.ranks import Ranks
+from areal_sc.controller.train.role_checks import check_role, check_trains
 from areal_sc.controller.train.train_history import StartingPoint
 from areal_sc.controller.train.train_step import (
+    MODEL_FIELDS,
+    POLICY_ADVANCES,
+    PPO_FIELDS,
     TrainStep,
     seen_by_loss,
     trained_content,
@@ -51,17 +55,14 @@ from areal_sc.errors import ROWS_GONE, ConfigError
 from areal_sc.fleet.events import FleetEvent, RunFailed, UnitLost, UnitServes, UnitSilent
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.nodes.spec import ROLLOUT_ROLE, TRAIN_ROLE
+from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sizing.model_folder import check_replaceable
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind
-from areal_sc.workers.rank_methods import Demonstrations, Rows, SnapshotPlace
-
-MODEL_FIELDS = ("input_ids", "loss_mask", "temperatures")
-PPO_FIELDS = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
+from areal_sc.workers.rank_methods import Rows, SnapshotPlace
 
 
 class TrainController(Controller):
@@ -90,12 +91,7 @@ class TrainController(Controller):
         role: str = TRAIN_ROLE,
         runtime: Runtime | None = None,
     ) -> None:
-        is_word = role.isascii() and role.isidentifier() and role.islower()
-        if role == ROLLOUT_ROLE or not is_word:
-            raise ConfigError(
-                f"role: expected a lower-case word other than {ROLLOUT_ROLE}, such as actor or "
-                f"ref, got {role!r}"
-            )
+        check_role(role)
         super().__init__(engine, scheduler, role, runtime, unit=role)
         self.config: ActorConfig = engine.config
         self._folder = RunFolder(scheduler.config.run_dir)
@@ -118,7 +114,7 @@ class TrainController(Controller):
         self._loss = loss_of(self.config.ppo)
         self._losses = RankLosses(self._sources, self._ranks, self._loss)
         self._step = TrainStep(self._ranks, self.config.ppo, self._loss)
-        self._work = RankWork(self._ranks, self._step, self._losses)
+        self._work = RankWork(self._ranks, self._step, self._losses, self._sources)
 
     @property
     def version(self) -> int:
@@ -177,12 +173,8 @@ class TrainController(Controller):
             ConfigError: there is no such function. WorkflowError: the function has failed.
             BatchLost: as `ppo_update`.
         """
-        if isinstance(output, str) and ":" in output:
-            output = TokenFunction(output)
-        if isinstance(output, TokenFunction):
-            number = self._sources.register_function(output)
-            computed = await self._work.compute(batch, batch, number, field)
-            return computed.without_advantages() if field == "advantages" else computed
+        if isinstance(output, TokenFunction) or ":" in output:
+            return await self._work.compute_by_function(batch, output, field)
         column_of(output, self.config.head)
         selected = batch.select(MODEL_FIELDS).without_advantages()
         return await self._work.compute(batch, selected, output, field)
@@ -259,7 +251,7 @@ class TrainController(Controller):
             given up, and this one has another batch or loss. BatchLost: rows are gone; the weights
             are those before the step, whose batch can be formed anew.
         """
-        self._check_trains()
+        check_trains(self.config, self.role)
         batch.select(MODEL_FIELDS)
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
         shares = await self._work.shares(batch, loss, num_minibatches)
@@ -282,21 +274,24 @@ class TrainController(Controller):
         Raises: ConfigError: the model is frozen; or it is the policy of a rollout controller, and
             would advance.
         """
-        self._check_trains()
+        return await self.update_rows_async(prompts, indices, CROSS_ENTROPY, advances=advances)
+
+    async def update_rows_async(
+        self, rows: PromptSource, indices: Sequence[int], loss: NamedLoss, *, advances: bool = True
+    ) -> dict[str, float]:
+        """`sft_update` by any loss; an item may also be a pair of such, `chosen` and `rejected`."""
+        check_trains(self.config, self.role)
         if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
-            raise ConfigError(
-                "sft_update: expected advances=False with the policy, since each update would take "
-                "one of total_steps; or train a model of another role, and begin from its save_hf"
-            )
-        dataset = await self._sources.register_prompts_async(prompts)
-        num_shares = self._ranks.calls.layout.num_shares
-        indices = [int(index) for index in indices]  # of NumPy, say
-        await self._sources.make_readable(dataset, *indices)
-        shares = [
-            Demonstrations(dataset, tuple(indices[share::num_shares]))
-            for share in range(num_shares)
-        ]
-        return await self._update(shares, CROSS_ENTROPY, [dataset, indices], (), advances=advances)
+            raise ConfigError(POLICY_ADVANCES)
+        named = await self._work.readable(rows, indices)
+        shares = self._work.named(*named)
+        return await self._update(shares, loss, list(named), (), advances=advances)
+
+    async def row_logprobs_async(
+        self, rows: PromptSource, indices: Sequence[int]
+    ) -> list[tuple[float, ...]]:
+        """The log-probability of all trained tokens of each row, in nats; two of a pair."""
+        return await self._work.score(rows, indices)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -308,7 +303,7 @@ class TrainController(Controller):
             gone; the weights are those before the step, whose batch can be formed anew.
             ConfigError: the model is frozen.
         """
-        self._check_trains()
+        check_trains(self.config, self.role)
         await self._publish(rollout, self.version + 1)
 
     async def share_weights_async(self, rollout: RolloutController) -> None:
@@ -410,14 +405,6 @@ class TrainController(Controller):
 
         await self._ranks.repeated(publish)
 
-    def _check_trains(self) -> None:
-        """Raises: ConfigError: this model only computes."""
-        if self.config.is_frozen:
-            raise ConfigError(
-                f"the model of role {self.role!r} is frozen: it has no optimizer, and is not "
-                "trained; give it an ActorConfig without is_frozen"
-            )
-
     def note_reader(self, rollout: RolloutController) -> None:
         """Workers of this controller get the weights, now or from an earlier start."""
         self._reader, self._ranks.is_published = rollout, True
@@ -451,7 +438,9 @@ class TrainController(Controller):
     compute_proximal_logprobs = blocking(compute_proximal_logprobs_async)
     update = blocking(update_async)
     ppo_update = blocking(ppo_update_async)
-    sft_update = blocking(sft_update_async, before=Controller._copy_prompts)
+    sft_update = blocking(sft_update_async, before=Controller.copy_prompts)
+    update_rows = blocking(update_rows_async, before=Controller.copy_prompts)
+    row_logprobs = blocking(row_logprobs_async, before=Controller.copy_prompts)
     publish_weights = blocking(publish_weights_async)
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)

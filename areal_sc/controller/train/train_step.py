@@ -5,7 +5,7 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,6 +18,18 @@ from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ArealError, BatchLost
 from areal_sc.metadata import BatchMetadata
+
+MODEL_FIELDS: Final = ("input_ids", "loss_mask", "temperatures")
+"""What a model reads of a row."""
+
+PPO_FIELDS: Final = ("input_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures")
+"""What a row must have to be trained by `actor.ppo`."""
+
+
+POLICY_ADVANCES: Final = (
+    "sft_update: expected advances=False with the policy, since each update would take one of "
+    "total_steps; or train a model of another role, and begin from its save_hf"
+)
 
 
 class TrainStep:

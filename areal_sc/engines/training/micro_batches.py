@@ -158,21 +158,37 @@ def pack_rows(
     num_micro_batches: int,
     *,
     are_padded: bool,
+    keeps_groups: bool = False,
 ) -> list[list[int]]:
     """The chosen rows in at least `num_micro_batches` micro-batches; missing ones are empty.
 
     Args:
         max_tokens: of a micro-batch, padding included.
         are_padded: the model computes rows that are padded to the longest one.
-    Raises: ValueError: a row is longer than `max_tokens`.
+        keeps_groups: the rows of a group, a pair say, come into one micro-batch; all groups are
+            equally large where rows are padded.
+    Raises: ValueError: a row, or a group that stays whole, is longer than `max_tokens`.
     """
-    lengths = [rows.lengths[row] for row in chosen]
+    units = _groups(rows, chosen) if keeps_groups else [[row] for row in chosen]
+    if are_padded:
+        lengths = [len(unit) * max(rows.lengths[row] for row in unit) for unit in units]
+    else:
+        lengths = [sum(rows.lengths[row] for row in unit) for unit in units]
     if are_padded:
         packed = pack_padded_micro_batches(lengths, max_tokens)
     else:
         packed = pack_micro_batches(lengths, max_tokens, max(1, num_micro_batches))
-    named = [[chosen[position] for position in positions] for positions in packed]
+    named = [[row for unit in positions for row in units[unit]] for positions in packed]
     return named + [[] for _ in range(num_micro_batches - len(named))]
+
+
+def _groups(rows: PackedRows, chosen: Sequence[int]) -> list[list[int]]:
+    """The chosen rows of each group; without metadata each row stands alone."""
+    groups: dict[int, list[int]] = {}
+    for row in chosen:
+        group = row if rows.metadata is None else rows.metadata[row].group_id
+        groups.setdefault(group, []).append(row)
+    return list(groups.values())
 
 
 def make_micro_batch(

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -297,7 +298,8 @@ class RankEngine(ABC):
             tokens = trained_tokens(rows, min_token_version)
             return with_advantage(rows, tokens) if is_zero_elsewhere else tokens
 
-        batches = self._plan(minibatches, learning)
+        keeps_groups = isinstance(loss, NamedLoss) and loss.compares_rows
+        batches = self._plan(minibatches, learning, keeps_groups=keeps_groups)
         trained = [trained_tokens(rows, min_token_version) for rows in minibatches]
         counted = count_rows(minibatches, trained, self.rows.rank, self._shares_of_rows)
         metrics = UpdateMetrics()
@@ -380,7 +382,11 @@ class RankEngine(ABC):
         return [share for share in self.rows.gather(own if self.counts_rows else []) if share]
 
     def _plan(
-        self, batches: Sequence[PackedRows], asked_of: Callable[[PackedRows], torch.Tensor]
+        self,
+        batches: Sequence[PackedRows],
+        asked_of: Callable[[PackedRows], torch.Tensor],
+        *,
+        keeps_groups: bool = False,
     ) -> list[PlannedBatch]:
         """Micro-batches of each batch, as many as on every other rank.
 
@@ -388,11 +394,11 @@ class RankEngine(ABC):
             `asked_of` raises.
         """
         asked, chosen, wanted = list[torch.Tensor](), list[list[int]](), list[int]()
-        error = None
+        error, pack = None, partial(self._pack, keeps_groups=keeps_groups)
         try:
             asked = [asked_of(rows) for rows in batches]
             chosen = [rows_with_tokens(*pair) for pair in zip(batches, asked, strict=True)]
-            wanted = [len(self._pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]
+            wanted = [len(pack(*pair, 1)) for pair in zip(batches, chosen, strict=True)]
         except ValueError as failure:
             error = failure
         # One exchange tells of errors, too: a rank that raised alone would leave others waiting.
@@ -405,7 +411,7 @@ class RankEngine(ABC):
             raise ValueError(f"the ranks have {lengths} minibatches; expected equally many")
         most = [max(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True)]
         return [
-            PlannedBatch(rows, tokens, self._pack(rows, of_rows, self._rounded_count(count)))
+            PlannedBatch(rows, tokens, pack(rows, of_rows, self._rounded_count(count)))
             for rows, tokens, of_rows, count in zip(batches, asked, chosen, most, strict=True)
         ]
 
@@ -413,6 +419,10 @@ class RankEngine(ABC):
         """How many micro-batches are run where a rank has so many."""
         return count
 
-    def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
-        limit = self.config.max_tokens_per_micro_batch
-        return pack_rows(rows, chosen, limit, count, are_padded=self._pads_rows)
+    def _pack(
+        self, rows: PackedRows, chosen: Sequence[int], count: int, *, keeps_groups: bool
+    ) -> list[list[int]]:
+        limit, is_padded = self.config.max_tokens_per_micro_batch, self._pads_rows
+        return pack_rows(
+            rows, chosen, limit, count, are_padded=is_padded, keeps_groups=keeps_groups
+        )

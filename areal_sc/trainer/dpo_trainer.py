@@ -1,0 +1,152 @@
+"""DPOTrainer: direct preference optimization on the user's pairs of answers.
+
+The reference is asked once, before training: what it says of a pair is two numbers, which stay in
+`reference.json` of the run folder. So no second model is in memory while one is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ActorConfig
+from areal_sc.controller.starting import start
+from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.demonstrations.rows import EncodedRows, Item, encode_pairs
+from areal_sc.engines.handles import make_actor
+from areal_sc.errors import ConfigError
+from areal_sc.records.metrics import Summary
+from areal_sc.trainer.row_trainer import RowTrainer, scores
+
+logger = logging.getLogger(__name__)
+
+
+class _Reference(msgspec.Struct, frozen=True):
+    """What the reference said.
+
+    Attributes:
+        digest: of the pairs and of the reference's name.
+        logprobs: of the chosen and the rejected answer of each pair, in nats.
+    """
+
+    digest: str
+    logprobs: list[tuple[float, float]]
+
+
+class DPOTrainer(RowTrainer):
+    """Trains one model on pairs of which one answer is preferred; see docs/dpo.md."""
+
+    def fit(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        *,
+        batch_size: int,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        held_out: Iterable[Mapping[str, Any]] | None = None,
+        reference: ActorConfig | None = None,
+        use_chat_template: bool = True,
+    ) -> Summary:
+        """Trains for `total_steps` steps and leaves the model in `<run_dir>/model`.
+
+        Args:
+            rows: with `chosen` and `rejected`, and `prompt` unless these begin alike.
+            batch_size: pairs a step; every pair is taken once before one is taken again.
+            beta, label_smoothing: as of `algorithms.pairs.dpo`.
+            held_out: pairs that the evaluations measure: their loss, the share that is ordered
+                right (`accuracy`) and the mean margin.
+            reference: None: the model that training begins with.
+            use_chat_template: False: rows of plain texts, for a base model.
+        Raises: WorkflowError: a row is no pair, or the chat template does not tell where its
+            answers are; ConfigError: beta or label_smoothing is impossible. Both before any worker
+            is started.
+        """
+        if not (0 < beta < math.inf and 0 <= label_smoothing < 0.5):
+            raise ConfigError(
+                "expected beta > 0 and label_smoothing from 0 to below 0.5, got "
+                f"{beta!r} and {label_smoothing!r}"
+            )
+        loss = NamedLoss("dpo", {"beta": beta, "label_smoothing": label_smoothing})
+        with nullcontext() if self._is_open else self:
+            with self.display.phase("datasets"):
+                encoder = self._encoder(use_chat_template=use_chat_template)
+                limit = self.config.actor.max_tokens_per_micro_batch
+                training = encode_pairs(rows, encoder, limit)
+                self._tell_left_out(training, "training")
+                held = EncodedRows([], 0)
+                if held_out is not None:
+                    held = encode_pairs(held_out, encoder, limit)
+                    self._tell_left_out(held, "held-out")
+            pairs = [*training.items, *held.items]
+            if not self.config.dry_run:
+                pairs = self._with_reference(pairs, reference or self.config.actor)
+            num_training = len(training.items)
+            judged = pairs[num_training:]
+
+            def judge(actor: TrainController) -> Mapping[str, float]:
+                margins = [
+                    beta * ((chosen - c["reference_logprob"]) - (rejected - r["reference_logprob"]))
+                    for (chosen, rejected), (c, r) in zip(
+                        scores(actor, judged),
+                        ((it["chosen"], it["rejected"]) for it in judged),
+                        strict=True,
+                    )
+                ]
+                return pair_metrics(margins, label_smoothing)
+
+            return self._train(pairs[:num_training], batch_size, loss, judged, judge)
+
+    def _with_reference(self, pairs: Sequence[Item], config: ActorConfig) -> list[Item]:
+        """The pairs with `reference_logprob` in both answers."""
+        path = self.folder.path / "reference.json"
+        named = msgspec.json.encode([config.path, config.revision, config.seed, pairs])
+        digest = hashlib.blake2b(named, digest_size=16).hexdigest()
+        known: _Reference | None = None
+        try:
+            known = msgspec.json.decode(path.read_bytes(), type=_Reference)
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:
+            self.display.warning(f"{path} cannot be read, the reference is asked again: {error}")
+        if known is None or known.digest != digest:
+            frozen = make_actor(replace(config, is_frozen=True))
+            model = TrainController(frozen, self.scheduler, role="reference")
+            with self.display.phase("reference"), start(model):
+                known = _Reference(digest, [(c, r) for c, r in scores(model, pairs)])
+            self.folder.write_atomic(path, msgspec.json.encode(known))
+        return [
+            {
+                name: {**pair[name], "reference_logprob": logprob}
+                for name, logprob in zip(("chosen", "rejected"), logprobs, strict=True)
+            }
+            for pair, logprobs in zip(pairs, known.logprobs, strict=True)
+        ]
+
+
+def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:
+    """The DPO loss of pairs, the share that is ordered right, and the mean margin.
+
+    Args:
+        margins: as m of `algorithms.pairs.dpo`.
+    """
+    s, count = label_smoothing, len(margins)
+    losses = [(1 - s) * _softplus(-margin) + s * _softplus(margin) for margin in margins]
+    return {
+        "loss": math.fsum(losses) / count,
+        "accuracy": sum(margin > 0 for margin in margins) / count,
+        "margin": math.fsum(margins) / count,
+        "num_rows": count,
+    }
+
+
+def _softplus(x: float) -> float:
+    """log(1 + e^x), also where e^x is infinite."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

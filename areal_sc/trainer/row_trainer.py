@@ -1,0 +1,245 @@
+"""RowTrainer: a run that trains on rows of a data set; nothing is generated.
+
+    before any worker starts    the rows are tokenized; what is wrong with one is told
+    for each step               update_rows                    trains, version += 1    train_s
+    now and then                row_logprobs of held-out rows  evaluation
+
+The rows of a step follow from its number and the seed. So a run that was killed goes on with the
+same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.rollout.rejections import RejectionCounts
+from areal_sc.controller.rollout.rollout_state import RolloutState
+from areal_sc.controller.starting import start
+from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.demonstrations.rows import EncodedRows, Item
+from areal_sc.demonstrations.turns import TurnEncoder
+from areal_sc.engines.handles import make_actor
+from areal_sc.errors import StepsLost
+from areal_sc.hub import local_model
+from areal_sc.preflight.checks import check_models
+from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary, summarize
+from areal_sc.records.metrics_log import History
+from areal_sc.run.run_folder import Opening
+from areal_sc.sources.prompts import prompt_at
+from areal_sc.system.process import process_age_s
+from areal_sc.trainer.checkpoints import Checkpoints
+from areal_sc.trainer.failure import Terminated
+from areal_sc.trainer.outages import Outages
+from areal_sc.trainer.resume_checks import compare_with_begin
+from areal_sc.trainer.retreats import Retreats
+from areal_sc.trainer.run import Run
+from areal_sc.trainer.stopping import stop_wishes
+
+logger = logging.getLogger(__name__)
+
+_SCORED_AT_ONCE = 256
+"""Rows of one call: so none takes long, however many rows are held out."""
+
+Judge = Callable[[TrainController], Mapping[str, float]]
+"""What an evaluation says of the present weights."""
+
+
+@dataclass(frozen=True)
+class NoRollout:
+    """What snapshots keep of a run that generates nothing."""
+
+    actor: TrainController
+    has_let_go_of_rows: bool = False
+
+    def state(self) -> RolloutState:
+        """The version alone."""
+        return RolloutState(LedgerState(version=self.actor.version), RejectionCounts({}, 0))
+
+    def go_back(self, state: RolloutState) -> None:
+        """The rows of a step follow from its number."""
+
+
+class RowTrainer(Run):
+    """Base of the trainers of rows."""
+
+    def _encoder(self, *, use_chat_template: bool) -> TurnEncoder:
+        """For the model of the settings. Raises: ModelError: it has no tokenizer."""
+        from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
+
+        check_models(self.config)
+        folder = local_model(self.config.actor.path, self.config.actor.revision)
+        tokenizer = load_tokenizer(folder)
+        ends = read_end_token_ids(folder, tokenizer)
+        return TurnEncoder(tokenizer, ends, use_chat_template=use_chat_template)
+
+    def _tell_left_out(self, rows: EncodedRows, name: str) -> None:
+        if rows.num_too_long:
+            limit = self.config.actor.max_tokens_per_micro_batch
+            self.display.warning(
+                f"{rows.num_too_long} of {rows.num_too_long + len(rows.items)} {name} rows are "
+                f"left out: they have more than actor.max_tokens_per_micro_batch={limit} tokens"
+            )
+
+    def _train(
+        self,
+        items: Sequence[Item],
+        batch_size: int,
+        loss: NamedLoss,
+        judged: Sequence[Item],
+        judge: Judge,
+    ) -> Summary:
+        """Trains for `total_steps` steps.
+
+        Args:
+            batch_size: items a step.
+            judged: rows that are held out.
+            judge: evaluates on them before, after and every `evaluation.every_steps`, if any are.
+        """
+        actor = TrainController(make_actor(self.config.actor), self.scheduler)
+        for rows in (items, judged):  # in this order, also where nothing is evaluated at first
+            if rows:
+                actor.copy_prompts(rows)
+        rollout = NoRollout(actor)
+        checkpoints = Checkpoints(self, actor, rollout)
+        retreats = Retreats(self.config.scheduler.max_deaths)
+        every_steps, total = self.config.evaluation.every_steps, self.config.total_steps
+        done = {(it.name, it.step) for it in History.read(self.folder.metrics_path).evaluations}
+
+        def evaluate(name: str) -> None:
+            if judged and (name, actor.version) not in done:
+                self._tell_evaluation(name, actor.version, judge(actor))
+
+        with self._workers(actor, rollout) as next_step:
+            if actor.version == 0:
+                evaluate("before")
+            while next_step():
+                began, version = time.monotonic(), actor.version
+                places = range(version * batch_size, (version + 1) * batch_size)
+                indices = [prompt_at(place, len(items), self.config.seed) for place in places]
+                try:
+                    stats = actor.update_rows(items, indices, loss)
+                except StepsLost as lost:
+                    retreats.note(version, lost)
+                    checkpoints.before_going_back()
+                    step = self._load_newest(actor, rollout)
+                    self.log.event("went_back", from_step=version, step=step, cause=str(lost))
+                    self.display.warning(f"went back from step {version} to step {step}: {lost}")
+                    continue
+                self._tell_row_step(actor, len(indices), time.monotonic() - began, stats)
+                checkpoints.after_step()
+                if every_steps and actor.version % every_steps == 0 and actor.version < total:
+                    evaluate("periodic")
+            self.keep_last_step()
+            evaluate("after")
+            return self._finish_rows(actor)
+
+    @contextmanager
+    def _workers(self, actor: TrainController, rollout: NoRollout) -> Iterator[Callable[[], bool]]:
+        """Starts the ranks, where a run before has left them; gives whether there is a next step.
+
+        Raises: as `Run.training`.
+        """
+        check_models(self.config)
+        compare_with_begin(self.folder, self.config)
+        outages = Outages(self.display.show_outages, self._tell_outage, dict)
+        settings, total = self.config.checkpoint, self.config.total_steps
+        limit_s = settings.stop_within_s if settings.every_steps else 0.0
+        with ExitStack() as stack:
+            if not self.config.dry_run:
+                stack.enter_context(actor.heard_by(outages.hear))
+            with self.display.phase("start-up"):
+                taken = stack.enter_context(start(actor))
+                if taken is not None:
+                    self.display.note(str(taken))
+                    self.log.event("reattached", step=taken.version, **taken.of_workers())
+                elif self._has_snapshot:
+                    self._resume(actor, rollout)
+                elif self._opening is Opening.attach:
+                    self._begin_again()
+            phase = stack.enter_context(
+                self.display.phase("training", total, "steps", actor.version)
+            )
+            stop = stack.enter_context(stop_wishes(limit_s, partial(self._tell_stop, actor)))
+            stack.enter_context(actor.heard_by(stop.hear))
+
+            def has_next_step() -> bool:
+                phase.advance(actor.version - phase.done)
+                if stop.takes_snapshot() and self.checkpoints is not None:
+                    self.checkpoints.finish()
+                if stop.asked_by is not None:
+                    raise Terminated(stop.asked_by)
+                return actor.version < total
+
+            yield has_next_step
+
+    def _tell_row_step(
+        self, actor: TrainController, num_rows: int, seconds: float, stats: Mapping[str, float]
+    ) -> None:
+        if self._first_step_s is None:
+            self._first_step_s = process_age_s()
+        metrics = StepMetrics(
+            step=actor.version,
+            reward=math.nan,  # there is none
+            group_staleness_mean=0.0,
+            group_staleness_max=0,
+            token_staleness_mean=0.0,
+            token_staleness_max=0,
+            num_rows=num_rows,
+            num_generated_tokens=0,
+            num_trained_tokens=int(stats["num_loss_tokens"]),
+            step_time_s=seconds,
+            wait_s=0.0,
+            train_s=seconds,
+            sync_s=0.0,
+            mean_sequence_length=stats["num_tokens"] / num_rows,
+            num_train_workers=actor.engine.num_workers,
+            train=stats,
+        )
+        self.tell(lambda tracker: tracker.on_step(metrics))
+
+    def _tell_evaluation(self, name: str, version: int, found: Mapping[str, float]) -> None:
+        result = EvaluationResult(
+            name=name,
+            step=version,
+            reward=math.nan,
+            num_prompts=int(found["num_rows"]),
+            version_min=version,
+            version_max=version,
+            temperature=1.0,
+            workflow={key: value for key, value in found.items() if key != "num_rows"},
+        )
+        self.tell(lambda tracker: tracker.on_evaluation(result))
+
+    def _finish_rows(self, actor: TrainController) -> Summary:
+        """Writes the model and, last, the summary: the run is finished."""
+        model = self.folder.path / "model"
+        actor.save_hf(model)
+        self.tell_model(actor.version, model)
+        history = History.read(self.folder.metrics_path)
+        summary = summarize(
+            history.steps,
+            history.evaluations,
+            wall_time_s=time.monotonic() - self._began,
+            first_step_s=self._first_step_s,
+            num_worker_restarts=history.num_worker_restarts,
+        )
+        self.folder.write_atomic(self.folder.summary_path, summary.to_json())
+        self.tell(lambda tracker: tracker.on_finish(summary))
+        return summary
+
+
+def scores(model: TrainController, items: Sequence[Item]) -> list[tuple[float, ...]]:
+    """The log-probability of each demonstration, or of both answers of each pair; nats."""
+    found = list[tuple[float, ...]]()
+    for first in range(0, len(items), _SCORED_AT_ONCE):
+        last = min(first + _SCORED_AT_ONCE, len(items))
+        found += model.row_logprobs(items, range(first, last))
+    return found

@@ -1,0 +1,148 @@
+"""Rows of all forms, as tokens; what is trained is read back as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_sc.demonstrations.rows import encode_demonstrations, encode_pairs
+from areal_sc.demonstrations.turns import TurnEncoder
+from areal_sc.engines.tokenizer import load_tokenizer
+from areal_sc.errors import WorkflowError
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role[0] }}={{ m.content }}"
+    "{% if m.role == 'assistant' %}$2{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a={% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role[0] }}={% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}$2"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+FORGETS = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
+ENDLESS = PLAIN.replace("$2", "2")
+
+
+def turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+TALK = [turn("user", "hi"), turn("assistant", "yes"), turn("user", "go"), turn("assistant", "no")]
+
+
+@pytest.fixture
+def encoder_of(tiny_model_folder: Path) -> Any:
+    def encoder(template: str = PLAIN, **options: Any) -> TurnEncoder:
+        tokenizer = load_tokenizer(tiny_model_folder)
+        tokenizer.chat_template = template
+        return TurnEncoder(tokenizer, [1], **options)
+
+    return encoder
+
+
+def read(item: dict[str, Any], encoder: TurnEncoder) -> tuple[str, str]:
+    """All of the text, and what of it is trained."""
+    tokens = encoder._tokenizer.convert_ids_to_tokens(item["input_ids"])
+    trained = [t for t, is_trained in zip(tokens, item["loss_mask"], strict=True) if is_trained]
+    return "".join(tokens), "".join(trained)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_assistants_turns_and_what_ends_them_are_trained(
+    template: str, encoder_of: Any
+) -> None:
+    encoder = encoder_of(template)
+    whole = encode_demonstrations([{"messages": TALK}], encoder, 99).items
+    assert read(whole[0], encoder) == ("u=hia=yes$2u=goa=no$2", "yes$no$")
+    last = encode_demonstrations([{"messages": TALK}], encoder, 99, last_turn_only=True).items
+    assert read(last[0], encoder)[1] == "no$"
+
+
+def test_prompts_with_completions(encoder_of: Any) -> None:
+    encoder = encoder_of()
+    rows = [
+        {"prompt": "hi", "completion": "yes"},
+        {"prompt": TALK[:3], "completion": [turn("assistant", "no")]},
+    ]
+    one, other = encode_demonstrations(rows, encoder, 99).items
+    assert read(one, encoder) == ("u=hia=yes$2", "yes$")
+    assert read(other, encoder)[1] == "no$"
+    plain = encoder_of(use_chat_template=False)
+    (item,) = encode_demonstrations(rows[:1], plain, 99).items
+    assert read(item, plain) == ("hiyes$", "yes$")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        {
+            "prompt": "hi",
+            "chosen": [turn("user", "hi"), turn("assistant", "yes")],
+            "rejected": [turn("user", "hi"), turn("assistant", "no")],
+        },
+        {
+            "chosen": [turn("user", "hi"), turn("assistant", "yes")],
+            "rejected": [turn("user", "hi"), turn("assistant", "no")],
+        },
+    ],
+)
+def test_pairs_of_any_form(row: dict[str, Any], encoder_of: Any) -> None:
+    encoder = encoder_of()
+    (item,) = encode_pairs([row], encoder, 99).items
+    assert read(item["chosen"], encoder) == ("u=hia=yes$2", "yes$")
+    assert read(item["rejected"], encoder) == ("u=hia=no$2", "no$")
+
+
+def test_too_long_rows_are_counted(encoder_of: Any) -> None:
+    rows = [{"prompt": "hi", "completion": "a" * n} for n in (1, 30, 2)]
+    encoded = encode_demonstrations(rows, encoder_of(), 12)
+    assert (len(encoded.items), encoded.num_too_long) == (2, 1)
+    with pytest.raises(WorkflowError, match="1 rows, all of them longer"):
+        encode_demonstrations(rows[1:2], encoder_of(), 12)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "hi"}, "row 1 .*'messages', or 'prompt' and 'completion', got prompt"),
+        ({"prompt": "hi", "completion": " "}, "row 1 .*completion is empty"),
+        ({"messages": TALK[:3]}, "row 1 .*role 'user': expected an answer"),
+        ({"messages": [*TALK[:1], turn("assistant", "")]}, "row 1 .*message 1: .*is empty"),
+        ({"messages": [*TALK[:1], turn("bot", "x")]}, "row 1 .*expected a role .*'bot'"),
+        ({"messages": TALK[1:2]}, "row 1 .*message 0 is the assistant's"),
+        ({"messages": "hi"}, "row 1 .*expected a text, or a list of messages"),
+    ],
+)
+def test_bad_rows_are_named(row: dict[str, Any], message: str, encoder_of: Any) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        encode_demonstrations([{"messages": TALK}, row], encoder_of(), 99)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "hi", "chosen": "yes"}, "row 0 .*expected a column 'rejected'"),
+        ({"prompt": "hi", "chosen": "a", "rejected": "a"}, "row 0 .*are equal"),
+        ({"chosen": "yes", "rejected": "no"}, "row 0 .*without a column 'prompt'"),
+        ({"chosen": TALK, "rejected": TALK}, "row 0 .*are equal"),
+        ({"chosen": TALK, "rejected": TALK[1:]}, "row 0 .*do not begin alike"),
+        ({"prompt": "hi", "chosen": "", "rejected": "no"}, "row 0 .*chosen is empty"),
+    ],
+)
+def test_bad_pairs_are_named(row: dict[str, Any], message: str, encoder_of: Any) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        encode_pairs([row], encoder_of(), 99)
+
+
+def test_templates_that_do_not_tell_where_a_turn_is(encoder_of: Any) -> None:
+    rows = [{"messages": TALK}]
+    with pytest.raises(WorkflowError, match=r"row 0 .*message 1: .*last_turn_only"):
+        encode_demonstrations(rows, encoder_of(FORGETS), 99)
+    with pytest.raises(WorkflowError, match=r"row 0 .*ends the turn with no special token"):
+        encode_demonstrations(rows, encoder_of(ENDLESS), 99)
+    with pytest.raises(WorkflowError, match="no chat template"):
+        encoder_of("")
