@@ -54,6 +54,18 @@ class Resume(StrEnum):
     must = "must"
 
 
+class KeepGroups(StrEnum):
+    """Which finished groups are trained.
+
+    all: every one.
+    with_signal: those whose episodes differ in reward; the others are thrown away, and further
+        prompts drawn in their place (dynamic sampling of DAPO, arXiv:2503.14476, eq. 11).
+    """
+
+    all = "all"
+    with_signal = "with_signal"
+
+
 class AdmissionMode(StrEnum):
     """When a group begins that `max_staleness` allows.
 
@@ -277,6 +289,7 @@ class RolloutConfig(Section):
     group_size: int = setting(8, "episodes a prompt", ge=1)
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
+    keep_groups: KeepGroups = setting(KeepGroups.all)
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one worker's tensor store", ge=1)

@@ -14,6 +14,7 @@ from areal_sc.config.schema import (
     AdmissionMode,
     Dtype,
     GenerationConfig,
+    KeepGroups,
     OptimizerConfig,
     OverBound,
     RolloutConfig,
@@ -31,6 +32,7 @@ class Settings:
     over_bound: OverBound = OverBound.train
     max_staleness: int = 2
     admission: AdmissionMode = AdmissionMode.just_in_time
+    keep_groups: KeepGroups = KeepGroups.all
     batch_groups: int = 4
     group_size: int = 2
     num_rollout_workers: int = 2
@@ -93,6 +95,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         max_staleness=settings.max_staleness,
         over_bound=settings.over_bound,
         admission=settings.admission,
+        keep_groups=settings.keep_groups,
         max_concurrent_groups=settings.max_concurrent_groups,
         max_context_tokens=settings.max_context_tokens,
         max_episode_tokens=settings.max_episode_tokens,

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from areal_sc.controller.ledger.group import UNUSABLE, Group, GroupState
 from areal_sc.errors import TooManyRejections, WorkflowError
+from areal_sc.metadata import BatchMetadata
 from areal_sc.rejection import Rejection, RejectionKind, describe_counts
 from areal_sc.workers.calls import RejectedEpisodes
 
@@ -123,6 +124,11 @@ class Rejections:
         if group.batch is not None:
             self.num_stale_episodes += len(group.batch.episodes)
             self.wasted_tokens += sum(row.num_loss_tokens for row in group.batch.rows)
+
+    def add_without_signal(self, batch: BatchMetadata, reason: str) -> None:
+        """Counts the kept episodes of a group that has no signal; they say nothing of failures."""
+        self.episodes[reason] += len(batch.episodes)
+        self.wasted_tokens += sum(row.num_loss_tokens for row in batch.rows)
 
     def check_rate(self, num_prompts: int | None = None) -> None:
         """Args: num_prompts: of the dataset; None: that is not known.

@@ -31,6 +31,7 @@ from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
+from areal_sc.controller.rollout.group_signal import GroupSignal
 from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, main_cause
@@ -69,6 +70,7 @@ class TrainingGroups(Groups):
             config.max_staleness, config.train_batch_groups, config.over_bound
         )
         self.admission = Admission(config, self._policy, lambda: asyncio.get_running_loop().time())
+        self._signal = GroupSignal(config)
         self._source: RolloutSource | None = None
         self._is_paused = False
         self._restored: dict[int, Group] = {}  # queued groups without a task
@@ -349,9 +351,14 @@ class TrainingGroups(Groups):
             self.ledger.reject(group.group_id, main_cause(reply.rejected))
         elif self.ledger.finish(group.group_id, reply.run.attempt, reply.batch, reply.metrics):
             self.num_finished += 1
+            if reason := self._signal.refusal(reply.batch):
+                self._rejections.add_without_signal(reply.batch, reason)
+                self.ledger.reject(group.group_id, reason)
+                self._workers.sweep()
             self.admission.note_finished(self.ledger.num(GroupState.finished))
         else:
             self._workers.sweep()
+        self._signal.check()
         self._rejections.check_rate(self._source.num_prompts if self._source else None)
         self.admit()
 

@@ -1,0 +1,36 @@
+"""Groups whose rewards are all equal are drawn anew; the simulation checks the account."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from simulation.settings import Settings
+from simulation.training_run import play
+
+from areal_sc.config.schema import KeepGroups, OverBound
+from areal_sc.controller.rollout.group_signal import MAX_BATCHES
+from areal_sc.errors import TooManyRejections
+
+
+@pytest.mark.parametrize("over_bound", list(OverBound))
+def test_only_groups_with_signal_are_trained(over_bound: OverBound) -> None:
+    settings = Settings(over_bound=over_bound, keep_groups=KeepGroups.with_signal)
+    run = play(settings)
+    for batch in run.batches:
+        rewards = defaultdict[int, set[float]](set)
+        for row in batch.rows:
+            rewards[row.group_id].add(row.reward)
+        assert len(rewards) == settings.batch_groups
+        assert all(len(of) == 2 for of in rewards.values())
+    assert "equal_rewards" in run.rejected.values()
+
+
+def test_all_groups_are_trained_by_default() -> None:
+    assert not play(Settings()).rejected
+
+
+def test_a_run_in_which_nothing_has_signal_ends() -> None:
+    settings = Settings(group_size=1, keep_groups=KeepGroups.with_signal)
+    with pytest.raises(TooManyRejections, match=f"nothing has signal.* {MAX_BATCHES * 4} groups"):
+        play(settings)
