@@ -127,8 +127,8 @@ def value_loss(tokens: LossTokens, *, value_clip: float = 0.2) -> tuple[torch.Te
 
     Args:
         tokens: with `values`, and fields `values`, those before the first minibatch, and `returns`.
-    Returns: scalar loss, and the means `value`, `return`, `value_error` (squared), and
-        `value_clip_fraction`.
+    Returns: scalar loss, and the means `value`, `return`, `return_square`, `value_error` (squared),
+        and `value_clip_fraction`; see `named_advantage.explained_variance`.
     Raises: ValueError: the model has no value head.
     """
     values = tokens.predicted_values
@@ -138,6 +138,7 @@ def value_loss(tokens: LossTokens, *, value_clip: float = 0.2) -> tuple[torch.Te
     return errors.sum() / tokens.num_loss_tokens, {
         "value": Metric.mean(values),
         "return": Metric.mean(returns),
+        "return_square": Metric.mean(returns.square()),
         "value_error": Metric.mean(plain),
         "value_clip_fraction": Metric.mean(2 * errors.detach() > plain),
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -76,3 +77,16 @@ def critic_fields(ppo: PPOConfig) -> dict[str, TokenFunction]:
         field: TokenFunction(f"areal_sc.algorithms.gae:token_{field}", settings)
         for field in ("returns", "advantages")
     }
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float:
+    """The share of the returns' variance that a critic's values explain, at most 1.
+
+    1 - mean (V - R)^2 / Var(R): below 0 where the mean return would have been the better guess.
+
+    Args:
+        metrics: of a step, of the loss `value`.
+    Returns: NaN where all returns are equal.
+    """
+    variance = metrics["return_square"] - metrics["return"] ** 2
+    return 1 - metrics["value_error"] / variance if variance > 0 else math.nan

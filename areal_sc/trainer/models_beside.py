@@ -1,7 +1,8 @@
 """The models beside the policy, which a run's settings name: what they compute, and the critic.
 
     for each policy version:
-        compute      a field of the batch from each of them       before advantages and updates
+        compute      a field of the batch from each of them       before updates
+        advantages   of tokens, from the critic's values          else of rows, from their rewards
         update       those that are trained, on the same batch    after the policy's own updates
 
 A model that is trained makes its next version at once, and the policy makes its own when the step
@@ -10,11 +11,14 @@ ends. So one may be a version ahead, where a step is done again: it is not train
 
 from __future__ import annotations
 
+from areal_sc.algorithms.named_advantage import critic_fields, explained_variance
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.further_models import FURTHER_MODELS, further_models
+from areal_sc.config.ppo_settings import GAE, PPOConfig
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_model
+from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata
 from areal_sc.schedulers.base import Scheduler
 
@@ -24,12 +28,19 @@ class ModelsBeside:
 
     Attributes:
         controllers: by role.
+    Raises: ConfigError: the algorithm needs a model of a section without `path`.
     """
 
     def __init__(self, config: GRPOConfig, scheduler: Scheduler) -> None:
+        models, needed = further_models(config), _needed_fields(config.actor.ppo)
+        for role, each in FURTHER_MODELS.items():
+            if each.field in needed and role not in models:
+                raise ConfigError(
+                    f"{role}.path: no value, but actor.ppo needs {each.field} of such a model "
+                    f"({needed[each.field]}); name one, actor.path say (docs/several-models.md)"
+                )
         self.controllers = {
-            role: TrainController(make_model(config, role), scheduler, role=role)
-            for role in further_models(config)
+            role: TrainController(make_model(config, role), scheduler, role=role) for role in models
         }
 
     def compute(self, batch: BatchMetadata) -> BatchMetadata:
@@ -40,6 +51,19 @@ class ModelsBeside:
         for role, model in self.controllers.items():
             output, field = FURTHER_MODELS[role]
             batch = model.compute(batch, output, field=field)
+        return batch
+
+    def compute_advantages(self, batch: BatchMetadata, actor: TrainController) -> BatchMetadata:
+        """The batch with advantages as `actor.ppo.advantage` says.
+
+        With `gae` they are of tokens, and the critic's returns another field.
+        Raises: BatchLost: rows are gone.
+        """
+        ppo = actor.config.ppo
+        if ppo.advantage != GAE:
+            return actor.compute_advantages(batch)
+        for field, function in critic_fields(ppo).items():
+            batch = actor.compute(batch, function, field=field)
         return batch
 
     def update(self, batch: BatchMetadata, version: int) -> dict[str, float]:
@@ -55,5 +79,17 @@ class ModelsBeside:
                 continue
             ppo = model.config.ppo
             found = model.update(batch, loss_of(ppo), num_minibatches=ppo.num_minibatches)
+            if ppo.loss == "value":
+                found["explained_variance"] = explained_variance(found)
             metrics |= {f"{role}_{name}": number for name, number in found.items()}
         return metrics
+
+
+def _needed_fields(ppo: PPOConfig) -> dict[str, str]:
+    """Fields that a policy's loss and advantages read, and what reads them."""
+    needed = {field: f"loss {ppo.loss}" for field in loss_of(ppo).fields or ()}
+    if ppo.advantage == GAE:
+        needed["values"] = "advantage gae"
+        if ppo.kl_coefficient:
+            needed["reference_logprobs"] = "kl_coefficient"
+    return needed

@@ -75,7 +75,7 @@ class PPOTrainer(Run):
                             batch = rollout.prepare_batch(prompts, workflow)
                         with step.timed("train"):
                             batch = beside.compute(batch)
-                            batch = actor.compute_advantages(batch)
+                            batch = beside.compute_advantages(batch, actor)
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)
                             stats |= beside.update(batch, actor.version)

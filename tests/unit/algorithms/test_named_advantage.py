@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loss_rows import ROW, shapes
 
 from areal_sc.algorithms.advantages import SCOPES, AdvantageRows
-from areal_sc.algorithms.named_advantage import advantage_of
+from areal_sc.algorithms.named_advantage import advantage_of, explained_variance
 from areal_sc.config.ppo_settings import BASELINES, Deviation, NormScope, PPOConfig
 from areal_sc.errors import ConfigError, WorkflowError
 
@@ -137,3 +137,22 @@ def test_what_a_function_of_the_users_own_does_wrong() -> None:
         advantage_of(PPOConfig(advantage=f"{__name__}:torn"))(rows)
     with pytest.raises(WorkflowError, match=r"failing' raised KeyError: 'score' at "):
         advantage_of(PPOConfig(advantage=f"{__name__}:failing"))(rows)
+
+
+def test_explained_variance_is_that_of_the_values() -> None:
+    returns = np.array([1.0, 2.0, 4.0, 9.0])
+    values = np.array([1.5, 2.0, 3.0, 8.0])
+
+    def metrics(guesses: Any) -> dict[str, float]:
+        return {
+            "return": returns.mean(),
+            "return_square": (returns**2).mean(),
+            "value_error": ((guesses - returns) ** 2).mean(),
+        }
+
+    expected = 1 - ((values - returns) ** 2).mean() / returns.var()
+    assert explained_variance(metrics(values)) == pytest.approx(expected)
+    assert explained_variance(metrics(returns)) == 1.0
+    assert explained_variance(metrics(returns.mean())) == pytest.approx(0.0)
+    equal = {"return": 2.0, "return_square": 4.0, "value_error": 0.5}
+    assert math.isnan(explained_variance(equal))
