@@ -24,6 +24,7 @@ from areal_sc.config.schema import (
     Device,
     Dtype,
     GRPOConfig,
+    KeepGroups,
     ModelHead,
     Resume,
     RolloutConfig,
@@ -233,6 +234,11 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
             sizes.get(scope, 2) >= 2,
             f"at least 2 with actor.ppo.{key}={scope} (one answer alone has no better or worse)",
         )
+    yield (
+        "rollout.group_size",
+        rollout.keep_groups is KeepGroups.all or group >= 2,
+        "at least 2 with rollout.keep_groups=with_signal (one answer alone never has signal)",
+    )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (
         "generation.max_new_tokens",

@@ -101,7 +101,7 @@ class TestRayScheduler(Conformance):
         self, lent: Lent, ray_hosts: RayHosts, invitations: list[bytes]
     ) -> None:
         """Nor was anything secret in Ray: GCS, raylets, actors and all that they have written."""
-        assert len(invitations) == len(NODES) + 2, "two agents were started again"
+        assert len(invitations) >= len(NODES) + 2, "two agents were started again, at least"
         keys = lent.scheduler.keys
         secrets = [*invitations, keys.controller.secret, keys.workers.secret, keys.signing_seed]
         processes = ray_processes(ray_hosts)

@@ -112,6 +112,11 @@ Load = Callable[..., GRPOConfig]
             "rollout.group_size: expected at least 2 with actor.ppo.advantage=group",
         ),
         (
+            "rollout.group_size=1 actor.ppo.advantage=none actor.ppo.advantage_std=none "
+            "rollout.keep_groups=with_signal",
+            "rollout.group_size: expected at least 2 with rollout.keep_groups=with_signal",
+        ),
+        (
             "rollout.group_size=1 actor.ppo.advantage=batch",
             "rollout.group_size: expected at least 2 with actor.ppo.advantage_std=group",
         ),
