@@ -66,8 +66,12 @@ NOT_RUN_HERE = {
     "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "batch = actor.compute_advantages": "tests/integration/test_any_update.py",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
-    "python examples/sft.py": "tests/integration/test_row_trainers.py",
-    "python examples/dpo.py": "tests/integration/test_row_trainers.py",
+    "python examples/sft.py --config configs/sft.yaml actor.path=<model> task.dataset=<file>": (
+        "tests/integration/test_row_trainers.py"
+    ),
+    "python examples/dpo.py --config configs/dpo.yaml actor.path=<model> task.dataset=<file>": (
+        "tests/integration/test_row_trainers.py"
+    ),
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
     "scheduler.slurm.nodes=2": "tests/integration/slurm/test_slurm_run.py",

@@ -103,20 +103,30 @@ async def test_letter_sort_on_three_hosts_that_share_nothing(cluster: Cluster, p
     assert snapshot == {*(f"rank-{rank}.safetensors" for rank in range(4)), "snapshot.json"}
     [job] = cluster.jobs()
     with example.start() as script:
-        await until(lambda: example.lines("event", "reattached") or script.poll() is not None, 120)
+        await until(
+            lambda: (
+                example.lines("event", "reattached")
+                or example.lines("event", "resumed")
+                or script.poll() is not None
+            ),
+            120,
+        )
         assert cluster.jobs() == [job], example.output
         await until(lambda: script.poll() is not None, 240)
     os.kill(stopped, signal.SIGKILL)
     assert script.returncode == 0, example.output
-    [taken] = example.lines("event", "reattached")
-    assert (taken["num_workers"], taken["num_again"]) == (6, 0)
-    assert taken["step"] >= KILLED_AFTER
-    assert example.told("event", "resumed") == []
-    assert example.told("event", "workers_restarted") == []
     told, all_steps = example.told("step"), set(range(1, NUM_STEPS + 1))
-    assert told == sorted(set(told))
     assert set(told) <= all_steps
-    assert len(told) >= NUM_STEPS - 1, "of one the script may have died before its record"
+    if taken := example.lines("event", "reattached"):
+        assert [(it["num_workers"], it["num_again"]) for it in taken] == [(6, 0)]
+        assert taken[0]["step"] >= KILLED_AFTER
+        assert example.told("event", "resumed") == []
+        assert example.told("event", "workers_restarted") == []
+        assert told == sorted(set(told))
+        assert len(told) >= NUM_STEPS - 1, "of one the script may have died before its record"
+    else:  # a call had reached some ranks when it was killed: the run goes back to its snapshot
+        assert len(example.told("event", "resumed")) == 1
+        assert set(told) == all_steps
     account = read_account(example.run_dir / "ledger", lambda group: None)
     assert (account.rows_lost, account.trained_again, account.version) == (0, [], NUM_STEPS)
     summary = json.loads((example.run_dir / "summary.json").read_text())
