@@ -66,6 +66,8 @@ NOT_RUN_HERE = {
     "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "batch = actor.compute_advantages": "tests/integration/test_any_update.py",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
+    "from areal_sc import DPOTrainer": "tests/integration/test_row_trainers.py",
+    "from areal_sc import SFTTrainer": "tests/integration/test_row_trainers.py",
     "python examples/sft.py --config configs/sft.yaml actor.path=<model> task.dataset=<file>": (
         "tests/integration/test_row_trainers.py"
     ),
