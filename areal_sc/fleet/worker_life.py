@@ -354,8 +354,8 @@ class Lives:
                 if is_final or (incarnation in life.incarnations and self.has_begun):
                     return self._lose(life, cause, is_final=is_final)
                 if incarnation in life.incarnations and life.is_adopted:
-                    life.state, life.cause, life.incarnations = LifeState.lost, cause, frozenset()
-                elif incarnation in life.incarnations:
+                    return _lose_before_begin(life, cause)
+                if incarnation in life.incarnations:
                     return self._lose(life, cause, is_final=True)
             case StartFailed(_, cause, is_final), _ if life.state not in _WORKING:
                 return self._lose(life, cause, is_final=is_final)
@@ -402,6 +402,15 @@ class Lives:
         told: list[Output] = [UnitLeft(life.unit)] if life.is_down else []
         # a process that is on its way would be there without anybody's knowledge
         return told if was_launching else [*told, EndStart(life.unit)]
+
+
+def _lose_before_begin(life: Life, cause: WorkerError) -> list[Output]:
+    """A worker that was found has died; what replaces it is started when the run begins."""
+    was_told = life.state in (LifeState.serving, LifeState.silent)
+    life.state, life.cause = LifeState.lost, cause
+    life.incarnations = life.silent = frozenset()
+    life.is_down |= was_told
+    return [UnitLost(life.unit, cause, is_news=True)] if was_told else []
 
 
 def _serve(life: Life) -> list[Output]:

@@ -254,6 +254,23 @@ BEGIN = LifeEvent("")
 """Stands for the end of the first start."""
 
 units = st.sampled_from(sorted(UNITS))
+
+
+def test_a_found_worker_that_dies_before_the_run_begins_is_lost_once_and_then_replaced() -> None:
+    role = Lives(2)
+    life = role.of(order())
+    unit, incarnation = life.unit, f"{life.unit}/0.0"
+    role.on(Joined(unit, incarnation, is_adopted=True))
+    role.on(Serves(unit))
+    role.on(Missed(unit, incarnation))
+    cause = WorkerLost("gone")
+    assert role.on(Died(unit, incarnation, cause)) == [UnitLost(unit, cause, is_news=True)]
+    assert (life.state, life.silent) == (LifeState.lost, frozenset())
+    begun = role.begin()
+    assert [type(it) for it in begun] == [StartUnit]
+    assert begun[0].unit == unit
+
+
 lives = st.sampled_from(LIVES)
 flags = st.booleans()
 

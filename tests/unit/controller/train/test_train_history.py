@@ -129,7 +129,9 @@ def test_updates_on_demonstrations_are_repeated_from_any_snapshot() -> None:
     made = history(memory=False)
     for _ in range(MAX_UNCOVERED):
         operation = Operation(1, made.version, Kind.update, "0")
-        made.note(Asked(UPDATE, [Update(operation, 0, Demonstrations(0, (1, 2), (0, 1)), advances=True)]))
+        made.note(
+            Asked(UPDATE, [Update(operation, 0, Demonstrations(0, (1, 2), (0, 1)), advances=True)])
+        )
         made.advance(made.version + 1)
     assert made.sources == [INITIAL]
     assert all(len(made.calls_at(version)) == 1 for version in range(MAX_UNCOVERED))
