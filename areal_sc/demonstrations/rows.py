@@ -41,10 +41,11 @@ def encode_demonstrations(
     *,
     last_turn_only: bool = False,
 ) -> EncodedRows:
-    """Args:
-    max_tokens: of a row.
-    last_turn_only: of a conversation in `messages`, only the last turn is trained.
+    """The tokens of rows that are demonstrations.
 
+    Args:
+        max_tokens: of a row.
+        last_turn_only: of a conversation in `messages`, only the last turn is trained.
     Raises: WorkflowError: a row is none of these; names it by its number.
     """
 
@@ -65,9 +66,10 @@ def encode_demonstrations(
 def encode_pairs(
     rows: Iterable[Mapping[str, Any]], encoder: TurnEncoder, max_tokens: int
 ) -> EncodedRows:
-    """Args:
-    max_tokens: of both rows of a pair, which go through the model together.
+    """The tokens of rows that are pairs.
 
+    Args:
+        max_tokens: of both rows of a pair, which go through the model together.
     Raises: WorkflowError: a row is no pair, or its answers are equal; names it by its number.
     """
 

@@ -59,7 +59,7 @@ class LearningHealth(Tracker):
         self._newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
         self._first: tuple[StepMetrics, ...] = ()
         self._best_reward = -math.inf  # means over NUM_STEPS steps
-        self._changes: list[float] = []  # of the reward from step to step, squared
+        self._squared_changes = 0.0  # of the reward from step to step, summed
         self._last_found: dict[str, int] = {}  # steps at which a rule held last
         self._num_steps = 0
         self._evaluations: dict[str, list[EvaluationResult]] = {}
@@ -80,7 +80,7 @@ class LearningHealth(Tracker):
         """Judges the newest steps."""
         self._num_steps += 1
         if self._newest:
-            self._changes.append((metrics.reward - self._newest[-1].reward) ** 2)
+            self._squared_changes += (metrics.reward - self._newest[-1].reward) ** 2
         self._newest.append(metrics)
         if len(self._newest) < NUM_STEPS:
             return
@@ -133,8 +133,9 @@ class LearningHealth(Tracker):
         now, best = _mean(self._newest, _reward), self._best_reward
         # half the mean square of changes is the variance of a step, whatever the trend; the
         # difference of two means of steps has twice that of one
-        noise = NUM_ERRORS * math.sqrt(fmean(self._changes) / NUM_STEPS)
-        if best - now <= max(MAX_FALL * abs(best), noise):
+        change2 = self._squared_changes / (self._num_steps - 1)
+        noise = NUM_ERRORS * math.sqrt(change2 / NUM_STEPS)
+        if not best - now > max(MAX_FALL * abs(best), noise):  # NaN: there are no rewards
             return None
         return (
             f"the reward has fallen to {now:.3g}, from {best:.3g} (means over "

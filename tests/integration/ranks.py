@@ -110,3 +110,5 @@ def check_user_losses(of_ranks: list[dict[str, Any]]) -> None:
     ):
         assert re.match(message, first[kind]), first[kind]
         assert first[f"{kind} moves"] == {"most": 0.0}, kind
+    mixed = "WorkflowError: the loss: metric 'seen': expected the same kind .*, got max and sum"
+    assert re.match(mixed, first["mixed"]), first["mixed"]

@@ -122,7 +122,7 @@ class WeighedEngine(FSDPEngine):
 class UserLoss:
     """A loss that treats a share of the rows, or a micro-batch without tokens, as a user's may."""
 
-    kinds = ("sparse", "names", "constant", "nan", "floats", "raises", "empty", "plain")
+    kinds = ("sparse", "names", "constant", "nan", "floats", "raises", "empty", "mixed", "plain")
 
     def __init__(self, kind: str, share: int) -> None:
         self.kind = kind
@@ -138,6 +138,9 @@ class UserLoss:
                 return value, {f"of_share_{self.share}": Metric.max(logprobs.exp())}
             case "constant" if not len(logprobs):
                 return torch.zeros(()), {}
+            case "mixed":
+                kind = Metric.sum if self.share else Metric.max
+                return value, {"seen": kind(logprobs.exp())}
             case "nan" if self.share == 1:
                 return value * math.nan, {"odd": Metric(torch.tensor(math.nan), "mean", 1.0)}
             case "floats" if self.share == 1:

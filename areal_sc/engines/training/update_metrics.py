@@ -36,11 +36,16 @@ class UpdateMetrics:
     failure: BaseException | None = None
 
     def add(self, **metrics: Metric) -> None:
-        """Adds those of one micro-batch."""
+        """Adds those of one micro-batch.
+
+        Raises: ValueError: one of them was combined otherwise in an earlier micro-batch.
+        """
         for name, metric in metrics.items():
             value = metric.value.detach().reshape(()).float()
             metric = replace(metric, value=value, weight=float(metric.weight))
-            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+            known = self.metrics.get(name)
+            _check_kinds(name, [metric.combine, *([known.combine] if known else [])])
+            self.metrics[name] = known + metric if known else metric
 
     def summary(
         self,
@@ -64,7 +69,8 @@ class UpdateMetrics:
             `num_updates`, `num_skipped_updates`, `num_micro_batches` (of each rank). Effective
             tokens are trained ones that go through the model: not those of rows of advantage 0.
             Without any, means over them are NaN.
-        Raises: WorkflowError: on all ranks: the loss has failed on one.
+        Raises: WorkflowError: on all ranks: the loss has failed on one, or ranks combine a metric
+            in different ways.
         """
         combined = self._combined(world, is_counted=is_counted)
         finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
@@ -94,6 +100,11 @@ class UpdateMetrics:
         for _, metrics in everyone:
             for name, numbers in metrics.items():
                 given.setdefault(name, []).append(numbers)
+        try:
+            for name, of_ranks in given.items():
+                _check_kinds(name, [kind for kind, _, _ in of_ranks])
+        except ValueError as error:
+            raise WorkflowError(f"the loss: {error}") from error
         return {name: _combine(of_ranks) for name, of_ranks in given.items()}
 
     def _own(self, device: torch.device) -> dict[str, _Numbers]:
@@ -119,6 +130,15 @@ class UpdateMetrics:
 
 _Numbers = tuple[str, float, float]
 """How a metric is combined; its value; its weight."""
+
+
+def _check_kinds(name: str, kinds: Sequence[str]) -> None:
+    """Raises: ValueError: they differ, so there is no number of all micro-batches and ranks."""
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"metric {name!r}: expected the same kind in every micro-batch and on every rank, got "
+            f"{' and '.join(sorted(set(kinds)))}"
+        )
 
 
 def _combine(of_ranks: Sequence[_Numbers]) -> float:

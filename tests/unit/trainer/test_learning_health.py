@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -84,7 +85,12 @@ def noisy(share: float, rng: random.Random) -> dict[str, Any]:
     return {"reward": accuracy, "accuracy": accuracy}
 
 
-@pytest.mark.parametrize("course", [learns, pays_little, without_accuracy, noisy])
+def without_reward(share: float, rng: random.Random) -> dict[str, Any]:
+    """As supervised fine-tuning tells its steps."""
+    return {"reward": math.nan}
+
+
+@pytest.mark.parametrize("course", [learns, pays_little, without_accuracy, noisy, without_reward])
 def test_a_run_that_learns_hears_nothing(course: Course) -> None:
     for seed in range(20):
         health, told = follow(course, 150, seed)

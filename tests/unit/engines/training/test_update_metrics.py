@@ -10,6 +10,7 @@ import torch
 
 from areal_sc.algorithms.losses import Metric, checked
 from areal_sc.engines.training.update_metrics import UpdateMetrics
+from areal_sc.errors import WorkflowError
 
 
 class TwoRanks:
@@ -50,6 +51,15 @@ def test_the_largest_of_micro_batches_counts() -> None:
     first, second = (Metric.max(torch.tensor(values)) for values in ([3.0, 5.0], [4.0]))
     assert (first + second).value == 5.0
     assert Metric.max(torch.zeros(0)).value == 0.0
+
+
+def test_a_metric_has_one_kind_in_all_micro_batches_and_on_all_ranks() -> None:
+    metrics = UpdateMetrics()
+    metrics.add(seen=Metric.sum(torch.tensor([2.0])))
+    with pytest.raises(ValueError, match=r"metric 'seen': .* got max and sum"):
+        metrics.add(seen=Metric.max(torch.tensor([7.0])))
+    with pytest.raises(WorkflowError, match=r"the loss: metric 'seen': .* got mean and sum"):
+        summary(metrics, seen=("mean", 50.0, 10.0))
 
 
 def test_without_tokens_a_mean_is_nan_and_the_rest_is_zero() -> None:
