@@ -80,6 +80,7 @@ class Bridge:
         self._prefix = prefix
         self._output = output
         self._one_writes = threading.Lock()
+        self._one_keeps = threading.Lock()
         self._is_released = False
         _connect(settings)
         self._keeper = self._make_keeper()
@@ -198,7 +199,8 @@ class Bridge:
 
     def release(self) -> None:
         """Deletes all that the run has in the cluster."""
-        self._is_released = True
+        with self._one_keeps:
+            self._is_released = True
         release(self._prefix)
 
     def _tell_end(self, name: str, how: str, tail: str = "") -> None:
@@ -224,8 +226,9 @@ class Bridge:
             except Exception as error:  # Ray raises anything
                 logging.warning("the keeper does not answer: %s", _words(error))
                 if isinstance(error, ActorDiedError):  # the script was silent for too long, say
-                    with suppress(RayError, ValueError):
-                        self._keeper = self._make_keeper()
+                    with suppress(RayError, ValueError), self._one_keeps:
+                        if not self._is_released:  # else that was its end
+                            self._keeper = self._make_keeper()
             time.sleep(HEAR_EVERY_S)
 
 
