@@ -6,12 +6,12 @@ Random weights, one rank, bfloat16 over float32 parameters and AdamW state; a st
 two minibatches without the forward before it, as in `train_throughput`. Values are medians of the
 rounds. `share_of_peak` is model FLOPs a second over the data sheet's rate.
 
-- 0.5b: Qwen2-0.5B. chunk: the same with logits of 8,192 tokens at a time. compiled: the same with
-  `actor.compile_layers`.
+- 0.5b: Qwen2-0.5B. compiled: the same with `actor.compile_layers`.
 - 7b_layers: eight layers of Qwen2-7B, as many as have room beside their optimizer, and its
-  vocabulary; with activation checkpointing.
+  vocabulary; with activation checkpointing. compiled: likewise.
 
-On a GPU also counted: kernels of one micro-batch, and how often the host waited for the device.
+On a GPU also counted: kernels of one micro-batch, and how often the host waited for the device;
+and listed: the kernels that take longest.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ class Case:
     shape: Shape
     checkpoints: bool = False
     compiles: bool = False
-    chunk_tokens: int = 1024
 
 
 CASES = [
     Case("0.5b", SHAPES["0.5b"]),
     Case("7b_layers", LAYERS_OF_7B, checkpoints=True),
-    Case("0.5b_chunk", SHAPES["0.5b"], chunk_tokens=8192),
     Case("0.5b_compiled", SHAPES["0.5b"], compiles=True),
-    Case("7b_layers_chunk", LAYERS_OF_7B, checkpoints=True, chunk_tokens=8192),
+    Case("7b_layers_compiled", LAYERS_OF_7B, checkpoints=True, compiles=True),
 ]
 """In the order of what they tell."""
 
@@ -70,7 +68,6 @@ def config_of(case: Case, workload: Workload, folder: Path, device: str) -> Acto
         random_init=True,
         activation_checkpointing=case.checkpoints,
         compile_layers=case.compiles,
-        logprob_chunk_tokens=case.chunk_tokens,
     )
 
 
@@ -133,6 +130,8 @@ def _counts(step: Callable[[], object], num_micro_batches: float) -> report.Metr
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
+    longest = profiled.key_averages().table("self_cuda_time_total", 30, max_name_column_width=90)
+    print(longest)
     on_device = [it for it in profiled.events() if it.device_type == torch.autograd.DeviceType.CUDA]
     return {
         "kernels_a_micro_batch": len(on_device) / num_micro_batches,
@@ -145,14 +144,15 @@ def main() -> None:
     names = [case.name for case in CASES]
     parser.add_argument("--only", choices=names, help="one case (default: all)")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
     cases = [case for case in CASES if arguments.only in (None, case.name)]
     if arguments.device == "cpu":  # to see that it works
         cases = [replace(case, shape=SHAPES["1m"]) for case in cases[:2]]
     metrics: report.Metrics = {}
     for case in cases:
         found = measure(case, arguments.device, quick=arguments.quick)
-        settings = {"device": arguments.device, "chunk": case.chunk_tokens}
+        settings = {"device": arguments.device}
         report.print_metrics(f"Training step, {case.name}", settings, found)
         metrics |= {f"{case.name}_{name}": value for name, value in found.items()}
         report.write(metrics, arguments.json)  # after each: a call may end before the last

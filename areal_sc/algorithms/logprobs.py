@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from areal_sc.algorithms.vocabulary_sums import fused_gradient, is_fused, sums_over
+
 _LEAST_BIAS: Final = -1e30
 """Least bias that is added: finite in float32 and bfloat16, also over a small temperature."""
 
@@ -179,7 +181,8 @@ def scaled_logits(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps the inputs and the log-sum-exp [N]; with one chunk also its probabilities [N, V]."""
+    """Keeps the inputs and the log-sum-exp [N]; with one chunk also its probabilities [N, V], or
+    the logits where their gradient is fused."""
 
     @staticmethod
     def forward(
@@ -201,32 +204,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(num_tokens, dtype=dtype)
         entropy = hidden.new_empty(num_tokens, dtype=dtype)
         normalizer = hidden.new_empty(num_tokens, dtype=dtype)
-        exponentials = None
+        keep = None
         values = weight.to(hidden.dtype)
         for start in range(0, num_tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = scaled_logits(hidden[part], values, bias, part_of(temperatures, part))
-            # one pass of exponentials serves the normalizer, the entropy and the gradient
-            peak = logits.amax(-1, keepdim=True)
-            if vocabulary is not None:
-                peak = vocabulary.max(peak)
-            # a sum that contains the peak is rounded to the peak's spacing; differences are not
-            gaps = logits.sub_(peak)
-            exponentials = gaps.exp()
-            total = exponentials.sum(-1)
-            of_targets = gaps.gather(-1, targets[part, None])[:, 0]
-            # einsum keeps the product of the two from being stored
-            weighed = torch.einsum("nv,nv->n", exponentials, gaps)
+            logits = output_logits(hidden[part], values, bias)
+            of_targets = logits.gather(-1, targets[part, None])[:, 0]
+            if temperatures is not None:
+                of_targets = of_targets / temperatures[part]
+            sums, keep = sums_over(logits, part_of(temperatures, part))
+            of_targets -= sums.peak
             if vocabulary is not None and is_foreign is not None:
+                own_peak = sums.peak.clone()
+                shrunk = sums.move(vocabulary.max(sums.peak.clone()))
+                of_targets += own_peak - sums.peak
                 of_targets = of_targets.masked_fill(is_foreign[part], 0)
-                sums = vocabulary.sum(torch.stack([total, of_targets, weighed]))
-                total, of_targets, weighed = sums
-            normalizer[part] = peak[:, 0] + total.log()
-            logprobs[part] = of_targets - total.log()
-            entropy[part] = total.log() - weighed / total  # H = log sum exp(gap) - E[gap]
-        keep = None
-        if exponentials is not None and num_tokens <= chunk_tokens:
-            keep = exponentials.div_(total[:, None])
+                stacked = torch.stack([sums.total, of_targets, sums.weighed])
+                sums.total, of_targets, sums.weighed = vocabulary.sum(stacked)
+                if not is_fused(logits):
+                    keep *= shrunk[:, None]
+            normalizer[part] = sums.normalizer
+            logprobs[part] = of_targets - sums.total.log()
+            entropy[part] = sums.entropy
+        if num_tokens > chunk_tokens:
+            keep = None
+        elif keep is not None and not is_fused(keep):
+            keep.div_(sums.total[:, None])
         ctx.save_for_backward(
             hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, keep
         )
@@ -247,6 +250,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype, values = normalizer.dtype, weight.to(hidden.dtype)
+        scale = grad_logprobs if temperatures is None else grad_logprobs / temperatures
+        of_targets = scale if is_foreign is None else scale.masked_fill(is_foreign, 0)
         grad_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight = None
         if needs_weight and ctx.adds_gradient:
@@ -256,31 +261,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         for start in range(0, len(targets), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
-            if kept is None:
-                logits = scaled_logits(hidden[part], values, bias, part_of(temperatures, part))
-                probabilities = logits.sub_(normalizer[part, None]).exp_()
-            else:
-                probabilities = kept
-            # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
-            scale = grad_logprobs[part, None]
-            if temperatures is not None:
-                scale = scale / temperatures[part, None]
-            if grad_entropy is not None:
-                of_entropy = entropy_gradient(probabilities, entropy[part], grad_entropy[part])
-                if temperatures is not None:
-                    of_entropy.div_(temperatures[part, None])
-            grad_logits = probabilities.mul_(-scale) if kept is None else probabilities * -scale
-            if grad_entropy is not None:
-                grad_logits += of_entropy
-            if is_foreign is not None:
-                scale = scale.masked_fill(is_foreign[part, None], 0)
-            grad_logits.scatter_add_(-1, targets[part, None], scale.to(dtype))
+            grad_logits = logits_gradient(
+                *(hidden[part], values, bias, part_of(temperatures, part), targets[part]),
+                *(normalizer[part], scale[part], of_targets[part], entropy[part]),
+                *(part_of(grad_entropy, part), kept),
+            )
             if grad_hidden is not None:
                 grad_hidden[part] = gradient_product(grad_logits, values)
             if grad_weight is not None:
                 add_gradient_product(grad_weight, grad_logits.t(), hidden[part])
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                grad_bias += grad_logits.sum(0, dtype=dtype)
         if grad_hidden is not None and ctx.vocabulary is not None:
             ctx.vocabulary.sum(grad_hidden)
         if grad_hidden is not None:
@@ -292,6 +283,49 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+
+
+def logits_gradient(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperatures: torch.Tensor | None,
+    targets: torch.Tensor,
+    normalizer: torch.Tensor,
+    scale: torch.Tensor,
+    of_targets: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    kept: torch.Tensor | None,
+) -> torch.Tensor:
+    """[N, V] gradient by the logits of `output_logits`, at least float32; rounded to bfloat16 where
+    it is fused and the products that it goes into are of bfloat16.
+
+    Args:
+        kept: [N, V] probabilities, or the logits where it is fused; None: computed again.
+        all others: as `fused_gradient`.
+    """
+    if is_fused(hidden):
+        logits = output_logits(hidden, weight, bias) if kept is None else kept
+        return fused_gradient(
+            *(logits, temperatures, normalizer, targets, of_targets, scale, entropy),
+            *(grad_entropy, hidden.dtype if _multiplies_rounded(hidden) else logits.dtype),
+        )
+    probabilities = kept
+    if probabilities is None:
+        logits = scaled_logits(hidden, weight, bias, temperatures)
+        probabilities = logits.sub_(normalizer[:, None]).exp_()
+    of_entropy = None
+    if grad_entropy is not None:
+        of_entropy = entropy_gradient(probabilities, entropy, grad_entropy)
+        if temperatures is not None:
+            of_entropy.div_(temperatures[:, None])
+    # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
+    is_ours = kept is None
+    gradient = probabilities.mul_(-scale[:, None]) if is_ours else probabilities * -scale[:, None]
+    if of_entropy is not None:
+        gradient += of_entropy
+    return gradient.scatter_add_(-1, targets[:, None], of_targets[:, None].to(gradient.dtype))
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:
@@ -315,6 +349,11 @@ def entropy_gradient(
     return weighed.addcmul_(probabilities, entropy[:, None]).mul_(-grad[:, None])
 
 
+def _multiplies_rounded(other: torch.Tensor) -> bool:
+    """Whether gradients are rounded before they are multiplied with it, for the tensor cores."""
+    return other.is_cuda and other.dtype == torch.bfloat16
+
+
 def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     """Where there are values."""
     return None if values is None else values[part]
@@ -323,15 +362,16 @@ def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 def add_gradient_product(
     total: torch.Tensor, grad_logits: torch.Tensor, other: torch.Tensor
 ) -> None:
-    """Adds `gradient_product` to a sum in its dtype; on the CPU it is never stored."""
-    if other.is_cuda:
-        total += gradient_product(grad_logits, other)
+    """Adds `gradient_product` to a sum in its dtype; it is never stored."""
+    if _multiplies_rounded(other):
+        factors = (grad_logits.bfloat16(), other, torch.float32)
+        torch.ops.aten.addmm.dtype_out(total, *factors, out=total)
     else:
         total.addmm_(grad_logits, other.to(total.dtype))
 
 
 def gradient_product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Gradient times weight or hidden; on CUDA bfloat16 goes through the tensor cores."""
-    if other.is_cuda and other.dtype == torch.bfloat16:
+    if _multiplies_rounded(other):
         return torch.mm(grad_logits.bfloat16(), other, out_dtype=torch.float32)
     return grad_logits @ other.to(grad_logits.dtype)

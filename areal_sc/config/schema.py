@@ -214,7 +214,9 @@ class ActorConfig(Section):
         False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
-    logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at one time", ge=1)
+    logprob_chunk_tokens: int = setting(
+        0, "tokens whose logits exist at one time; 0: 1024, more if a GPU has room", ge=0
+    )
     num_threads: int = setting(
         0, "CPU threads a rank; 0: one, with a GPU its share of the cores", ge=0
     )

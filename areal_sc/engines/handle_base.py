@@ -28,6 +28,7 @@ from areal_sc.hub import local_model
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_context import model_context
 from areal_sc.sizing.model_folder import ModelShape
+from areal_sc.sizing.output_layer import chunk_tokens, kind_and_memory
 from areal_sc.sizing.store_room import live_row_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, RunPlan, WorkerPlan
 
@@ -36,6 +37,9 @@ C = TypeVar("C", ActorConfig, RolloutConfig)
 FLOAT32_BYTES = 4
 ADAM_STATES = 2
 _LOGIT_COPIES = 4
+"""Of a chunk: as they are, exponentials, their gradient, and that of the entropy."""
+_FUSED_LOGIT_COPIES = 2
+"""Where torch compiles what is done with them: as they are, and their gradient."""
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
 _MEMORY_SNAPSHOTS = 2
@@ -129,6 +133,7 @@ class TrainHandle:
         device: str,
         share: int,
         shape: ModelShape,
+        machine: Machine,
         *,
         parameter_bytes: int,
         optimizer_bytes: int,
@@ -140,9 +145,11 @@ class TrainHandle:
         Args:
             share: numbers of the model that it publishes, and has in snapshots.
             shape: of the model.
+            machine: that the device is one of.
             parameter_bytes, optimizer_bytes: of a rank that trains; a frozen one has neither
                 gradients, as large as the parameters, nor an optimizer.
         """
+        activation_bytes = self._activation_bytes(shape, *kind_and_memory(device, machine))
         if self.config.is_frozen:
             return WorkerPlan(
                 role="train",
@@ -150,7 +157,7 @@ class TrainHandle:
                 device=device,
                 parameter_bytes=parameter_bytes // 2,
                 gathered_bytes=gathered_bytes,
-                activation_bytes=self._activation_bytes(shape),
+                activation_bytes=activation_bytes,
                 is_offloaded=is_offloaded,
             )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
@@ -164,27 +171,30 @@ class TrainHandle:
             parameter_bytes=parameter_bytes,
             optimizer_bytes=optimizer_bytes,
             gathered_bytes=gathered_bytes,
-            activation_bytes=self._activation_bytes(shape),
+            activation_bytes=activation_bytes,
             is_offloaded=is_offloaded,
             store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
             copy_bytes=state_bytes,
             snapshot_bytes=num_snapshots * state_bytes,
         )
 
-    def _activation_bytes(self, shape: ModelShape) -> int:
+    def _activation_bytes(self, shape: ModelShape, device: str, memory_bytes: int | None) -> int:
         """What the largest micro-batch leaves for its backward pass, and the output layer's logits.
 
-        One layer more than are kept goes through its backward pass; a frozen model keeps none. A
-        chunk's logits exist four times: as they are, exponentials, their gradient, and that of the
-        entropy.
+        One layer more than are kept goes through its backward pass; a frozen model keeps none.
+
+        Args:
+            device: kind of what the rank computes on.
+            memory_bytes: all of it; None: unknown.
         """
         config, layer = self.config, shape.layer
         parallel, width = config.parallel, DTYPE_BYTES[config.dtype]
         num_tokens = -(-config.max_tokens_per_micro_batch // parallel.sequence)
-        chunk = min(config.logprob_chunk_tokens, num_tokens)
         num_outputs = (shape.vocabulary or 0) if config.head is ModelHead.lm else 1
-        logit_bytes = _LOGIT_COPIES * FLOAT32_BYTES * chunk * num_outputs
-        logit_bytes = -(-logit_bytes // parallel.tensor)
+        num_outputs = -(-num_outputs // parallel.tensor)
+        chunk = chunk_tokens(config.logprob_chunk_tokens, num_outputs, device, memory_bytes)
+        copies = _LOGIT_COPIES if device == Device.cpu else _FUSED_LOGIT_COPIES
+        logit_bytes = copies * FLOAT32_BYTES * min(chunk, num_tokens) * num_outputs
         if layer is None:
             return logit_bytes
         kept = width * num_tokens * layer.activation_values

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.base import RankPosition
@@ -96,22 +95,21 @@ class FSDPEngine(RankEngine):
         return groups.position
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
-        for micro_rows in batch.packed:
-            micro_batch = self._micro_batch(batch, micro_rows)
-            yield micro_batch, self._forward(micro_batch, batch.rows)
-        if isinstance(self._model, FSDPModule):
-            # The root stays whole after a forward without backward, and would go stale.
-            self._model.reshard()
+        with self._model.computing():
+            for micro_rows in batch.packed:
+                micro_batch = self._micro_batch(batch, micro_rows)
+                yield micro_batch, self._forward(micro_batch, batch.rows)
 
     def _combined_outputs(self, values: torch.Tensor) -> torch.Tensor:
         return self._groups.sequence.sum(values)  # each rank has those of its own tokens
 
     def _add_gradients(self, batch: PlannedBatch, loss: MinibatchLoss) -> None:
-        for micro_rows in batch.packed:
-            micro_batch = self._micro_batch(batch, micro_rows)
-            value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
-            # FSDP averages over its ranks, but the denominator is already the global one.
-            torch.autograd.backward(value * self.rows.size)
+        with self._model.computing():
+            for micro_rows in batch.packed:
+                micro_batch = self._micro_batch(batch, micro_rows)
+                value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
+                # FSDP averages over its ranks, but the denominator is already the global one.
+                torch.autograd.backward(value * self.rows.size)
 
     def _take_step(self, step: int, *, is_void: bool) -> float:
         return self._optimizer.update(step, is_void=is_void)

@@ -15,27 +15,8 @@ from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
 from areal_sc.sizing.model_folder import ModelShape, read_model_shape
+from areal_sc.sizing.output_layer import kind_and_memory, piece_bytes
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
-
-PIECE_BYTES = 8 << 20
-_PIECES_PER_DEVICE = 32
-_UNKNOWN_DEVICE_BYTES = 80 << 30
-
-
-def piece_bytes(device: str, memory_bytes: int | None) -> int:
-    """Bytes in float32 of the vocabulary's rows, of all ranks, that are gathered at a time.
-
-    Each piece costs some dozens of kernels for each chunk of tokens. On a CPU that is nothing; a
-    GPU would wait for the next one to be launched. So a GPU's pieces are as large as its memory
-    allows: on one of 80 GiB the output layer of a 7B model is one piece.
-
-    Args:
-        device: kind of what the rank computes on.
-        memory_bytes: all of it; None: unknown.
-    """
-    if device == Device.cpu:
-        return PIECE_BYTES
-    return (memory_bytes or _UNKNOWN_DEVICE_BYTES) // _PIECES_PER_DEVICE
 
 
 def needs_fsdp(num_ranks: int, config: ActorConfig) -> bool:
@@ -44,6 +25,15 @@ def needs_fsdp(num_ranks: int, config: ActorConfig) -> bool:
     It spreads parameters, keeps them in host memory, and keeps float32 copies for bfloat16.
     """
     return num_ranks > 1 or config.dtype is not Dtype.float32 or config.cpu_offload
+
+
+def rounds_copies(rows_ranks: int, config: ActorConfig) -> bool:
+    """Whether copies of all parameters, in the type of computation, lie beside them; without FSDP.
+
+    Args:
+        rows_ranks: ranks that compute different tokens.
+    """
+    return rows_ranks == 1 and config.dtype is not Dtype.float32 and not config.cpu_offload
 
 
 @dataclass(frozen=True)
@@ -90,10 +80,11 @@ class FSDPPPOActor(TrainHandle):
                 devices[0],
                 share,
                 shape,
+                machine,
                 parameter_bytes=2 * FLOAT32_BYTES * share,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
                 gathered_bytes=self._gathered_bytes(
-                    shape, piece_bytes(*_kind_and_memory(devices[0], machine))
+                    shape, piece_bytes(*kind_and_memory(devices[0], machine))
                 ),
                 is_offloaded=self.config.cpu_offload,
             )
@@ -104,9 +95,9 @@ class FSDPPPOActor(TrainHandle):
 
         One layer is whole, with its gradients, while the next one's parameters come, and the
         gradients that were before are averaged, in float32. At another time there are pieces of the
-        vocabulary's parameters, their gradients, and a copy to be averaged. Where a rank has the
-        whole vocabulary, the output layer has a rounded copy, and a product in float32. Where FSDP
-        brings it from host memory, there are two gradients of it.
+        vocabulary's parameters, their gradients, and a copy to be averaged. Where FSDP brings it
+        from host memory, there are two gradients of it. A rank that computes all rows on its device
+        has copies of the whole model, and one layer's gradients.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
 
         Args: most_of_vocabulary: bytes of a piece of it.
@@ -119,19 +110,13 @@ class FSDPPPOActor(TrainHandle):
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
         largest = shape.num_vocabulary_parameters or 0
         of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
+        if rounds_copies(rows_ranks, self.config):
+            return width * ((shape.num_parameters or 0) + layer) // parallel.tensor
         if self.config.cpu_offload:
             of_layers += (width + FLOAT32_BYTES) * layer // parallel.num_ranks
-        if rows_ranks == 1 and self.config.cpu_offload:
-            return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
         if rows_ranks == 1:
-            return max(of_layers, (width + FLOAT32_BYTES) * largest // parallel.tensor)
+            return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
         return max(of_layers, 3 * min(most_of_vocabulary, FLOAT32_BYTES * largest))
-
-
-def _kind_and_memory(device: str, machine: Machine) -> tuple[str, int | None]:
-    """Arguments of `piece_bytes` for `cpu` or `cuda:<n>` of a machine."""
-    kind, _, number = device.partition(":")
-    return kind, machine.cuda_memory_bytes[int(number)] if number else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from areal_sc.algorithms.logprobs import VocabularyPart
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
-from areal_sc.engines.fsdp.handle import needs_fsdp
+from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.fsdp.packed_model import (
     ModelAbilities,
@@ -33,6 +33,7 @@ from areal_sc.engines.fsdp.packed_model import (
     probe_abilities,
     probe_hidden,
 )
+from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabulary_start
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
@@ -44,11 +45,12 @@ from areal_sc.engines.training.causal_lm import (
 )
 from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
-from areal_sc.engines.training.process_group import ProcessGroups
+from areal_sc.engines.training.process_group import ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
 from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
 from areal_sc.errors import ModelError
+from areal_sc.sizing.output_layer import chunk_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     """
     world = groups.world
     if not needs_fsdp(world.size, config):
-        model = _packed(read_causal_lm(config), config)
+        model = _packed(read_causal_lm(config), config, world.device, 1)
         _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
         _wrap_layers(model, config)
@@ -89,7 +91,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
-    model = _packed(weights.build(), config)
+    model = _packed(weights.build(), config, world.device, groups.tensor.size)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
@@ -104,15 +106,19 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     return model, parts
 
 
-def _packed(causal_lm: Any, config: ActorConfig) -> PackedModel:
-    return PackedModel(causal_lm, chunk_tokens=config.logprob_chunk_tokens, head=config.head)
+def _packed(
+    causal_lm: Any, config: ActorConfig, device: torch.device, num_tensor_ranks: int
+) -> PackedModel:
+    vocabulary = int(causal_lm.config.get_text_config().vocab_size) // num_tensor_ranks
+    chunk = chunk_tokens(config.logprob_chunk_tokens, vocabulary, device.type, memory_of(device))
+    return PackedModel(causal_lm, chunk_tokens=chunk, head=config.head)
 
 
 def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups) -> _Trial:
     """What rank 0 finds out with the whole model, layer by layer."""
     longest_input = config.max_tokens_per_micro_batch
     causal_lm = build_without_parameters(Path(config.path), config.head)
-    model = _packed(causal_lm, config)
+    model = _packed(causal_lm, config, torch.device("cpu"), 1)
     _check_supported(causal_lm, longest_input)
 
     fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
@@ -177,6 +183,8 @@ def _spread(
     Each decoder layer is a unit of FSDP, the rest is the root's, which is whole on every rank while
     it computes, with its gradients. Where that is possible, embeddings and output layer are not.
     With `cpu_offload` the part lies in host memory, and buffers on the device.
+
+    A rank that computes all rows, on its device, has nothing to gather, and does without FSDP.
     """
     world, causal_lm = groups.world, model.causal_lm
     buffers = dict(causal_lm.named_buffers(remove_duplicate=False))
@@ -187,44 +195,59 @@ def _spread(
             model.vocabulary = VocabularyPart(start, groups.tensor.handle)
     if groups.sequence.size > 1:
         model.sequence = groups.sequence
+    own_rows = set[nn.Parameter]()
+    is_whole, is_rounded = groups.rows.size == 1, rounds_copies(groups.rows.size, config)
     if needs_fsdp(groups.rows.size, config):
-        mesh = DeviceMesh.from_group(
-            groups.rows.torch_group, world.device.type, mesh_dim_names=("rows",)
-        )
-        check_units(causal_lm, layers)
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
-        offload = _offload_policy(config, world.device)
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        own_rows = set[nn.Parameter]()
         # One rank would compute with all rows where they lie; FSDP brings them to the device.
-        is_whole_on_host = config.cpu_offload and groups.rows.size == 1
-        if model.abilities.has_linear_head and not is_whole_on_host:
+        if model.abilities.has_linear_head and not (is_whole and config.cpu_offload):
             own_rows, model.head_rows = spread_vocabulary(
                 causal_lm, groups.rows, compute_dtype(config)
             )
             head = causal_lm.get_output_embeddings()
             model.adds_head_gradient = model.head_rows is None and head.weight in own_rows
-        # Temperatures, the only fractions among its arguments, are not rounded.
-        policy = replace(policy, cast_forward_inputs=False)
-        fully_shard(
-            model,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=False,
-            ignored_params=own_rows,
-        )
-        if world.device.type == "cpu":
-            for unit in model.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.set_custom_reduce_scatter(InPlaceReduceScatter())
+        if not is_rounded:
+            _shard(model, layers, own_rows, config, groups)
     else:
         _add_gradients_at_once(model)
+    own_names = [name for name, p in causal_lm.named_parameters() if p in own_rows]
     take_memory(model, torch.device("cpu") if config.cpu_offload else world.device)
     for name, values in buffers.items():
         module, _, own_name = name.rpartition(".")
         setattr(causal_lm.get_submodule(module), own_name, values.to(world.device))
+    if is_rounded:
+        others = [causal_lm.get_parameter(name) for name in own_names]
+        model.copies = RoundedCopies(causal_lm, layers, others, compute_dtype(config))
+
+
+def _shard(
+    model: PackedModel,
+    layers: Sequence[nn.Module],
+    own_rows: set[nn.Parameter],
+    config: ActorConfig,
+    groups: ProcessGroups,
+) -> None:
+    """Makes each layer, and the rest, a unit of FSDP; not the rows of the vocabulary."""
+    device = groups.world.device
+    mesh = DeviceMesh.from_group(groups.rows.torch_group, device.type, mesh_dim_names=("rows",))
+    check_units(model.causal_lm, layers)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(config), reduce_dtype=torch.float32)
+    offload = _offload_policy(config, device)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # Temperatures, the only fractions among its arguments, are not rounded.
+    policy = replace(policy, cast_forward_inputs=False)
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=False,
+        ignored_params=own_rows,
+    )
+    if device.type == "cpu":
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_reduce_scatter(InPlaceReduceScatter())
 
 
 def _add_gradients_at_once(model: PackedModel) -> None:
@@ -273,7 +296,8 @@ def _check_spread(
 
     def measure() -> float:
         device = groups.world.device
-        part, own_expected = probe_hidden(model, layers, device), expected
+        with model.computing():
+            part, own_expected = probe_hidden(model, layers, device), expected
         if groups.sequence.size > 1:
             own = SequencePart(expected.shape[1], groups.sequence).own
             part, own_expected = part[:, : len(own)], expected[:, own.start : own.stop]
@@ -290,5 +314,3 @@ def _check_spread(
         advice="set actor.parallel.tensor=1 and actor.parallel.sequence=1, and more "
         "actor.parallel.data",
     )
-    if isinstance(model, FSDPModule):
-        model.reshard()  # its root stays whole after a forward without backward

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from areal_sc.algorithms.logprobs import (
 )
 from areal_sc.config.schema import ModelHead
 from areal_sc.engines.finite import require_finite
+from areal_sc.engines.fsdp.rounded_copies import RoundedCopies
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_logprobs
 from areal_sc.engines.rotary import rotate_rows_by_own_length
 from areal_sc.engines.small_limits import with_small_limits
@@ -84,6 +86,7 @@ class PackedModel(nn.Module):
         adds_head_gradient: whether it is neither spread nor FSDP's, so that its gradient can be
             added up without autograd.
         sequence: ranks that share the tokens of each forward; None: this one has them all.
+        copies: with which it computes; None: with the parameters, or with what FSDP makes of them.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class PackedModel(nn.Module):
         self.head_rows: SpreadRows | None = None
         self.adds_head_gradient = False
         self.sequence: ProcessGroup | None = None
+        self.copies: RoundedCopies | None = None
         rotate_rows_by_own_length(causal_lm)
         self.abilities = ModelAbilities(packs=True, has_linear_head=True)
         text_config = causal_lm.config.get_text_config()
@@ -152,6 +156,19 @@ class PackedModel(nn.Module):
             layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=True)
         self.packed_attention = UNCOMPILED_NAME
         self.abilities = self._abilities
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it the model may compute; at its end the parameters are this rank's own again.
+
+        What stands for them meanwhile, gathered or rounded, does not outlive a change of them.
+        """
+        with nullcontext() if self.copies is None else self.copies.in_place():
+            try:
+                yield
+            finally:
+                if isinstance(self, FSDPModule):
+                    self.reshard()  # the root stays whole after a forward without backward
 
     @property
     def _body(self) -> Any:

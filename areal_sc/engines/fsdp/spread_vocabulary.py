@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from areal_sc.algorithms.logprobs import (
     VocabularyPart,
     add_gradient_product,
-    entropy_gradient,
     gradient_of,
+    logits_gradient,
+    output_logits,
     part_of,
-    scaled_logits,
 )
+from areal_sc.algorithms.vocabulary_sums import VocabularySums, is_fused, sums_over
 from areal_sc.engines.training.process_group import ProcessGroup
 
 
@@ -224,24 +225,29 @@ class _SpreadLogprobs(torch.autograd.Function):
         is_foreign = None
         if vocabulary is not None:
             targets, is_foreign = vocabulary.locate(targets, rows.num_rows)
-        sums, kept = _Sums.empty(hidden), list[torch.Tensor]()
+        sums, of_targets = _no_sums(hidden)
+        kept = list[torch.Tensor]()
         for piece in rows.pieces(weight.shape[1]):
             values = rows.gather(weight, piece)
             own_bias = None if bias is None else bias[rows.rows_in(piece, hidden.device)]
             is_in, places = _places_in(piece, targets, rows.share)
             for start in range(0, len(targets), chunk_tokens):
                 part = slice(start, start + chunk_tokens)
-                logits = scaled_logits(hidden[part], values, own_bias, part_of(temperatures, part))
-                of_targets = logits.gather(1, places[part, None])[:, 0]
-                sums.of_targets[part].add_(of_targets.masked_fill_(~is_in[part], 0))
-                exponentials = sums.add(logits, part)
+                logits = output_logits(hidden[part], values, own_bias)
+                found = logits.gather(1, places[part, None])[:, 0]
+                if temperatures is not None:
+                    found = found / temperatures[part]
+                of_targets[part].add_(found.masked_fill_(~is_in[part], 0))
+                of_piece, for_backward = sums_over(logits, part_of(temperatures, part))
                 if keeps:
-                    kept += [exponentials, sums.peak.clone()]
-        if vocabulary is not None:
-            sums.combine(vocabulary, is_foreign)
-        normalizer = sums.peak + sums.total.log()
-        logprobs = (sums.of_targets - sums.peak) - sums.total.log()
-        entropy = sums.total.log() - sums.weighed / sums.total
+                    kept += [for_backward, of_piece.peak.clone()]
+                sums.part(part).add(of_piece)
+        if vocabulary is not None and is_foreign is not None:
+            sums.move(vocabulary.max(sums.peak.clone()))
+            stacked = torch.stack([sums.total, sums.weighed, of_targets.masked_fill(is_foreign, 0)])
+            sums.total, sums.weighed, of_targets = vocabulary.sum(stacked)
+        normalizer, entropy = sums.normalizer, sums.entropy
+        logprobs = (of_targets - sums.peak) - sums.total.log()
         ctx.save_for_backward(
             hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, *kept
         )
@@ -259,8 +265,6 @@ class _SpreadLogprobs(torch.autograd.Function):
         rows, (_, needs_weight, needs_bias) = ctx.rows, ctx.needs_input_grad[:3]
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizer)
-        if grad_entropy is not None and temperatures is not None:
-            grad_entropy = grad_entropy / temperatures
         scale = grad_logprobs if temperatures is None else grad_logprobs / temperatures
         of_targets = scale if is_foreign is None else scale.masked_fill(is_foreign, 0)
         grad_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
@@ -274,26 +278,21 @@ class _SpreadLogprobs(torch.autograd.Function):
             grad_values = torch.zeros_like(values, dtype=weight.dtype) if needs_weight else None
             for start in range(0, len(targets), ctx.chunk_tokens):
                 part = slice(start, start + ctx.chunk_tokens)
+                of_forward = None
                 if kept:
-                    exponentials, peak = kept[2 * number : 2 * number + 2]
-                    probabilities = exponentials * (peak - normalizer).exp()[:, None]
-                else:
-                    own_temperatures = part_of(temperatures, part)
-                    logits = scaled_logits(hidden[part], values, own_bias, own_temperatures)
-                    probabilities = logits.sub_(normalizer[part, None]).exp_()
-                of_entropy = None
-                if grad_entropy is not None:
-                    of_entropy = entropy_gradient(probabilities, entropy[part], grad_entropy[part])
-                # d logprob_t / d logit_v = (1[v = target] - p_v) / temperature
-                grad_logits = probabilities.mul_(-scale[part, None])
-                if of_entropy is not None:
-                    grad_logits += of_entropy
-                grad_logits.scatter_add_(1, places[part, None], of_piece[part, None])
+                    of_forward, peak = kept[2 * number : 2 * number + 2]
+                    if not is_fused(of_forward):
+                        of_forward = of_forward * (peak - normalizer).exp()[:, None]
+                grad_logits = logits_gradient(
+                    *(hidden[part], values, own_bias, part_of(temperatures, part), places[part]),
+                    *(normalizer[part], scale[part], of_piece[part], entropy[part]),
+                    *(part_of(grad_entropy, part), of_forward),
+                )
                 add_gradient_product(grad_hidden[part], grad_logits, values)
                 if grad_values is not None:
                     add_gradient_product(grad_values, grad_logits.t(), hidden[part])
                 if grad_bias is not None:
-                    grad_bias[in_piece] += grad_logits.sum(0)
+                    grad_bias[in_piece] += grad_logits.sum(0, dtype=grad_bias.dtype)
             if grad_values is not None:
                 rows.add_averaged(weight, grad_values, piece)
         if ctx.vocabulary is not None:
@@ -303,57 +302,11 @@ class _SpreadLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), None, grad_bias, *(None,) * 6
 
 
-@dataclass
-class _Sums:
-    """Sums of each token over the logits so far; [N] float32, relative to the peak.
-
-    Attributes:
-        peak: the highest logit.
-        total: sum of exp(logit - peak).
-        weighed: sum of (logit - peak) exp(logit - peak).
-        of_targets: logit of the target, 0 while it is not known.
-    """
-
-    peak: torch.Tensor
-    total: torch.Tensor
-    weighed: torch.Tensor
-    of_targets: torch.Tensor
-
-    @classmethod
-    def empty(cls, hidden: torch.Tensor) -> _Sums:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        zeros = hidden.new_zeros(4, len(hidden), dtype=dtype)
-        # a peak that every logit is above, and differences to which are finite
-        zeros[0] = torch.finfo(dtype).min / 4
-        return cls(*zeros)
-
-    def add(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
-        """Adds the logits [C, M] of the tokens of a part; they are overwritten.
-
-        Returns: [C, M] exp(logit - peak).
-        """
-        peak = torch.maximum(self.peak[part], logits.amax(-1))
-        self._move(peak, part)
-        gaps = logits.sub_(peak[:, None])
-        exponentials = gaps.exp()
-        self.total[part].add_(exponentials.sum(-1))
-        # einsum keeps the product of the two from being stored
-        self.weighed[part].add_(torch.einsum("nv,nv->n", exponentials, gaps))
-        return exponentials
-
-    def _move(self, peak: torch.Tensor, part: slice) -> None:
-        """Makes the sums relative to a higher peak."""
-        fall = self.peak[part] - peak
-        shrunk = fall.exp()
-        self.weighed[part].addcmul_(self.total[part], fall).mul_(shrunk)
-        self.total[part].mul_(shrunk)
-        self.peak[part].copy_(peak)
-
-    def combine(self, vocabulary: VocabularyPart, is_foreign: torch.Tensor | None) -> None:
-        """Over the ranks that have other parts of the vocabulary."""
-        self._move(vocabulary.max(self.peak.clone()), slice(None))
-        if is_foreign is not None:
-            self.of_targets = self.of_targets.masked_fill(is_foreign, 0)
-        self.total, self.weighed, self.of_targets = vocabulary.sum(
-            torch.stack([self.total, self.weighed, self.of_targets])
-        )
+def _no_sums(hidden: torch.Tensor) -> tuple[VocabularySums, torch.Tensor]:
+    """Of no logits; and [N] zeros, for the logits of the targets."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    zeros = hidden.new_zeros(4, len(hidden), dtype=dtype)
+    # a peak that every logit is above, and differences to which are finite
+    zeros[0] = torch.finfo(dtype).min / 4
+    peak, total, weighed, of_targets = zeros
+    return VocabularySums(peak, total, weighed), of_targets

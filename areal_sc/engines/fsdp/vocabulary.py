@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from areal_sc.algorithms.logprobs import gradient_of
-from areal_sc.engines.fsdp.handle import piece_bytes
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_embedding
-from areal_sc.engines.training.process_group import ProcessGroup
+from areal_sc.engines.training.process_group import ProcessGroup, memory_of
+from areal_sc.sizing.output_layer import piece_bytes
 
 
 def spread_vocabulary(
@@ -39,7 +39,7 @@ def spread_vocabulary(
         return set(), None
     spread = {id(p): p for p in (embeddings.weight, head.weight)}
     own = {key: _own_rows(weight, group) for key, weight in spread.items()}
-    pieces = piece_bytes(group.device.type, _memory_bytes(group.device))
+    pieces = piece_bytes(group.device.type, memory_of(group.device))
     of_embeddings = SpreadRows(len(embeddings.weight), group, dtype, pieces)
     of_head = SpreadRows(len(head.weight), group, dtype, pieces)
     embeddings.weight, head.weight = own[id(embeddings.weight)], own[id(head.weight)]
@@ -56,12 +56,6 @@ def look_up_whole(causal_lm: Any) -> None:
     embeddings = causal_lm.get_input_embeddings()
     if _is_plain(embeddings):
         embeddings.forward = _WholeForward(embeddings, embeddings.weight.dtype)
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _is_plain(embeddings: Any) -> bool:

@@ -82,6 +82,7 @@ class MegatronPPOActor(TrainHandle):
                 devices[0],
                 -(-(shape.num_parameters or 0) // parallel.num_ranks),
                 shape,
+                machine,
                 parameter_bytes=(dtype_bytes + FLOAT32_BYTES) * (dense + experts),
                 optimizer_bytes=num_states * FLOAT32_BYTES * updated + largest_bytes,
                 gathered_bytes=(4 if is_tied_here else 2) * largest_bytes,

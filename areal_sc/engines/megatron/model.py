@@ -30,7 +30,9 @@ from areal_sc.engines.megatron.layers import RowsParams, layer_specs
 from areal_sc.engines.megatron.mapping import own_vocabulary, padded_vocabulary
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.micro_batches import MicroBatch
+from areal_sc.engines.training.process_group import memory_of
 from areal_sc.engines.training.rank_engine import Outputs
+from areal_sc.sizing.output_layer import chunk_tokens
 
 _CUT_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
@@ -169,11 +171,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         # those of the Hugging Face model, which knows more ways to scale them
         self.rotary_pos_emb.inv_freq = rotary.frequencies.to(device)
-        self._chunk_tokens = actor.logprob_chunk_tokens
         self._is_tied = sizes.is_tied
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         own = own_vocabulary(sizes, actor.parallel, tensor_rank)
         self._num_own_tokens = len(own)
+        self._chunk_tokens = chunk_tokens(
+            *(actor.logprob_chunk_tokens, len(own), device.type, memory_of(device))
+        )
         self._vocabulary = None
         if actor.parallel.tensor > 1:
             group = parallel_state.get_tensor_model_parallel_group()

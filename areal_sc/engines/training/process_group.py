@@ -271,6 +271,13 @@ def select_device(device: str, rank: int) -> torch.device:
     return torch.device("cuda", local_rank % num_devices)
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory; None: it is a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def take_device(rank: int, device: torch.device) -> None:
     """Begins to use a rank's GPU; on a CPU nothing.
 

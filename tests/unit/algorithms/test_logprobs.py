@@ -3,9 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from areal_sc.algorithms import vocabulary_sums
 from areal_sc.algorithms.logprobs import chunked_logprobs, logprobs_of_logits
 
 NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 50
+
+
+@pytest.fixture(params=["one after the other", "fused"], autouse=True)
+def _as_on_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test, too, with the functions that CUDA devices get, here as plain ones."""
+    if request.param == "fused":
+        monkeypatch.setattr(vocabulary_sums, "FUSED_DEVICES", {"cpu"})
+        monkeypatch.setattr(vocabulary_sums, "_cannot_compile", True)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -240,3 +249,34 @@ def test_a_bias_that_rules_tokens_out_leaves_the_others_as_they_are(chunk_tokens
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[:-3], inside.grad, atol=1e-5, rtol=1e-5)
     assert not weight.grad[-3:].any()
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(vocabulary_sums, "FUSED_DEVICES", {"cpu"})
+    monkeypatch.setattr(vocabulary_sums, "_cannot_compile", False)
+    return monkeypatch
+
+
+# torch's compiler warns of its own code
+@pytest.mark.filterwarnings("default")
+def test_what_is_compiled_agrees_with_float64(compiling: pytest.MonkeyPatch) -> None:
+    """For chunks of any length: the last one has three tokens, then seven."""
+    for temperatures in (None, mixed_temperatures()):
+        for chunk_tokens in (17, 10):
+            test_agrees_with_float64_full_logits(chunk_tokens, temperatures)
+    assert not vocabulary_sums._cannot_compile
+
+
+def test_where_torch_cannot_compile_it_is_told_once(
+    compiling: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch._dynamo.exc.BackendCompilerFailed(refuse, RuntimeError("no C compiler"), None)
+
+    compiling.setattr(vocabulary_sums, "_compiled", lambda _: refuse)
+    for _ in range(2):
+        test_agrees_with_float64_full_logits(10, None)
+    (message,) = [it.getMessage() for it in caplog.records]
+    assert message.startswith("the output layer is not compiled, and slower: ")
+    assert "no C compiler" in message

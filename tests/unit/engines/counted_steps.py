@@ -21,12 +21,12 @@ from transformers import Qwen2Config
 
 from areal_sc.algorithms.logprobs import chunked_logprobs
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.engines.fsdp.handle import piece_bytes
 from areal_sc.engines.fsdp.spread_vocabulary import SpreadRows, spread_embedding, spread_logprobs
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import read_model_shape
+from areal_sc.sizing.output_layer import piece_bytes
 
 NUM_RANKS, NUM_CHUNKS, WIDTH, ROWS_OF_PIECE = 8, 16, 8, 4
 SHAPES = {"0.5B": (151_936, 896), "7B": (152_064, 3_584)}

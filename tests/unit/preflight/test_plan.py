@@ -16,13 +16,13 @@ import pytest
 
 from areal_sc.config.parallel_settings import TrainEngineKind
 from areal_sc.config.schema import GRPOConfig
-from areal_sc.engines.fsdp.handle import PIECE_BYTES
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 from areal_sc.preflight.plan import plan
 from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.output_layer import PIECE_BYTES
 from areal_sc.sizing.worker_plan import PROCESS_BYTES, format_bytes
 
 Load = Callable[..., GRPOConfig]
@@ -41,8 +41,8 @@ GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 GATHERED_BYTES = 3 * 4 * NUM_PARAMETERS
 """All parameters are those of the vocabulary: at most float32, gradients, and these averaged."""
-ADDED_BYTES = (2 + 4) * NUM_PARAMETERS
-"""Of one rank, which has them all: a rounded copy and a float32 product of the output layer."""
+ADDED_BYTES = 2 * NUM_PARAMETERS
+"""Of one rank, which has them all: a rounded copy."""
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
@@ -178,7 +178,9 @@ def test_layers_are_gathered_one_after_the_other(load: Load, tmp_path: Path) -> 
     assert gathered("actor.parallel.data=2") == 4 * (3 + 1) * 400
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 4 * (3 + 1) * 400 // 2
     assert gathered("actor.parallel.sequence=2") == 4 * (3 + 1) * 400
-    assert gathered("actor.dtype=bfloat16") == 2 * 3 * 400 + 4 * 400
+    assert gathered("actor.dtype=bfloat16", "actor.parallel.data=2") == 2 * 3 * 400 + 4 * 400
+    alone = 2 * 1200 + 2 * 400  # copies of all, and a layer's gradients
+    assert gathered("actor.dtype=bfloat16") == alone
     assert gathered("actor.parallel.tensor=2") == gathered() == 0
 
 
@@ -193,20 +195,20 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
         trainer = plan(load(f"actor.path={folder}", *settings), lambda: machine).workers[0]
         needed[offload] = trainer.memory
     held, gathered = (8 + 8) * num_parameters, (2 * 3 + 4) * 400
-    assert needed["false"]["cuda:0"] == held + gathered
+    assert needed["false"]["cuda:0"] == held + 2 * num_parameters + 2 * 400
     assert needed["true"]["cuda:0"] == gathered + (2 + 4) * 400
     assert needed["true"]["host"] - needed["false"]["host"] == held
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
-    """Values, gradients and their copy; alone, a rounded copy and a float32 product of all."""
+    """Values, gradients and their copy; alone, a rounded copy."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)
     gathered = functools.partial(gathered_bytes, load, folder)
     assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 3 * PIECE_BYTES
-    assert gathered("actor.dtype=bfloat16") == (2 + 4) * PIECE_BYTES
-    both = ("actor.parallel.tensor=2", "actor.dtype=bfloat16")
-    assert gathered(*both) == (2 + 4) * PIECE_BYTES // 2
+    copies = 2 * (PIECE_BYTES + 400) + 2 * 400
+    assert gathered("actor.dtype=bfloat16") == copies
+    assert gathered("actor.parallel.tensor=2", "actor.dtype=bfloat16") == copies // 2
     both = ("actor.cpu_offload=true", "actor.dtype=bfloat16")
     assert gathered(*both) == 2 * (2 + 4) * PIECE_BYTES
 
@@ -546,7 +548,7 @@ def test_a_machine_that_is_not_there_against_a_count_by_hand(
     vocabulary = 3 * (80 << 30) / 32  # pieces of the output layer: values, gradients, their copy
     # 8,192 tokens: the input of 28 layers, one layer of 116,224 numbers a token, hidden states
     layer = 2 * 8192 * (8 * 3584 + 3 * 3584 + 2 * 512 + 4 * 18944)
-    logits = 4 * 4 * 1024 * 152064
+    logits = 2 * 80 * (1 << 30) / 32  # as many as have room in a 32nd, and their gradient
     activations = 28 * 2 * 8192 * 3584 + layer + 4 * 8192 * 3584 + logits
     expected = (held + min(vocabulary, 3 * 4 * 152064 * 3584) + activations) / (1 << 30)
     for number in range(4):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from unit.engines.fsdp.largest_tensor import LargestTensor
 
 from areal_sc.algorithms.logprobs import VocabularyPart
+from areal_sc.algorithms.vocabulary_sums import VocabularySums
 from areal_sc.engines.fsdp import spread_vocabulary as spread
 from areal_sc.engines.training.process_group import ProcessGroup
 
@@ -222,15 +223,15 @@ def test_no_rank_ever_has_all_rows() -> None:
 
 def test_without_a_backward_pass_no_piece_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most = weakref.WeakSet[torch.Tensor](), list[int]()
-    add = spread._Sums.add
+    sums_over = spread.sums_over
 
-    def watched(*arguments: Any) -> torch.Tensor:
-        exponentials = add(*arguments)
+    def watched(*arguments: Any) -> tuple[VocabularySums, torch.Tensor]:
+        sums, exponentials = sums_over(*arguments)
         alive.add(exponentials)
         most.append(len(alive))
-        return exponentials
+        return sums, exponentials
 
-    monkeypatch.setattr(spread._Sums, "add", watched)
+    monkeypatch.setattr(spread, "sums_over", watched)
 
     def compute(group: ProcessGroup) -> None:
         own, rows = (

@@ -23,7 +23,7 @@ def planned(shape: ModelShape, dtype: str, index: int = 0, **parallel: int) -> W
         dtype=dtype,
         parallel=ParallelConfig(**parallel),
     )
-    (rank,) = MegatronPPOActor(config).plan_worker(index, shape, ["cuda:0"], Machine())
+    (rank,) = MegatronPPOActor(config).plan_worker(index, shape, ["cuda:0"], Machine(None, (None,)))
     return rank
 
 
