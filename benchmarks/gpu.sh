@@ -69,12 +69,12 @@ run tests 240 "$python" -m pytest -q tests/gpu &
 run letter_sort 240 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
     "run_dir=$folder/letter_sort" --overwrite &
 wait
-for shape in 0.5b 7b_layers; do
+for shape in 0.5b 7b_layers 0.5b_wide; do
     benchmark "mfu_$shape" 100 train_mfu --only "$shape"
 done
-benchmark publication 180 weight_update --engine local
+benchmark publication 180 weight_update --engine local --rounds 3
 for shape in 0.5b_compiled 7b_layers_compiled; do
-    benchmark "mfu_$shape" 100 train_mfu --only "$shape"
+    benchmark "mfu_$shape" 150 train_mfu --only "$shape"
 done
 benchmark train_throughput 240 train_throughput
 benchmark generate_throughput 200 generate_throughput

@@ -6,7 +6,8 @@ Random weights, one rank, bfloat16 over float32 parameters and AdamW state; a st
 two minibatches without the forward before it, as in `train_throughput`. Values are medians of the
 rounds. `share_of_peak` is model FLOPs a second over the data sheet's rate.
 
-- 0.5b: Qwen2-0.5B. compiled: the same with `actor.compile_layers`.
+- 0.5b: Qwen2-0.5B, micro-batches of 8,192 tokens. wide: of 32,768. compiled: with
+  `actor.compile_layers`.
 - 7b_layers: eight layers of Qwen2-7B, as many as have room beside their optimizer, and its
   vocabulary; with activation checkpointing. compiled: likewise.
 
@@ -49,12 +50,14 @@ class Case:
     shape: Shape
     checkpoints: bool = False
     compiles: bool = False
+    max_tokens: int = 8192
 
 
 CASES = [
     Case("0.5b", SHAPES["0.5b"]),
     Case("7b_layers", LAYERS_OF_7B, checkpoints=True),
-    Case("0.5b_compiled", SHAPES["0.5b"], compiles=True),
+    Case("0.5b_wide", SHAPES["0.5b"], max_tokens=32768),
+    Case("0.5b_compiled", SHAPES["0.5b"], compiles=True, max_tokens=32768),
     Case("7b_layers_compiled", LAYERS_OF_7B, checkpoints=True, compiles=True),
 ]
 """In the order of what they tell."""
@@ -76,7 +79,7 @@ def measure(case: Case, device: str, *, quick: bool) -> report.Metrics:
     if device == "cpu":
         count, rounds = 2, 1
     rows_lengths = lognormal_lengths(count, 400.0, 0.6, 16, 2048)
-    workload = Workload(case.name, case.shape, 8192, rows_lengths)
+    workload = Workload(case.name, case.shape, case.max_tokens, rows_lengths)
     with tempfile.TemporaryDirectory(prefix="areal-sc-model-") as name:
         engine = FSDPEngine(config_of(case, workload, Path(name), device))
         began = time.perf_counter()

@@ -137,6 +137,7 @@ class TrainHandle:
         *,
         parameter_bytes: int,
         optimizer_bytes: int,
+        rounded_bytes: int = 0,
         gathered_bytes: int = 0,
         is_offloaded: bool = False,
     ) -> WorkerPlan:
@@ -148,6 +149,7 @@ class TrainHandle:
             machine: that the device is one of.
             parameter_bytes, optimizer_bytes: of a rank that trains; a frozen one has neither
                 gradients, as large as the parameters, nor an optimizer.
+            rounded_bytes: copies of the parameters beside them.
         """
         activation_bytes = self._activation_bytes(shape, *kind_and_memory(device, machine))
         if self.config.is_frozen:
@@ -155,7 +157,7 @@ class TrainHandle:
                 role="train",
                 index=index,
                 device=device,
-                parameter_bytes=parameter_bytes // 2,
+                parameter_bytes=parameter_bytes // 2 + rounded_bytes,
                 gathered_bytes=gathered_bytes,
                 activation_bytes=activation_bytes,
                 is_offloaded=is_offloaded,
@@ -168,7 +170,7 @@ class TrainHandle:
             role="train",
             index=index,
             device=device,
-            parameter_bytes=parameter_bytes,
+            parameter_bytes=parameter_bytes + rounded_bytes,
             optimizer_bytes=optimizer_bytes,
             gathered_bytes=gathered_bytes,
             activation_bytes=activation_bytes,

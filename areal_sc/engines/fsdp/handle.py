@@ -73,7 +73,9 @@ class FSDPPPOActor(TrainHandle):
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
     ) -> list[WorkerPlan]:
         # each rank holds its part of float32 parameters, gradients and optimizer state
-        share = -(-(shape.num_parameters or 0) // self.config.parallel.num_ranks)
+        parallel = self.config.parallel
+        share = -(-(shape.num_parameters or 0) // parallel.num_ranks)
+        is_rounded = rounds_copies(parallel.num_ranks // parallel.tensor, self.config)
         return [
             self.plan_rank(
                 index,
@@ -82,6 +84,7 @@ class FSDPPPOActor(TrainHandle):
                 shape,
                 machine,
                 parameter_bytes=2 * FLOAT32_BYTES * share,
+                rounded_bytes=DTYPE_BYTES[self.config.dtype] * share if is_rounded else 0,
                 optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
                 gathered_bytes=self._gathered_bytes(
                     shape, piece_bytes(*kind_and_memory(devices[0], machine))
@@ -97,7 +100,7 @@ class FSDPPPOActor(TrainHandle):
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where FSDP brings it
         from host memory, there are two gradients of it. A rank that computes all rows on its device
-        has copies of the whole model, and one layer's gradients.
+        has one layer's gradients.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
 
         Args: most_of_vocabulary: bytes of a piece of it.
@@ -111,7 +114,7 @@ class FSDPPPOActor(TrainHandle):
         largest = shape.num_vocabulary_parameters or 0
         of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
-            return width * ((shape.num_parameters or 0) + layer) // parallel.tensor
+            return width * layer // parallel.tensor
         if self.config.cpu_offload:
             of_layers += (width + FLOAT32_BYTES) * layer // parallel.num_ranks
         if rows_ranks == 1:
