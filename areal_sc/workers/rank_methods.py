@@ -67,11 +67,13 @@ class Compute(RankCall, frozen=True, array_like=True):
         output: as `TrainEngine.forward` takes it; or the number of a registered token function,
             which reads the rows alone.
         field: name of the new field.
+        num_left_out: rows at the beginning that it does without, and holds NaN.
     """
 
     batch: BatchMetadata
     output: str | int
     field: str
+    num_left_out: int = 0
 
     @property
     def batches(self) -> tuple[BatchMetadata, ...]:

@@ -33,19 +33,29 @@ class RankWork:
         self._losses = losses
 
     async def compute(
-        self, batch: BatchMetadata, selected: BatchMetadata, output: str | int, field: str
+        self,
+        batch: BatchMetadata,
+        selected: BatchMetadata,
+        output: str | int,
+        field: str,
+        *,
+        skips_first: bool = False,
     ) -> BatchMetadata:
         """The batch with a field that the ranks compute from `selected`, the same rows.
 
-        Args: output: as `rank_methods.Compute` takes it.
+        Args:
+            output: as `rank_methods.Compute` takes it.
+            skips_first: the field holds NaN in the first minibatch of an update by PPO.
         """
         if field in batch.fields:
             raise MetadataError(f"batch {batch.batch_id} has the field {field!r} already")
-        share_rows = [list(chain.from_iterable(share)) for share in self._step.split(batch)]
-        shares = []
-        for rows in share_rows:  # there may be none, and then the share has no fields
+        shares, share_rows = [], list[list[int]]()
+        for minibatches in self._step.split(batch):
+            rows = list(chain.from_iterable(minibatches))
+            share_rows.append(rows)  # there may be none, and then the share has no fields
             await asyncio.sleep(0)  # of thousands of rows: the loop has a turn between two of them
-            shares.append(rank_methods.Compute(selected.take(rows), output, field))
+            num_left_out = len(minibatches[0]) if skips_first else 0
+            shares.append(rank_methods.Compute(selected.take(rows), output, field, num_left_out))
         try:
             asked = Asked(rank_methods.COMPUTE, shares)
             computed = await self._ranks.compute(asked)

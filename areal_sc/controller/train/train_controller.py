@@ -189,24 +189,34 @@ class TrainController(Controller):
         """
         return await self.compute_async(batch, "logprobs", field=field)
 
-    async def compute_proximal_logprobs_async(self, batch: BatchMetadata) -> BatchMetadata:
+    async def compute_proximal_logprobs_async(
+        self, batch: BatchMetadata, *, whole: bool = False
+    ) -> BatchMetadata:
         """The batch with field `proximal_logprobs`: [T] float32, nats, of the current weights.
 
         Tokens that are not trained hold 0. So do those of advantage 0, where advantages came first
-        and nothing else adds to the loss: they are left out of the update, too.
+        and nothing else adds to the loss: they are left out of the update, too. The first
+        minibatch holds NaN: its own forward, in the next `ppo_update`, is that of the proximal
+        policy.
 
         The batch is returned as it is when nobody needs the field: with `ppo.clip_center:
-        behavior`, and with one minibatch, whose own forward is that of the proximal policy. A
-        further `ppo_update` of the same policy version needs the field in any case.
+        behavior`, and with one minibatch. A further `ppo_update` of the same policy version needs
+        the field in any case.
 
+        Args:
+            whole: also the first minibatch; for a batch that several updates train on.
         Raises: BatchLost: as `ppo_update`.
         """
-        if not self._step.needs_proximal_logprobs:
+        if not (whole or self._step.needs_proximal_logprobs):
             return batch
         seen = seen_by_loss(batch, self._loss)
         of_tokens = [name for name in ("advantages",) if name in seen.fields]
         selected = seen.select([*MODEL_FIELDS, *of_tokens])
-        return await self._work.compute(batch, selected, "logprobs", "proximal_logprobs")
+        asked = (batch, selected, "logprobs", "proximal_logprobs")
+        computed = await self._work.compute(*asked, skips_first=not whole)
+        if not whole:
+            self._step.note_without_first(computed)
+        return computed
 
     def compute_advantages(self, batch: BatchMetadata) -> BatchMetadata:
         """The batch with one advantage per row, from the rows' rewards, groups and episodes.
@@ -253,6 +263,7 @@ class TrainController(Controller):
         """
         check_trains(self.config, self.role)
         batch.select(MODEL_FIELDS)
+        self._step.check_first(batch, num_minibatches)
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
         shares = await self._work.shares(batch, loss, num_minibatches)
         content = trained_content(batch)

@@ -16,7 +16,7 @@ from areal_sc.config.ppo_settings import GAE, ClipCenter, PPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.errors import ArealError, BatchLost
+from areal_sc.errors import ArealError, BatchLost, MetadataError
 from areal_sc.metadata import BatchMetadata
 
 MODEL_FIELDS: Final = ("input_ids", "loss_mask", "temperatures")
@@ -41,6 +41,7 @@ class TrainStep:
         self._loss = loss
         self._advantages_of = None if ppo.advantage == GAE else advantage_of(ppo)
         self._lost_batch = ""
+        self._without_first: tuple[frozenset[str], int] = frozenset(), 0
 
     @property
     def needs_proximal_logprobs(self) -> bool:
@@ -59,6 +60,26 @@ class TrainStep:
         made_by_ranks = {"advantages", "staleness", "proximal_logprobs"}
         needed = set(self._loss.fields or ()) - made_by_ranks
         return sorted(needed | ({"proximal_logprobs"} if self.needs_proximal_logprobs else set()))
+
+    def note_without_first(self, batch: BatchMetadata) -> None:
+        """Its proximal log-probabilities are there, but for the first minibatch of an update."""
+        self._without_first = _proximal_shards(batch), self._ranks.step.num_updates
+
+    def check_first(self, batch: BatchMetadata, num_minibatches: int) -> None:
+        """Before an update on a batch, cut into so many minibatches.
+
+        Raises: MetadataError: more than its first minibatch would need what is not there.
+        """
+        shards, number = self._without_first
+        is_next = self._ranks.step.num_updates == number
+        if shards & _proximal_shards(batch) and not (
+            is_next and num_minibatches <= self._ppo.num_minibatches
+        ):
+            raise MetadataError(
+                f"batch {batch.batch_id} has proximal log-probabilities for one ppo_update; "
+                "compute_proximal_logprobs(batch, whole=True) computes those of its first "
+                "minibatch, too"
+            )
 
     def split(
         self, batch: BatchMetadata, loss: NamedLoss | None = None, num_minibatches: int = 0
@@ -120,6 +141,12 @@ class TrainStep:
         lost = self._ranks.step.begin_anew(cause)
         self._ranks.undo_step()
         return lost
+
+
+def _proximal_shards(batch: BatchMetadata) -> frozenset[str]:
+    """Ids of the shards where the batch's proximal log-probabilities are."""
+    found = (columns.shards for columns in batch.columns if "proximal_logprobs" in columns.dtypes)
+    return frozenset(shard.shard_id for shards in found for shard in shards)
 
 
 def seen_by_loss(batch: BatchMetadata, loss: NamedLoss) -> BatchMetadata:

@@ -129,8 +129,12 @@ class MinibatchLoss:
         depend on them."""
         assert batch.loss_rows is not None
         fields, is_lm = TokenFields(batch, self.rows), self.head is ModelHead.lm
-        if self.is_first and is_lm and "proximal_logprobs" not in self.rows.fields:
-            fields["proximal_logprobs"] = output.detach()
+        if self.is_first and is_lm:
+            own = output.detach()
+            if "proximal_logprobs" in self.rows.fields:
+                given = fields["proximal_logprobs"]
+                own = torch.where(given.isnan(), own, given)
+            fields["proximal_logprobs"] = own
         tokens = LossTokens(
             output if is_lm else torch.zeros_like(output),
             *(entropy, fields, batch.loss_rows, self.counts),
@@ -274,8 +278,8 @@ class RankEngine(ABC):
         Args:
             minibatches: fields `input_ids`, `loss_mask`, with `min_token_version` `versions`, those
                 that the loss reads, and `temperatures`, else 1. The first minibatch may do without
-                `proximal_logprobs`: no weight has changed, so its own forward is that of the
-                proximal policy.
+                `proximal_logprobs`, or have NaN there: no weight has changed, so its own forward is
+                that of the proximal policy.
             loss: its name and settings, or the function itself. Where it is known to be zero
                 without an advantage, rows none of whose tokens has one go through no forward; they
                 count in the denominators all the same.

@@ -13,21 +13,22 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.controller.train.train_step import TrainStep
+from areal_sc.errors import MetadataError
 from areal_sc.workers.rank_methods import COMPUTE
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_only_minibatches_after_the_first_need_a_recompute(num_minibatches: int) -> None:
-    async def scenario() -> tuple[dict[str, float], list[str]]:
+    async def scenario() -> tuple[dict[str, float], list[tuple[str, int, int]]]:
         settings = Settings(num_minibatches=num_minibatches, num_ranks=2)
         async with TrainingRun(settings).started() as run:
-            asked: list[str] = []
+            asked: list[tuple[str, int, int]] = []
             for name in ("train/0", "train/1"):
                 worker: Any = run.cluster.workers[name]
                 compute = worker.compute_field
 
                 async def noted(args: Any, name: str = name, compute: Any = compute) -> Any:
-                    asked.append(name)
+                    asked.append((name, args.num_left_out, len(args.batch.rows)))
                     return await compute(args)
 
                 worker.served["compute"] = COMPUTE.served_by(noted)
@@ -38,7 +39,11 @@ def test_only_minibatches_after_the_first_need_a_recompute(num_minibatches: int)
 
     stats, asked = run_virtual(scenario())
     assert stats == {"loss": 0.0}
-    assert sorted(asked) == (["train/0", "train/1"] if num_minibatches > 1 else [])
+    if num_minibatches == 1:
+        assert asked == []
+    else:
+        assert sorted(name for name, *_ in asked) == ["train/0", "train/1"]
+        assert all(0 < left_out == num_rows / 2 for _, left_out, num_rows in asked)
 
 
 def test_a_second_update_of_a_version_needs_a_recompute() -> None:
@@ -55,6 +60,24 @@ def test_a_second_update_of_a_version_needs_a_recompute() -> None:
                 await run.actor.ppo_update_async(batch)
             batch = await run.actor.compute_proximal_logprobs_async(batch)
             assert "proximal_logprobs" in batch.fields
+
+    run_virtual(scenario())
+
+
+def test_a_batch_that_several_updates_train_on_needs_them_whole() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(Settings(num_minibatches=2, num_ranks=2)).started() as run:
+            rows = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            rows = run.actor.compute_advantages(rows)
+            batch = await run.actor.compute_proximal_logprobs_async(rows)
+            with pytest.raises(MetadataError, match=r"compute_proximal_logprobs\(.*whole=True\)"):
+                await run.actor.update_async(batch, "cross_entropy", num_minibatches=4)
+            await run.actor.ppo_update_async(batch)
+            with pytest.raises(MetadataError, match="for one ppo_update"):
+                await run.actor.ppo_update_async(batch)
+            whole = await run.actor.compute_proximal_logprobs_async(rows, whole=True)
+            await run.actor.ppo_update_async(whole)
+            await run.actor.ppo_update_async(whole)
 
     run_virtual(scenario())
 

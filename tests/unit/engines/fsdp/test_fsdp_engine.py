@@ -344,6 +344,23 @@ def test_the_first_minibatch_with_tokens_makes_its_own_proximal_logprobs(
     assert stats["proximal_kl"] == 0
 
 
+def test_nan_stands_for_what_the_first_minibatch_makes(engine: FSDPEngine, tmp_path: Path) -> None:
+    """A later one has its own values: the step is that with values which were computed before."""
+    first, second = make_rows(), make_rows()
+    known = engine.forward(first, "logprobs")
+    engine.begin_snapshot(tmp_path / "snapshot").result()
+    found = []
+    for values in (known, torch.full_like(known, torch.nan)):
+        engine.load_snapshot(tmp_path / "snapshot")
+        given = replace(first, fields={**first.fields, "proximal_logprobs": values})
+        later = replace(second, fields={**second.fields, "proximal_logprobs": known})
+        stats = ppo_update(engine, [given, later], step=0)
+        assert stats["proximal_kl"] > 0
+        found.append(weights(engine))
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, atol=1e-6, rtol=0)
+
+
 def reinforce(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:
     """A loss of which nobody knows that it is zero without an advantage."""
     gains = tokens.fields["advantages"] * tokens.logprobs
