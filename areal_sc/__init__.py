@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from areal_sc.engines.handles import make_actor as make_actor
     from areal_sc.engines.handles import make_generator as make_generator
     from areal_sc.engines.handles import make_model as make_model
+    from areal_sc.metadata import TensorMetadata as TensorMetadata
     from areal_sc.preflight.load import load_config as load_config
     from areal_sc.records.trackers.base import Tracker as Tracker
     from areal_sc.schedulers.factory import make_scheduler as make_scheduler
@@ -60,6 +61,7 @@ _HOMES = {
     "SGLangEngine": "areal_sc.engines.handles",
     "VLLMEngine": "areal_sc.engines.handles",
     "SingleTurnWorkflow": "areal_sc.workflows.single_turn",
+    "TensorMetadata": "areal_sc.metadata",
     "TrainController": "areal_sc.controller.train.train_controller",
     "Trajectory": "areal_sc.workflows.base",
     "Workflow": "areal_sc.workflows.base",

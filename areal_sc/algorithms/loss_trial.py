@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from itertools import product
+from typing import Any, Final
 
 import torch
 
@@ -20,23 +23,39 @@ _NUM_TOKENS: Final = sum(_NUM_LOSS_TOKENS)
 _EXPECTED: Final = "a scalar loss that depends on the tokens"
 
 
+_KINDS: Final = (
+    torch.linspace(-1, 1, _NUM_TOKENS),
+    torch.zeros(_NUM_TOKENS, dtype=torch.int32),
+    torch.linspace(-1, 1, _NUM_TOKENS)[:, None].expand(-1, 2),
+    torch.zeros(_NUM_TOKENS, 2, dtype=torch.int32),
+)
+"""What a field of the user's own may be; the first one in most cases."""
+_MOST_UNKNOWN: Final = 3
+"""Fields of which all kinds are tried with each other."""
+
+
 class _MadeUpFields(dict[str, torch.Tensor]):
     """Any field that a loss may ask for: rows have those of the user's own, too."""
 
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(own, versions=torch.zeros(_NUM_TOKENS, dtype=torch.int32))
+        self.asked = set[str]()
+
     def __missing__(self, name: str) -> torch.Tensor:
-        return torch.linspace(-1, 1, _NUM_TOKENS)
+        self.asked.add(name)
+        return _KINDS[0]
 
 
 def try_loss(loss: NamedLoss) -> None:
-    """Calls the loss once.
+    """Calls the loss once; again with fields of other kinds, where it raises and reads some.
 
     Raises: ConfigError: there is no such loss, it raises, or returns something else than a loss.
     """
     compute = loss.load()
     values = torch.linspace(-2, -1, _NUM_TOKENS, requires_grad=True)
-    fields = _MadeUpFields(versions=torch.zeros(_NUM_TOKENS, dtype=torch.int32))
     where = f"actor.ppo.loss: {loss.name} with actor.ppo.loss_settings={dict(loss.settings)}"
-    try:
+
+    def attempt(fields: _MadeUpFields) -> Any:
         with user_code("it"):
             tokens = loss_tokens_of(
                 values * 1,
@@ -46,12 +65,27 @@ def try_loss(loss: NamedLoss) -> None:
                 groups=(0, 0),
                 rewards=(1.0, 0.0),
             )
-            returned = compute(replace(tokens, values=values / 2))
+            return compute(replace(tokens, values=values / 2))
+
+    fields = _MadeUpFields({})
+    try:
+        returned = attempt(fields)
     except WorkflowError as error:
-        raise ConfigError(f"{where}: tried on two rows, {error}") from error
+        for own in _other_kinds(sorted(fields.asked)):
+            with suppress(WorkflowError):
+                returned = attempt(_MadeUpFields(own))
+                break
+        else:
+            raise ConfigError(f"{where}: tried on two rows, {error}") from error
     try:
         value, _ = checked(returned)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}") from error
     if not value.requires_grad:
         raise ConfigError(f"{where}: expected {_EXPECTED}, got {returned!r:.200}")
+
+
+def _other_kinds(names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+    if len(names) <= _MOST_UNKNOWN:
+        for kinds in product(_KINDS, repeat=len(names)):
+            yield dict(zip(names, kinds, strict=True))

@@ -36,7 +36,7 @@ class VocabularySums:
     weighed: torch.Tensor
 
     def part(self, part: slice) -> VocabularySums:
-        """Of some tokens: changes of it are changes of these."""
+        """The sums of some tokens, in the same memory."""
         return VocabularySums(self.peak[part], self.total[part], self.weighed[part])
 
     def move(self, peak: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class VocabularySums:
 
     @property
     def entropy(self) -> torch.Tensor:
-        """Of the distribution, nats: log sum exp(gap) - E[gap]."""
+        """Entropy of the distribution, nats: log sum exp(gap) - E[gap]."""
         return self.total.log() - self.weighed / self.total
 
 

@@ -301,7 +301,7 @@ class TaskLook:
 
         async def run() -> list[Trajectory] | Rejection:
             returned = await workflow.run_episode(dict(row), seen)
-            return checked_episode(returned, self._config, is_trained=True)
+            return checked_episode(returned, self._config, workflow.fields, is_trained=True)
 
         return await await_user_code(run, EPISODE_LIMIT_S)
 

@@ -37,7 +37,7 @@ C = TypeVar("C", ActorConfig, RolloutConfig)
 FLOAT32_BYTES = 4
 ADAM_STATES = 2
 _LOGIT_COPIES = 4
-"""Of a chunk: as they are, exponentials, their gradient, and that of the entropy."""
+"""Copies of a chunk's logits: as they are, exponentials, their gradient, and the entropy's."""
 _FUSED_LOGIT_COPIES = 2
 """Where torch compiles what is done with them: as they are, and their gradient."""
 _LIVE_WEIGHT_VERSIONS = 2

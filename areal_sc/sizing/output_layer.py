@@ -10,9 +10,9 @@ from areal_sc.config.schema import Device
 from areal_sc.sizing.machine import Machine
 
 PIECE_BYTES = 8 << 20
-"""Of the vocabulary's rows, on a CPU."""
+"""Bytes of the vocabulary's rows that are gathered at a time, on a CPU."""
 CHUNK_TOKENS = 1024
-"""Whose logits exist at one time, on a CPU; at least as many on a GPU."""
+"""Tokens whose logits exist at one time, on a CPU; at least as many on a GPU."""
 _PARTS_PER_DEVICE = 32
 _UNKNOWN_DEVICE_BYTES = 80 << 30
 

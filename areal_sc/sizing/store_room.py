@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, TRAJECTORY_FIELDS
-
-_VALUE_BYTES = {"int32": 4, "bool": 1, "float32": 4}
+from areal_sc.metadata import FIELD_ALIGNMENT_BYTES, FIELD_DTYPES, TRAJECTORY_FIELDS
 
 
-def trajectory_bytes(num_tokens: int) -> int:
-    """Bytes of a sealed shard of trajectories that have so many tokens together."""
-    sizes = (_VALUE_BYTES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values())
+def trajectory_bytes(num_tokens: int, field_bytes: int = 0) -> int:
+    """Most bytes of a sealed shard of trajectories that have so many tokens together.
+
+    Args:
+        field_bytes: a token, of the fields that workflows add; each of their columns has a dtype of
+            one byte at least.
+    """
+    sizes = [FIELD_DTYPES[dtype] * num_tokens for dtype in TRAJECTORY_FIELDS.values()]
+    sizes += [num_tokens] * field_bytes
     return sum(-(-size // FIELD_ALIGNMENT_BYTES) * FIELD_ALIGNMENT_BYTES for size in sizes)
 
 
 def max_group_bytes(rollout: RolloutConfig) -> int:
     """What a store counts for a group all of whose episodes have as many tokens as they may."""
-    return trajectory_bytes(rollout.group_size * rollout.episode_tokens)
+    return trajectory_bytes(rollout.group_size * rollout.episode_tokens, rollout.field_bytes)
 
 
 def live_row_bytes(rollout: RolloutConfig) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import Final
 
+from areal_sc.config.schema import Dtype
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History
 from areal_sc.records.trackers.base import Tracker
@@ -42,6 +43,10 @@ MAX_KL: Final = 0.5
 MIN_STOPPED: Final = 0.5
 """Share of the answers that ended by themselves at first and do so no more."""
 
+MAX_MISMATCH: Final = {Dtype.float32: 0.005, Dtype.bfloat16: 0.1}
+"""Nats by which trainer and sampler may differ, in the mean, about the same weights. What rounding
+explains is 0.01 to 0.05 in bfloat16, and far less in float32."""
+
 MAX_EVALUATION_FALL: Final = 0.1
 """Share of its best result that an evaluation may lose while training rises."""
 
@@ -49,11 +54,15 @@ MAX_EVALUATION_FALL: Final = 0.1
 class LearningHealth(Tracker):
     """Follows a run.
 
+    Args:
+        dtype: of the trainer's computation.
+
     Attributes:
         complaints: what is wrong, or was in one of the last steps, by the names of the rules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: Dtype = Dtype.float32) -> None:
+        self._max_mismatch = MAX_MISMATCH[dtype]
         self.complaints: dict[str, str] = {}
         self._untold: list[str] = []
         self._newest: deque[StepMetrics] = deque(maxlen=NUM_STEPS)
@@ -107,6 +116,7 @@ class LearningHealth(Tracker):
             "fallen reward": self._fallen_reward,
             "no entropy": self._no_entropy,
             "wide steps": self._wide_steps,
+            "disagreement": self._disagreement,
             "endless answers": self._endless_answers,
             "falling evaluation": self._falling_evaluation,
         }
@@ -159,6 +169,20 @@ class LearningHealth(Tracker):
         return (
             f"a step moves the policy by {kl:.2g} nats a token: a smaller actor.optimizer.lr, or "
             "fewer actor.ppo.num_minibatches"
+        )
+
+    def _disagreement(self) -> str | None:
+        of_steps = (it.train.get("mismatch") for it in self._newest)
+        told = [value for value in of_steps if value is not None]
+        if not told or not fmean(told) > self._max_mismatch:
+            return None
+        return (
+            "training and generation disagree: of tokens that were sampled by the very weights "
+            f"that the step began from, log-probabilities differ by {fmean(told):.2g} nats in the "
+            f"mean, where rounding explains {self._max_mismatch:g}: look for weights or a KV "
+            "cache in fewer bits, another chat template or model on a server of your own, "
+            "sampling that is cut (top_p, top_k); with a 16-bit dtype "
+            "rollout.float32_output_layer=true rounds less"
         )
 
     def _endless_answers(self) -> str | None:

@@ -98,7 +98,7 @@ class Run:
         self._opening = Opening.start
         self._began = time.monotonic()
         self._first_step_s: float | None = None
-        self._health = LearningHealth()
+        self._health = LearningHealth(config.actor.dtype)
         self._shown_samples: tuple[Sample, ...] = ()
         self._counted: Mapping[str, float] = {}
         self.beside: list[BesideTraining] = []

@@ -22,7 +22,7 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
     rank.num_computed += 1
     rank.num_computing += 1
     try:
-        rows = await rank.plane.puller.pull(args.batch)
+        rows = (await rank.plane.puller.pull(args.batch)).joined()
         values_of = await _values_of(rank, args.output)
 
         def compute() -> str:
@@ -78,7 +78,8 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
         if isinstance(args.rows, rank_methods.Demonstrations):
             minibatches = [await _read(rank, args.rows)]
         else:
-            minibatches = [await rank.plane.puller.pull(batch) for batch in args.rows]
+            pulled = [await rank.plane.puller.pull(batch) for batch in args.rows]
+            minibatches = [rows.joined() for rows in pulled]
             oldest = args.rows[0].min_token_version
         with rank.operations.changing(operation):
             return await rank.compute(

@@ -22,6 +22,7 @@ from itertools import chain, compress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from areal_sc.config.schema import RolloutConfig
@@ -45,6 +46,7 @@ from areal_sc.metadata import (
     RowMetadata,
     RowRun,
     ShardMetadata,
+    TensorMetadata,
 )
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.rejection import Rejection, RejectionKind
@@ -53,6 +55,7 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of
 from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls, rank_methods
@@ -346,7 +349,8 @@ class RolloutWorker(Worker):
 
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)
-            return checked_episode(returned, config, is_trained=evaluation is None)
+            is_trained = evaluation is None
+            return checked_episode(returned, config, workflow.fields, is_trained=is_trained)
 
         episode: Episode | Rejection
         try:
@@ -402,6 +406,12 @@ class RolloutWorker(Worker):
             )
             for name, dtype in TRAJECTORY_FIELDS.items()
         }
+        declared = self.sources.workflow(group.workflow).fields
+        for name, field in declared.items():
+            values = np.concatenate([_of_tokens(row, name, field) for _, row in numbered])
+            columns = values.reshape(len(values), field.num_values).T
+            for column, flat in zip(field.columns(name), columns, strict=True):
+                fields[column] = torch.from_numpy(np.ascontiguousarray(flat))
         shard = ShardMetadata(
             node_id=self.spec.name,
             node_addr=self.address,
@@ -424,9 +434,15 @@ class RolloutWorker(Worker):
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",
             group.admitted_version,
-            (Columns(dict(TRAJECTORY_FIELDS), (shard,)),),
+            (Columns({name: dtype_name(it.dtype) for name, it in fields.items()}, (shard,)),),
             rows,
         )
+
+
+def _of_tokens(row: Trajectory, name: str, field: TensorMetadata) -> Any:
+    """[T, *shape] of a checked row."""
+    values = row.fields[name]
+    return np.broadcast_to(values, (len(row.input_ids), *field.shape)) if field.per_row else values
 
 
 def _mean_metrics(episode: Episode) -> dict[str, float]:

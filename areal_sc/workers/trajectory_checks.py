@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from typing import Any, Final
 
+import numpy as np
+
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.metadata import TRAJECTORY_FIELDS
+from areal_sc.metadata import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workflows.base import Trajectory
 
@@ -22,13 +24,18 @@ _FITS: Final[dict[str, Callable[[Iterable[Any]], bool]]] = {
 
 
 def checked_episode(
-    returned: Any, limits: RolloutConfig, *, is_trained: bool
+    returned: Any,
+    limits: RolloutConfig,
+    declared: Mapping[str, TensorMetadata],
+    *,
+    is_trained: bool,
 ) -> list[Trajectory] | Rejection:
-    """The rows of an episode; why it is rejected if one of them cannot be used.
+    """The rows of an episode, with fields as arrays; why it is rejected if one cannot be used.
 
     Args:
         returned: what `run_episode` gave.
         limits: the store has room reserved for so many tokens.
+        declared: `Workflow.fields`.
         is_trained: False: it is of an evaluation, which may be greedy.
     """
     if returned is None:
@@ -38,7 +45,8 @@ def checked_episode(
         return Rejection(RejectionKind.rejected, "the workflow returned no trajectory")
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of {len(rows)}: " if len(rows) > 1 else ""
-        if problem := _problem(row, is_trained=is_trained):
+        problem = _problem(row, is_trained=is_trained)
+        if problem := problem or _problem_of_fields(row, declared):
             return Rejection(RejectionKind.workflow_error, where + problem)
         if len(row.input_ids) > limits.max_context_tokens:
             message = (
@@ -88,6 +96,38 @@ def _problem(row: Any, *, is_trained: bool) -> str:
         if not _is_finite(value):
             return f"metric {name!r} must be finite, got {value!r}"
     return ""
+
+
+def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) -> str:
+    """Why the row's own fields cannot be used; "" if they can, and are arrays from now on."""
+    if row.fields.keys() != declared.keys():
+        return (
+            f"the trajectory has the fields {sorted(row.fields)}, and Workflow.fields declares "
+            f"{sorted(declared)}"
+        )
+    arrays = {}
+    for name, field in declared.items():
+        shape = field.shape if field.per_row else (len(row.input_ids), *field.shape)
+        try:
+            values = np.asarray(row.fields[name])
+        except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
+            return f"field {name!r} is no array: {error}"
+        if values.shape != shape:
+            return f"field {name!r} has the shape {values.shape}, expected {shape}"
+        if not _holds(values, field.dtype):
+            return f"field {name!r} is not what {field.dtype} can hold: a value would be changed"
+        arrays[name] = values.astype(field.dtype)
+    row.fields = arrays
+    return ""
+
+
+def _holds(values: Any, dtype: str) -> bool:
+    if dtype == "float32":
+        return values.dtype.kind in "fiub" and bool(np.isfinite(values.astype("float32")).all())
+    if values.dtype.kind == "f":  # nothing is rounded
+        return False
+    least, most = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return values.dtype.kind in "iub" and bool(((values >= least) & (values <= most)).all())
 
 
 def _is_finite(value: Any) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
 from areal_sc.rewards.base import declare_reward as declare_reward
@@ -34,6 +36,8 @@ class Trajectory:
             False. 0 (greedy) is for evaluations: a row with greedy tokens is not trained.
         reward: scalar, finite. That of a `Score` adds its parts to the metrics.
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
+        fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
+            that is `per_row`.
     Raises: ValueError: a metric has the name of a part of the reward, and another value.
     """
 
@@ -44,6 +48,7 @@ class Trajectory:
     temperatures: Sequence[float]
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parts = self.reward.metrics if isinstance(self.reward, Score) else {}
@@ -84,7 +89,14 @@ class EpisodeEngine(Protocol):
 
 
 class Workflow(Referable):
-    """Base class of episodes. Subclasses are recorded by import path and constructor arguments."""
+    """Base class of episodes. Subclasses are recorded by import path and constructor arguments.
+
+    Attributes:
+        fields: what its trajectories have beyond `TRAJECTORY_FIELDS`, by name: a loss, an advantage
+            and a token function read it by that name. `rollout.field_bytes` gives it room.
+    """
+
+    fields: Mapping[str, TensorMetadata] = MappingProxyType({})
 
     async def run_episode(
         self, prompt: dict[str, Any], engine: EpisodeEngine

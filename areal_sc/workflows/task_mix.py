@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, zip_longest
 from typing import Any, Final
 
+import numpy as np
+
 from areal_sc.errors import WorkflowError
+from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import PART_PREFIX
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
@@ -40,7 +43,7 @@ class MixedWorkflow(Workflow):
     """Plays each episode by the workflow of its row's task.
 
     The reward of a trajectory of task NAME is also its metric `reward/NAME`, so each task has a
-    curve, and a mean in each step, evaluation and summary.
+    curve, and a mean in each step, evaluation and summary. Fields that other tasks have are 0.
 
     Args:
         workflows: by name of the task.
@@ -48,6 +51,7 @@ class MixedWorkflow(Workflow):
 
     def __init__(self, workflows: Mapping[str, Workflow]) -> None:
         self.workflows = dict(workflows)
+        self.fields = _fields_of_all(self.workflows)
 
     async def run_episode(
         self, prompt: dict[str, Any], engine: EpisodeEngine
@@ -57,8 +61,20 @@ class MixedWorkflow(Workflow):
         if played is None:
             return None
         if isinstance(played, Trajectory):
-            return _with_curve(played, name)
-        return [_with_curve(row, name) for row in played]
+            return self._as_of_mix(played, name)
+        return [self._as_of_mix(row, name) for row in played]
+
+    def _as_of_mix(self, row: Trajectory, name: str) -> Trajectory:
+        """With its task's curve, and zeros in the fields that other tasks have."""
+        zeros = {
+            other: np.zeros(
+                field.shape if field.per_row else (len(row.input_ids), *field.shape), field.dtype
+            )
+            for other, field in self.fields.items()
+            if other not in self.workflows[name].fields
+        }
+        curve = {f"{PART_PREFIX}{name}": float(row.reward)}
+        return replace(row, metrics={**row.metrics, **curve}, fields={**zeros, **row.fields})
 
     def check(self) -> None:
         for workflow in self.workflows.values():
@@ -146,5 +162,13 @@ def _without_name(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != TASK_KEY}
 
 
-def _with_curve(row: Trajectory, name: str) -> Trajectory:
-    return replace(row, metrics={**row.metrics, f"{PART_PREFIX}{name}": float(row.reward)})
+def _fields_of_all(workflows: Mapping[str, Workflow]) -> dict[str, TensorMetadata]:
+    """Raises: WorkflowError: two of them have a field of one name that is not the same."""
+    fields = dict[str, TensorMetadata]()
+    for name, workflow in workflows.items():
+        for field, declared in workflow.fields.items():
+            if fields.setdefault(field, declared) != declared:
+                raise WorkflowError(
+                    f"task {name!r}: another task's field {field!r} is not the same"
+                )
+    return fields

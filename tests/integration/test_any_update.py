@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,82 @@ def test_a_recipe_of_ones_own_on_two_ranks(
             actor.compute(batch, "nowhere:at_all", field="advantages")
         with pytest.raises(WorkflowError, match=r"'recipe:discounted' raised KeyError"):
             actor.compute(batch, function, field="advantages")  # there are none to discount
+
+
+OWN_FIELDS = """
+import torch
+
+from areal_sc import SingleTurnWorkflow, TensorMetadata
+from areal_sc.algorithms.losses import Metric
+
+
+class Noted(SingleTurnWorkflow):
+    fields = {
+        "place": TensorMetadata(dtype="int32"),
+        "choices": TensorMetadata((2,), "int32"),
+        "difficulty": TensorMetadata(per_row=True),
+    }
+
+    async def run_episode(self, prompt, engine):
+        row = await super().run_episode(prompt, engine)
+        row.fields = {
+            "place": range(len(row.input_ids)),
+            "choices": [[token, 2 * token] for token in row.input_ids],
+            "difficulty": 0.25,
+        }
+        return row
+
+
+def by_choices(tokens):
+    place, choices = tokens.fields["place"], tokens.fields["choices"]
+    assert place.dtype == choices.dtype == torch.int32
+    assert choices.shape == (len(place), 2)
+    is_right = (choices[:, 1] == 2 * choices[:, 0]) & (place == tokens.rows.position)
+    loss = -tokens.mean(tokens.logprobs * tokens.fields["advantages"], "token")
+    seen = {"right": is_right.float(), "difficulty": tokens.fields["difficulty"]}
+    return loss, {name: Metric.mean(values) for name, values in seen.items()}
+
+
+def of_place(tokens):
+    return tokens.fields["choices"][:, 1] - 2 * tokens.fields["choices"][:, 0] + 0.5
+"""
+
+
+def test_fields_of_a_workflow_reach_the_loss(
+    tiny_config: Callable[..., GRPOConfig],
+    scheduler: Scheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On two ranks, one of which has no row of a minibatch; several values a token among them."""
+    (tmp_path / "own_fields.py").write_text(OWN_FIELDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny_config(
+        "actor.parallel.data=2",
+        "actor.ppo.loss=own_fields:by_choices",
+        "actor.ppo.num_minibatches=2",
+        "rollout.train_batch_groups=1",
+        "rollout.group_size=3",
+        "rollout.field_bytes=16",
+        "total_steps=4",
+    )
+    workflow = importlib.import_module("own_fields").Noted(by_letters)
+    actor = TrainController(make_actor(config.actor), scheduler)
+    rollout = RolloutController(make_generator(config.rollout), scheduler)
+    prompts = letter_prompts(16, seed=0)
+    config.rollout.field_bytes = 15
+    with pytest.raises(ConfigError, match=r"rollout\.field_bytes: expected at least 16"):
+        rollout.register(prompts, workflow)
+    config.rollout.field_bytes = 16
+    with start(actor, rollout):
+        for _ in range(2):
+            batch = rollout.prepare_batch(prompts, workflow)
+            assert set(batch.fields) >= {"place", "choices[2].0", "choices[2].1", "difficulty"}
+            batch = actor.compute(batch, "own_fields:of_place", field="made")
+            batch = actor.compute_proximal_logprobs(actor.compute_advantages(batch))
+            stats = actor.ppo_update(batch)
+            assert (stats["right"], stats["difficulty"]) == (1.0, 0.25)
+            actor.publish_weights(rollout)
 
 
 def test_a_critic_is_trained_by_its_own_loss_and_a_frozen_model_stays(

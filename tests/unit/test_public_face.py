@@ -41,6 +41,7 @@ PUBLIC = {
     "JsonlPrompts",
     "Prompts",
     "SingleTurnWorkflow",
+    "TensorMetadata",
     "Trajectory",
     "Workflow",
     "load_prompts",

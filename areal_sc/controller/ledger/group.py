@@ -9,8 +9,15 @@ from typing import Final
 
 from msgspec import Struct
 
-from areal_sc.errors import WorkflowError
-from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.metadata import (
+    MADE_FIELDS,
+    MAX_COLUMNS,
+    TRAJECTORY_FIELDS,
+    BatchMetadata,
+    PromptReference,
+    TensorMetadata,
+)
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workflows.base import Workflow
@@ -86,6 +93,34 @@ class RolloutSource:
         if wanted is None:
             raise WorkflowError(f"a stream of prompts has no length: give {argument}, how many")
         return wanted
+
+
+def check_fields(workflow: Workflow, field_bytes: int) -> None:
+    """Whether the fields that a workflow adds have names, and room.
+
+    Args: field_bytes: `rollout.field_bytes`.
+    Raises: WorkflowError: one has no name that a field may have. ConfigError: they take more.
+    """
+    where, taken = f"{type(workflow).__name__}.fields", (*TRAJECTORY_FIELDS, *MADE_FIELDS)
+    for name, field in workflow.fields.items():
+        if not isinstance(field, TensorMetadata):
+            raise WorkflowError(f"{where}: expected a TensorMetadata, got {field!r}")
+        if not name.isidentifier() or name in taken:
+            raise WorkflowError(
+                f"{where}: expected a name other than {', '.join(taken)}; got {name!r}"
+            )
+    num_columns = sum(field.num_values for field in workflow.fields.values())
+    if num_columns > MAX_COLUMNS:
+        raise WorkflowError(
+            f"{where}: expected at most {MAX_COLUMNS} values a token, got {num_columns}"
+        )
+    needed = sum(field.token_bytes for field in workflow.fields.values())
+    if needed > field_bytes:
+        described = (f"{it.dtype}{[*it.shape]} {name}" for name, it in workflow.fields.items())
+        raise ConfigError(
+            f"rollout.field_bytes: expected at least {needed}, the bytes a token of {where} "
+            f"({', '.join(described)}), got {field_bytes}"
+        )
 
 
 def check_first_rows(prompts: PromptSource, workflow: Workflow) -> None:

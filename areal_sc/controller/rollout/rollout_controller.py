@@ -23,7 +23,7 @@ from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.dry_run import TaskLook
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
-from areal_sc.controller.ledger.group import RolloutSource, check_first_rows
+from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
@@ -379,6 +379,7 @@ class RolloutController(WeightsReader):
         source = RolloutSource(dataset, number, self._sources.num_rows(dataset))
         if source not in self._checked:
             check_first_rows(prompts, workflow)
+            check_fields(workflow, self.config.field_bytes)
             self._checked.add(source)
         if self.is_dry_run:
             self._task_look.look(source, self._sources.make_readable)

@@ -303,7 +303,7 @@ class _SpreadLogprobs(torch.autograd.Function):
 
 
 def _no_sums(hidden: torch.Tensor) -> tuple[VocabularySums, torch.Tensor]:
-    """Of no logits; and [N] zeros, for the logits of the targets."""
+    """The sums over no logits, and [N] zeros for the logits of the targets."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     zeros = hidden.new_zeros(4, len(hidden), dtype=dtype)
     # a peak that every logit is above, and differences to which are finite

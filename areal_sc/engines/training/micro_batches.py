@@ -228,8 +228,7 @@ def make_micro_batch(
     borders = torch.searchsorted(places, torch.tensor([tokens.start + 1, tokens.stop + 1]))
     own = slice(*borders.tolist())
     asked_index = token_index[places]
-    of_asked = {name: values[asked_index] for name, values in rows.fields.items()} if chosen else {}
-    fields = {f"field {name}": values for name, values in of_asked.items()}
+    fields = {f"field {name}": values[asked_index] for name, values in rows.fields.items()}
     of_rows = {}
     if numbers is not None:
         of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
@@ -262,6 +261,6 @@ def make_micro_batch(
         there["positions"],
         there["targets"],
         asked_index,
-        {name: there[f"field {name}"] for name in of_asked},
+        {name: there[f"field {name}"] for name in rows.fields},
         loss_rows,
     )

@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from areal_sc.algorithms.loss_tokens import LossCounts, LossTokens
-from areal_sc.algorithms.losses import Loss, Metric, checked
+from areal_sc.algorithms.losses import Loss, Metric, Metrics, checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import RankPosition, column_of
@@ -46,7 +46,7 @@ from areal_sc.engines.training.process_group import (
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count_rows
 from areal_sc.engines.training.snapshots import Snapshots
-from areal_sc.engines.training.update_metrics import UpdateMetrics
+from areal_sc.engines.training.update_metrics import MISMATCH, NUM_COMPARED, UpdateMetrics
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import threads_of_rank
@@ -84,6 +84,7 @@ class MinibatchLoss:
         rows: that the micro-batches are taken from.
         counts: what the minibatch holds on all ranks; the denominators.
         is_first: no weight has changed since the step began.
+        version: of the policy that the step begins from.
         head: of the model.
         metrics: of the step; those of each micro-batch are added.
 
@@ -95,6 +96,7 @@ class MinibatchLoss:
     rows: PackedRows
     counts: LossCounts
     is_first: bool
+    version: int
     head: ModelHead
     metrics: UpdateMetrics
 
@@ -145,11 +147,24 @@ class MinibatchLoss:
             loss=Metric.sum(value),
             **({"entropy": Metric.mean(entropy)} if is_lm else {}),
             num_effective_tokens=Metric.sum(torch.ones_like(entropy)),
+            **self._mismatch(fields, output.detach()),
             **of_loss,
         )
         if not value.requires_grad:
             return None, None
         return torch.autograd.grad(value, (output, entropy), allow_unused=True)
+
+    def _mismatch(self, fields: TokenFields, output: torch.Tensor) -> Metrics:
+        """How far the sampler's log-probabilities are from these, of tokens of the same weights."""
+        names = ("behavior_logprobs", "versions")
+        if not self.is_first or self.head is not ModelHead.lm:
+            return {}
+        if not all(name in self.rows.fields for name in names):
+            return {}
+        behavior, versions = (fields[name] for name in names)
+        is_same = versions == self.version
+        gaps = (output - behavior).abs().masked_fill(~is_same, 0)
+        return {MISMATCH: Metric.sum(gaps), NUM_COMPARED: Metric.sum(is_same.float())}
 
 
 class RankEngine(ABC):
@@ -316,6 +331,7 @@ class RankEngine(ABC):
                 batch.rows,
                 counts,
                 is_first=not metrics.gradient_norms,
+                version=step,
                 head=self.config.head,
                 metrics=metrics,
             )

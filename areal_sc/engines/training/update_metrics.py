@@ -10,12 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from traceback import format_exception_only
+from typing import Final
 
 import torch
 
 from areal_sc.algorithms.losses import Metric, Metrics
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ArealError, WorkflowError
+
+MISMATCH: Final = "mismatch"
+"""Sum of differences of log-probabilities, in nats, over the tokens that `NUM_COMPARED` counts."""
+NUM_COMPARED: Final = "num_compared_tokens"
 
 
 @dataclass
@@ -66,7 +71,9 @@ class UpdateMetrics:
             lr: learning rate of the step.
         Returns: every metric that the loss gave, and `entropy`; `loss` and `grad_norm`, means over
             the updates; `lr`; and `num_tokens`, `num_loss_tokens`, `num_effective_tokens`,
-            `num_updates`, `num_skipped_updates`, `num_micro_batches` (of each rank). Effective
+            `num_updates`, `num_skipped_updates`, `num_micro_batches` (of each rank); and, where
+            there are tokens of the weights that the step begins from, the `mismatch` of trainer and
+            sampler there, the mean difference of log-probabilities in nats. Effective
             tokens are trained ones that go through the model: not those of rows of advantage 0.
             Without any, means over them are NaN.
         Raises: WorkflowError: on all ranks: the loss has failed on one, or ranks combine a metric
@@ -76,6 +83,9 @@ class UpdateMetrics:
         finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
         made = [norm for norm in finite if norm != 0]
         loss = combined.pop("loss", 0.0) / max(1, len(self.gradient_norms))
+        mismatch, num_compared = (combined.pop(name, 0.0) for name in (MISMATCH, NUM_COMPARED))
+        if num_compared:
+            combined[MISMATCH] = mismatch / num_compared
         return {
             "loss": loss,
             "grad_norm": sum(made) / max(1, len(made)),

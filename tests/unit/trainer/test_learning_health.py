@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from areal_sc.config.schema import Dtype
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History
 from areal_sc.trainer.learning_health import NUM_STEPS, LearningHealth
@@ -192,6 +193,30 @@ def test_evaluations_that_fall_while_training_rises(
     health = LearningHealth()
     evaluated(health, scores, name)
     assert ("falling evaluation" in health.complaints) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mismatch", "is_wrong"),
+    [
+        (Dtype.float32, 1e-4, False),
+        (Dtype.float32, 0.02, True),
+        (Dtype.bfloat16, 0.04, False),
+        (Dtype.bfloat16, 0.3, True),
+    ],
+)
+def test_a_trainer_and_a_generator_that_disagree(
+    dtype: Dtype, mismatch: float, is_wrong: bool
+) -> None:
+    """In those of the steps that have tokens of their own weights."""
+    health, rng = LearningHealth(dtype), random.Random(0)
+    for number in range(2 * NUM_STEPS):
+        metrics = step(number, **learns(number / 40, rng))
+        if number % 3 == 0:
+            metrics.train["mismatch"] = mismatch  # type: ignore[index]
+        health.on_step(metrics)
+    assert list(health.complaints) == (["disagreement"] if is_wrong else [])
+    if is_wrong:
+        assert f"differ by {mismatch:g} nats" in health.complaints["disagreement"]
 
 
 def test_a_resumed_run_knows_how_it_began() -> None:

@@ -32,7 +32,7 @@ def row(num_tokens: int, **changes: Any) -> Trajectory:
     ],
 )
 def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
-    rows = checked_episode(returned, LIMITS, is_trained=True)
+    rows = checked_episode(returned, LIMITS, {}, is_trained=True)
     assert isinstance(rows, list)
     assert [len(row.input_ids) for row in rows] == lengths
 
@@ -59,7 +59,7 @@ def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
     ],
 )
 def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str) -> None:
-    rejection = checked_episode(returned, LIMITS, is_trained=True)
+    rejection = checked_episode(returned, LIMITS, {}, is_trained=True)
     assert isinstance(rejection, Rejection)
     assert rejection.cause == cause
     assert re.search(message, rejection.message)
@@ -67,11 +67,11 @@ def test_one_bad_row_rejects_the_episode(returned: Any, cause: str, message: str
 
 def test_without_a_limit_of_its_own_an_episode_has_that_of_a_row() -> None:
     limits = RolloutConfig(max_context_tokens=8)
-    assert isinstance(checked_episode([row(4), row(4)], limits, is_trained=True), list)
-    assert isinstance(checked_episode([row(4), row(5)], limits, is_trained=True), Rejection)
+    assert isinstance(checked_episode([row(4), row(4)], limits, {}, is_trained=True), list)
+    assert isinstance(checked_episode([row(4), row(5)], limits, {}, is_trained=True), Rejection)
 
 
 def test_a_greedy_row_is_for_evaluations() -> None:
     greedy = [row(2), row(2, temperatures=[0.0, 0.0])]
-    assert isinstance(checked_episode(greedy, LIMITS, is_trained=False), list)
-    assert isinstance(checked_episode(greedy, LIMITS, is_trained=True), Rejection)
+    assert isinstance(checked_episode(greedy, LIMITS, {}, is_trained=False), list)
+    assert isinstance(checked_episode(greedy, LIMITS, {}, is_trained=True), Rejection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -359,6 +360,27 @@ def test_nan_stands_for_what_the_first_minibatch_makes(engine: FSDPEngine, tmp_p
         found.append(weights(engine))
     for name, values in found[0].items():
         torch.testing.assert_close(found[1][name], values, atol=1e-6, rtol=0)
+
+
+def test_trainer_and_sampler_are_compared_on_tokens_of_the_same_weights(
+    engine: FSDPEngine,
+) -> None:
+    """Those of the first minibatch that the step's version has sampled."""
+    rows = make_rows()
+    own = engine.forward(rows, "logprobs")
+    fields = {**rows.fields, "versions": torch.arange(len(own), dtype=torch.int32) % 2 + 4}
+    given = replace(rows, fields=fields)
+    is_compared = rows.fields["loss_mask"] & (fields["versions"] == 5)
+    starts = torch.tensor([0, *itertools.accumulate(LENGTHS)][:-1])
+    is_compared[starts] = False
+    advantages = torch.tensor(rows.advantages).repeat_interleave(torch.tensor(LENGTHS))
+    is_compared &= advantages != 0
+    gaps = (engine.forward(rows, "logprobs") - fields["behavior_logprobs"]).abs()
+    expected = float(gaps[is_compared].mean())
+    stats = ppo_update(engine, [given, given], step=5)
+    assert stats["mismatch"] == pytest.approx(expected, rel=1e-4)
+    assert "num_compared_tokens" not in stats
+    assert "mismatch" not in ppo_update(engine, [given], step=6)
 
 
 def reinforce(tokens: LossTokens) -> tuple[torch.Tensor, Metrics]:

@@ -1,0 +1,146 @@
+"""Fields that a workflow adds to its trajectories: what is checked before they are sealed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.controller.ledger.group import check_fields
+from areal_sc.errors import ConfigError, MetadataError, WorkflowError
+from areal_sc.metadata import MAX_COLUMNS, TensorMetadata, shape_of_column
+from areal_sc.rejection import Rejection
+from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.workers.trajectory_checks import checked_episode
+from areal_sc.workflows.base import Trajectory, Workflow
+from areal_sc.workflows.task_mix import MixedWorkflow
+
+FIELDS = {
+    "turn": TensorMetadata(dtype="int32"),
+    "choices": TensorMetadata((2, 3), "uint8"),
+    "difficulty": TensorMetadata(per_row=True),
+}
+LIMITS = RolloutConfig(path="model", max_context_tokens=8)
+
+
+def row(**fields: Any) -> Trajectory:
+    given = {"turn": [0, 1, 1], "choices": np.ones((3, 2, 3)), "difficulty": 0.5} | fields
+    given["choices"] = np.asarray(given["choices"]).astype("int64")
+    logprobs, versions = [0.0, -1.0, -1.0], [-1, 0, 0]
+    tokens = ([1, 2, 3], [False, True, True], logprobs, versions, [1.0] * 3)
+    return Trajectory(*tokens, reward=1.0, fields=given)
+
+
+def problem(trajectory: Trajectory) -> str:
+    found = checked_episode(trajectory, LIMITS, FIELDS, is_trained=True)
+    assert isinstance(found, Rejection)
+    return found.message
+
+
+def test_lists_arrays_and_tensors_become_arrays_of_the_declared_dtype() -> None:
+    for turn in ([0, 1, 1], np.array([0, 1, 1]), torch.tensor([0, 1, 1]), [False, True, True]):
+        found = checked_episode(row(turn=turn), LIMITS, FIELDS, is_trained=True)
+        assert isinstance(found, list)
+        (trajectory,) = found
+        assert {name: (v.dtype, v.shape) for name, v in trajectory.fields.items()} == {
+            "turn": (np.int32, (3,)),
+            "choices": (np.uint8, (3, 2, 3)),
+            "difficulty": (np.float32, ()),
+        }
+        assert trajectory.fields["turn"].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"more": 1}, r"fields \['choices', .* 'more', 'turn'\], and Workflow.fields declares"),
+        ({"turn": [0, 1]}, r"'turn' has the shape \(2,\), expected \(3,\)"),
+        ({"turn": [0.0, 0.5, 1.0]}, "'turn' is not what int32 can hold"),
+        ({"turn": [0, 1, 2**31]}, "'turn' is not what int32 can hold"),
+        ({"turn": [[0], [1, 2], [3]]}, "'turn' is no array"),
+        ({"turn": ["a", "b", "c"]}, "'turn' is not what int32 can hold"),
+        ({"choices": np.full((3, 2, 3), 256)}, "'choices' is not what uint8 can hold"),
+        ({"choices": np.full((3, 2, 3), -1)}, "'choices' is not what uint8 can hold"),
+        ({"difficulty": float("nan")}, "'difficulty' is not what float32 can hold"),
+        ({"difficulty": [0.1, 0.2, 0.3]}, r"'difficulty' has the shape \(3,\), expected \(\)"),
+    ],
+)
+def test_what_cannot_be_used_rejects_the_episode(fields: dict[str, Any], message: str) -> None:
+    assert re.search(message, problem(row(**fields)))
+
+
+def test_columns_come_together_again() -> None:
+    values = torch.arange(5 * 6).view(5, 2, 3)
+    names = FIELDS["choices"].columns("choices")
+    assert [shape_of_column(name) for name in names] == [("choices", (2, 3))] * 6
+    assert shape_of_column("turn") == ("turn", ())
+    columns = dict(zip(names, values.flatten(1).unbind(1), strict=True))
+    shuffled = {name: columns[name] for name in sorted(names, reverse=True)}
+    found = PackedRows({**shuffled, "turn": torch.zeros(5)}, (2, 3)).joined()
+    assert found.fields.keys() == {"turn", "choices"}
+    assert torch.equal(found.fields["choices"], values)
+    empty = PackedRows({name: values[:0] for name, values in columns.items()}, ()).joined()
+    assert empty.fields["choices"].shape == (0, 2, 3)
+
+
+class Own(Workflow):
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+
+
+def test_names_and_room_are_checked_before_a_run() -> None:
+    check_fields(Own(FIELDS), 4 + 6 + 4)
+    with pytest.raises(
+        ConfigError,
+        match=r"field_bytes: expected at least 14, the bytes a token of Own.fields "
+        r"\(int32\[\] turn, uint8\[2, 3\] choices, float32\[\] difficulty\), got 13",
+    ):
+        check_fields(Own(FIELDS), 13)
+    for name in ("versions", "proximal_logprobs", "a b"):
+        with pytest.raises(WorkflowError, match=f"got '{name}'"):
+            check_fields(Own({name: TensorMetadata()}), 100)
+    with pytest.raises(WorkflowError, match="expected a TensorMetadata, got 'int32'"):
+        check_fields(Own({"turn": "int32"}), 100)
+    with pytest.raises(WorkflowError, match=f"at most {MAX_COLUMNS} values a token"):
+        check_fields(Own({"many": TensorMetadata((MAX_COLUMNS + 1,))}), 10_000)
+
+
+@pytest.mark.parametrize("arguments", [{"dtype": "float64"}, {"shape": (0,)}, {"shape": (2.0,)}])
+def test_a_field_that_there_cannot_be(arguments: dict[str, Any]) -> None:
+    with pytest.raises(MetadataError, match="of a field: expected"):
+        TensorMetadata(**arguments)
+
+
+class Plays(Workflow):
+    def __init__(self, fields: dict[str, TensorMetadata], given: dict[str, Any]) -> None:
+        self.fields = fields
+        self.given = given
+
+    async def run_episode(self, prompt: dict[str, Any], engine: Any) -> Trajectory:
+        tokens = ([1, 2], [False, True], [0.0, -1.0], [-1, 0], [1.0] * 2)
+        return Trajectory(*tokens, reward=1.0, fields=self.given)
+
+
+async def test_tasks_of_a_mix_have_zeros_in_the_fields_of_others() -> None:
+    mix = MixedWorkflow(
+        {
+            "turns": Plays({"turn": TensorMetadata(dtype="int32")}, {"turn": [0, 1]}),
+            "plain": Plays({}, {}),
+        }
+    )
+    engine: Any = None
+    for name, turn in (("turns", [0, 1]), ("plain", [0, 0])):
+        played = await mix.run_episode({"task": name}, engine)
+        (found,) = checked_episode(played, LIMITS, mix.fields, is_trained=True)
+        assert found.fields["turn"].tolist() == turn
+    with pytest.raises(WorkflowError, match="another task's field 'turn' is not the same"):
+        MixedWorkflow(
+            {
+                "a": Plays({"turn": TensorMetadata()}, {}),
+                "b": Plays({"turn": TensorMetadata((2,))}, {}),
+            }
+        )
