@@ -100,7 +100,7 @@ class FSDPPPOActor(TrainHandle):
         gradients that were before are averaged, in float32. At another time there are pieces of the
         vocabulary's parameters, their gradients, and a copy to be averaged. Where FSDP brings it
         from host memory, there are two gradients of it. A rank that computes all rows on its device
-        has one layer's gradients.
+        has the gradients of one layer, or of its embeddings.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
 
         Args: most_of_vocabulary: bytes of a piece of it.
@@ -114,7 +114,7 @@ class FSDPPPOActor(TrainHandle):
         largest = shape.num_vocabulary_parameters or 0
         of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
-            return width * layer // parallel.tensor
+            return width * max(layer, largest) // parallel.tensor
         if self.config.cpu_offload:
             of_layers += (width + FLOAT32_BYTES) * layer // parallel.num_ranks
         if rows_ranks == 1:

@@ -41,8 +41,8 @@ GROUP_BYTES = 4 * 4 * 400 + 7 * 64
 ROW_BYTES = (1 + 2) * 2 * GROUP_BYTES  # eta + 1 batches admitted, one in training
 GATHERED_BYTES = 3 * 4 * NUM_PARAMETERS
 """All parameters are those of the vocabulary: at most float32, gradients, and these averaged."""
-ADDED_BYTES = 2 * NUM_PARAMETERS
-"""Of one rank, which has them all: rounded copies."""
+ADDED_BYTES = (2 + 2) * NUM_PARAMETERS
+"""Of one rank, which has them all: rounded copies, and their gradients."""
 SGLANG = ["rollout.engine=sglang", "actor.dtype=bfloat16"]
 REPOSITORY = Path(__file__).parents[3]
 ONE_GPU = str(REPOSITORY / "configs" / "one_gpu.yaml")
@@ -200,12 +200,12 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:
-    """Values, gradients and their copy; alone there is nothing to gather."""
+    """Values, gradients and their copy; alone, gradients."""
     folder = stand_in(tmp_path / "model", PIECE_BYTES, 400)
     gathered = functools.partial(gathered_bytes, load, folder)
     assert gathered("actor.parallel.data=2") == 3 * PIECE_BYTES
     assert gathered("actor.parallel={data: 2, tensor: 2}") == 3 * PIECE_BYTES
-    assert gathered("actor.parallel.tensor=2", "actor.dtype=bfloat16") == 2 * 400 // 2
+    assert gathered("actor.parallel.tensor=2", "actor.dtype=bfloat16") == 2 * PIECE_BYTES // 2
     both = ("actor.cpu_offload=true", "actor.dtype=bfloat16")
     assert gathered(*both) == 2 * (2 + 4) * PIECE_BYTES
 
