@@ -235,6 +235,8 @@ class Summary:
         wait_share, train_share, sync_share: of the steps' time; see `StepMetrics`.
         accuracy_before, accuracy_after: means of the workflow's metric of that name.
         reward_parts_before, reward_parts_after: see `StepMetrics.reward_parts`.
+        metrics_before, metrics_after: other means of the evaluations: those of the workflow, or the
+            loss and margin of held-out rows.
         other_evaluations: name of an evaluation -> accuracy and reward of its newest result: those
             of further prompts (`NAME/before`, ...), and `periodic`.
         max_token_staleness_trained, max_group_staleness: in policy versions.
@@ -253,6 +255,8 @@ class Summary:
     reward_after: float | None = None
     reward_parts_before: Mapping[str, float] | None = None
     reward_parts_after: Mapping[str, float] | None = None
+    metrics_before: Mapping[str, float] | None = None
+    metrics_after: Mapping[str, float] | None = None
     other_evaluations: Mapping[str, Mapping[str, float | None]] | None = None
     max_token_staleness_trained: int | None = None
     max_group_staleness: int | None = None
@@ -302,6 +306,8 @@ def summarize(
     for name in ("before", "after"):
         if name in named and (parts := named[name].reward_parts()):
             measured[f"reward_parts_{name}"] = parts
+        if name in named and (means := named[name].workflow):
+            measured[f"metrics_{name}"] = dict(means)
     if "greedy" in named:
         measured["greedy_accuracy_after"] = named["greedy"].accuracy
     further = {

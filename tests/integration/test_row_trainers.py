@@ -163,7 +163,10 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_
     assert losses[0] == pytest.approx(3.7, abs=0.1)  # log 39: nothing is known
     assert losses[20] < losses[10] < losses[0]
     assert (run_dir / "model" / "model.safetensors").is_file()
-    assert json.loads((run_dir / "summary.json").read_text())["num_steps"] == 20
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["num_steps"] == 20
+    assert summary["metrics_before"] == {"loss": losses[0]}
+    assert summary["metrics_after"] == {"loss": losses[20]}
 
 
 def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path) -> None:
