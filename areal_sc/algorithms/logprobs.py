@@ -226,10 +226,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             normalizer[part] = sums.normalizer
             logprobs[part] = of_targets - sums.total.log()
             entropy[part] = sums.entropy
-        if num_tokens > chunk_tokens:
-            keep = None
-        elif keep is not None and not is_fused(keep):
-            keep.div_(sums.total[:, None])
+            if num_tokens > chunk_tokens:
+                keep = None
+            elif not is_fused(logits):
+                keep.div_(sums.total[:, None])
+            del logits  # before those of the next chunk come
         ctx.save_for_backward(
             hidden, weight, bias, targets, is_foreign, temperatures, normalizer, entropy, keep
         )
@@ -272,6 +273,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 add_gradient_product(grad_weight, grad_logits.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=dtype)
+            del grad_logits
         if grad_hidden is not None and ctx.vocabulary is not None:
             ctx.vocabulary.sum(grad_hidden)
         if grad_hidden is not None:

@@ -242,6 +242,7 @@ class _SpreadLogprobs(torch.autograd.Function):
                 if keeps:
                     kept += [for_backward, of_piece.peak.clone()]
                 sums.part(part).add(of_piece)
+                del logits, for_backward  # before those of the next chunk come
         if vocabulary is not None and is_foreign is not None:
             sums.move(vocabulary.max(sums.peak.clone()))
             stacked = torch.stack([sums.total, sums.weighed, of_targets.masked_fill(is_foreign, 0)])
