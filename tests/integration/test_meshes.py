@@ -51,6 +51,8 @@ MESHES_OF = {
     "capped": ("one", "tp2", "sp2"),
     "fused": ("one", "tp2"),
 }
+ROUNDED = ("one", "tp2", "dp2_tp2")
+"""Meshes that compute in bfloat16, without FSDP and with it."""
 RESUMED = {  # what others have saved before, in the order in which they run
     "one": (),
     "dp2_sp2": ("one",),
@@ -125,7 +127,7 @@ def results(folder: Path) -> Results:
         scenarios[f"shared_experts_{mesh}"] |= {"resumes": [by_one], "resumes_step": 1}
     scenarios |= {
         "resumed_by_one": scenario(tied, "one", steps=[], **resumes(MESHES)),
-        "bfloat16": scenario(tied, "dp2_tp2", dtype="bfloat16"),
+        **{f"bfloat16_{mesh}": scenario(tied, mesh, dtype="bfloat16") for mesh in ROUNDED},
         "spoilt_layer": scenario(tied, "tp2", spoilt="last layer"),
         "lost_files": scenario(tied, "tp2", spoilt="files"),
         "spoilt_exchange": scenario(tied, "sp2", spoilt="exchange"),
@@ -202,8 +204,10 @@ def test_layers_whose_features_all_ranks_gather(results: Results) -> None:
     assert_same_training(results["fused_tp2"], results["fused_one"][0])
 
 
-def test_bfloat16_on_a_mesh_stays_near_float32(results: Results) -> None:
-    for rank in results["bfloat16"]:
+@pytest.mark.parametrize("mesh", ROUNDED)
+def test_bfloat16_on_a_mesh_stays_near_float32(mesh: str, results: Results) -> None:
+    for rank in results[f"bfloat16_{mesh}"]:
+        assert "error" not in rank, rank["error"]
         assert {values.dtype for values in rank["weights"].values()} == {torch.bfloat16}
         assert difference(rank["weights"], results["tied_one"][0]["weights"]) < 0.02
 

@@ -57,7 +57,8 @@ def results(folder: Path) -> Results:
         | {
             f"new_{mesh}": scenario(lm, mesh, head="value", loss="values", steps=[0])
             for mesh in ("one", "dp2")
-        },
+        }
+        | {"rounded": scenario(model, "one", head="value", loss="values", dtype="bfloat16")},
     )
     return found | run_ranks(
         folder,
@@ -114,6 +115,12 @@ def test_values_are_trained_as_one_float64_process_does(
     for rank in results[mesh]:
         assert "error" not in rank, rank["error"]
         assert difference(rank["weights"], expected) <= 1e-5
+
+
+def test_values_in_bfloat16_stay_near_float32(results: Results) -> None:
+    (rank,), (exact,) = results["rounded"], results["one"]
+    assert "error" not in rank, rank["error"]
+    assert difference(rank["weights"], exact["weights"]) < 0.02
 
 
 @pytest.mark.parametrize("mesh", ["one", "dp2"])
