@@ -82,6 +82,7 @@ class TensorMetadata(Struct, frozen=True, array_like=True):
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of a token's values."""
         return self.num_values * FIELD_DTYPES[self.dtype]
 
     def columns(self, name: str) -> list[str]:

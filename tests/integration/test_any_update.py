@@ -37,12 +37,11 @@ def imitate(tokens, *, weight):
 """
 
 
-def documented_recipe() -> str:
-    """The functions of docs/own-loop.md."""
+def documented_blocks(*beginnings: str) -> list[str]:
+    """The Python of docs/own-loop.md that begins so."""
     page = (REPOSITORY / "docs" / "own-loop.md").read_text()
-    blocks = re.findall(r"```python\n(def (?:gspo|discounted).*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
-    return "import torch\n\n\n" + "\n\n".join(blocks)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return [next(it for it in blocks if it.startswith(beginning)) for beginning in beginnings]
 
 
 def test_a_recipe_of_ones_own_on_two_ranks(
@@ -52,7 +51,8 @@ def test_a_recipe_of_ones_own_on_two_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GSPO, its sequence mean, and an advantage with a discount a turn, as the guide has them."""
-    (tmp_path / "recipe.py").write_text(documented_recipe())
+    recipe = "\n\n".join(documented_blocks("def gspo", "def discounted"))
+    (tmp_path / "recipe.py").write_text(f"import torch\n\n\n{recipe}")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(
         "actor.parallel.data=2",
@@ -94,23 +94,6 @@ from areal_sc import SingleTurnWorkflow, TensorMetadata
 from areal_sc.algorithms.losses import Metric
 
 
-class Noted(SingleTurnWorkflow):
-    fields = {
-        "place": TensorMetadata(dtype="int32"),
-        "choices": TensorMetadata((2,), "int32"),
-        "difficulty": TensorMetadata(per_row=True),
-    }
-
-    async def run_episode(self, prompt, engine):
-        row = await super().run_episode(prompt, engine)
-        row.fields = {
-            "place": range(len(row.input_ids)),
-            "choices": [[token, 2 * token] for token in row.input_ids],
-            "difficulty": 0.25,
-        }
-        return row
-
-
 def by_choices(tokens):
     place, choices = tokens.fields["place"], tokens.fields["choices"]
     assert place.dtype == choices.dtype == torch.int32
@@ -133,7 +116,8 @@ def test_fields_of_a_workflow_reach_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On two ranks, one of which has no row of a minibatch; several values a token among them."""
-    (tmp_path / "own_fields.py").write_text(OWN_FIELDS)
+    (documented,) = documented_blocks("class Noted")
+    (tmp_path / "own_fields.py").write_text(f"{OWN_FIELDS}\n\n{documented}")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(
         "actor.parallel.data=2",
@@ -147,7 +131,7 @@ def test_fields_of_a_workflow_reach_the_loss(
     workflow = importlib.import_module("own_fields").Noted(by_letters)
     actor = TrainController(make_actor(config.actor), scheduler)
     rollout = RolloutController(make_generator(config.rollout), scheduler)
-    prompts = letter_prompts(16, seed=0)
+    prompts = [{**prompt, "difficulty": 0.25} for prompt in letter_prompts(16, seed=0)]
     config.rollout.field_bytes = 15
     with pytest.raises(ConfigError, match=r"rollout\.field_bytes: expected at least 16"):
         rollout.register(prompts, workflow)

@@ -65,6 +65,7 @@ NOT_RUN_HERE = {
     "def gspo(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "batch = actor.compute_advantages": "tests/integration/test_any_update.py",
+    "class Noted(SingleTurnWorkflow)": "tests/integration/test_any_update.py, which runs it",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
     "from areal_sc import DPOTrainer": "tests/integration/test_row_trainers.py",
     "from areal_sc import SFTTrainer": "tests/integration/test_row_trainers.py",

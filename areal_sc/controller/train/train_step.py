@@ -5,6 +5,7 @@ Pure state: nothing here waits.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.step_life import StepState
 from areal_sc.controller.train.ranks import Ranks
 from areal_sc.errors import ArealError, BatchLost, MetadataError
-from areal_sc.metadata import BatchMetadata
+from areal_sc.metadata import BatchMetadata, RowMetadata
 
 MODEL_FIELDS: Final = ("input_ids", "loss_mask", "temperatures")
 """What a model reads of a row."""
@@ -41,7 +42,8 @@ class TrainStep:
         self._loss = loss
         self._advantages_of = None if ppo.advantage == GAE else advantage_of(ppo)
         self._lost_batch = ""
-        self._without_first: tuple[frozenset[str], int] = frozenset(), 0
+        self._without_first: tuple[frozenset[str], frozenset[tuple[int, ...]], int]
+        self._without_first = frozenset(), frozenset(), 0
 
     @property
     def needs_proximal_logprobs(self) -> bool:
@@ -63,23 +65,30 @@ class TrainStep:
 
     def note_without_first(self, batch: BatchMetadata) -> None:
         """Its proximal log-probabilities are there, but for the first minibatch of an update."""
-        self._without_first = _proximal_shards(batch), self._ranks.step.num_updates
+        first = batch.take(self._minibatches(batch, self._ppo.num_minibatches)[0])
+        episodes = frozenset(map(_episode_of, first.rows))
+        self._without_first = _proximal_shards(batch), episodes, self._ranks.step.num_updates
 
     def check_first(self, batch: BatchMetadata, num_minibatches: int) -> None:
         """Before an update on a batch, cut into so many minibatches.
 
         Raises: MetadataError: more than its first minibatch would need what is not there.
         """
-        shards, number = self._without_first
+        shards, episodes, number = self._without_first
+        if not shards & _proximal_shards(batch):
+            return
+        minibatches = self._minibatches(batch, num_minibatches)
         is_next = self._ranks.step.num_updates == number
-        if shards & _proximal_shards(batch) and not (
-            is_next and num_minibatches <= self._ppo.num_minibatches
-        ):
+        others = chain.from_iterable(minibatches[1:] if is_next else minibatches)
+        if any(_episode_of(batch.rows[row]) in episodes for row in others):
             raise MetadataError(
                 f"batch {batch.batch_id} has proximal log-probabilities for one ppo_update; "
                 "compute_proximal_logprobs(batch, whole=True) computes those of its first "
                 "minibatch, too"
             )
+
+    def _minibatches(self, batch: BatchMetadata, most: int) -> list[list[int]]:
+        return batch.partition(max(1, min(most, len(batch.episodes))), "episodes")
 
     def split(
         self, batch: BatchMetadata, loss: NamedLoss | None = None, num_minibatches: int = 0
@@ -141,6 +150,10 @@ class TrainStep:
         lost = self._ranks.step.begin_anew(cause)
         self._ranks.undo_step()
         return lost
+
+
+def _episode_of(row: RowMetadata) -> tuple[int, int, int]:
+    return row.group_id, row.attempt, row.episode
 
 
 def _proximal_shards(batch: BatchMetadata) -> frozenset[str]:

@@ -72,6 +72,10 @@ def test_a_batch_that_several_updates_train_on_needs_them_whole() -> None:
             batch = await run.actor.compute_proximal_logprobs_async(rows)
             with pytest.raises(MetadataError, match=r"compute_proximal_logprobs\(.*whole=True\)"):
                 await run.actor.update_async(batch, "cross_entropy", num_minibatches=4)
+            first, second = batch.split(2, "episodes")  # by hand
+            with pytest.raises(MetadataError, match="for one ppo_update"):
+                await run.actor.ppo_update_async(first)
+            run.actor._step.check_first(second, 2)
             await run.actor.ppo_update_async(batch)
             with pytest.raises(MetadataError, match="for one ppo_update"):
                 await run.actor.ppo_update_async(batch)
