@@ -227,7 +227,10 @@ async def test_empty_batches_have_empty_fields() -> None:
         ]:
             assert (empty.num_rows, empty.num_tokens, empty.advantages) == (0, 0, None)
             assert empty.fields["input_ids"].dtype == torch.int32
-        assert (await puller.pull(batch.take([]))).fields == {}
+        fields = (await puller.pull(batch.take([]))).fields
+        assert {name: (len(it), it.dtype) for name, it in fields.items()} == {
+            name: (0, getattr(torch, dtype)) for name, dtype in batch.dtypes.items()
+        }
         zero_tokens = await puller.pull(made[0].put({"input_ids": ids_of(0, [])}, [0, 0]))
         assert zero_tokens.lengths == (0, 0)
         assert puller.pulled_bytes == 0

@@ -60,8 +60,8 @@ def slices_of(
     if fields is not None and batch.total_batch_size:
         batch = batch.select(fields)
     dtypes = batch.dtypes
-    if not (batch.total_batch_size or dtypes):
-        dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()}
+    if not batch.total_batch_size:
+        dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()} | dtypes
     if rows is not None:
         batch = batch.take(rows)
     lengths = tuple(batch.sequence_lengths)

@@ -103,8 +103,8 @@ class Puller:
         """The asked columns and rows of a batch, in its row order (or that of `rows`).
 
         The tensors may be views of another worker's shared memory: reading is all that may be done
-        with them (a write ends the process). A batch without rows has no shards and so no dtypes:
-        asked fields come back empty, those of a trajectory with their dtype, others as float32.
+        with them (a write ends the process). Of a batch without rows asked fields that it does not
+        have come back empty, those of a trajectory with their dtype, others as float32.
 
         Raises:
             ShardGone: an owner has died, or says that it does not hold the shard (any more).
