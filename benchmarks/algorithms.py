@@ -3,9 +3,9 @@
     python benchmarks/algorithms.py [--quick] [--json FILE] [--only NAME ...] [--seeds 3]
         [--staleness 8]
 
-The quickstart's job for 80 steps, from one warm start a seed, which sorts about one prompt in seven;
-nothing is tuned to a preset. Values are accuracies on 256 held-out prompts at temperature 1. With
-`--staleness` rows may be so many versions old.
+The quickstart's job for 80 steps, from one warm start a seed, which sorts about one prompt in
+seven; nothing is tuned to a preset. Values are accuracies on 256 held-out prompts at temperature 1.
+With `--staleness` rows may be so many versions old.
 """
 
 from __future__ import annotations

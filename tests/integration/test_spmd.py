@@ -50,8 +50,8 @@ def test_two_ranks_learn_as_one_process(
         load_file(Path(run_dir, "spmd_model", "model.safetensors")) for run_dir in ("both", "alone")
     )
     assert weights.keys() == expected_weights.keys()
-    # as a whole: Adam moves a single weight by up to lr where its gradient is all rounding; from run
-    # to run the largest difference was 3e-7 to 1.2e-5
+    # as a whole: Adam moves a single weight by up to lr where its gradient is all rounding; from
+    # run to run the largest difference was 3e-7 to 1.2e-5
     for name, values in weights.items():
         expected_values = expected_weights[name]
         assert float((values - expected_values).norm() / expected_values.norm()) <= 1e-4
