@@ -23,6 +23,7 @@ LIMIT_S = 240
 
 PROMISED = {
     "admission --part doubling": {"lengths_double_just_in_time_steps_to_adapt"},
+    "algorithms": {"decoupled_ppo_0_accuracy_before", "decoupled_ppo_0_accuracy_after"},
     "against_checkout": {"cpu_s_ratio", "s_ratio_high"},
     "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
