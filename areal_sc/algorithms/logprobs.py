@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from areal_sc.algorithms.vocabulary_sums import fused_gradient, is_fused, sums_over
+from areal_sc.algorithms.vocabulary_sums import fused, gradient_of_logits, is_fused, sums_over
 
 _LEAST_BIAS: Final = -1e30
 """Least bias that is added: finite in float32 and bfloat16, also over a small temperature."""
@@ -305,14 +305,16 @@ def logits_gradient(
 
     Args:
         kept: [N, V] probabilities, or the logits where it is fused; None: computed again.
-        all others: as `fused_gradient`.
+        all others: as `gradient_of_logits`.
     """
     if is_fused(hidden):
         logits = output_logits(hidden, weight, bias) if kept is None else kept
-        return fused_gradient(
+        gradient: torch.Tensor = fused(
+            gradient_of_logits,
             *(logits, temperatures, normalizer, targets, of_targets, scale, entropy),
             *(grad_entropy, hidden.dtype if _multiplies_rounded(hidden) else logits.dtype),
         )
+        return gradient
     probabilities = kept
     if probabilities is None:
         logits = scaled_logits(hidden, weight, bias, temperatures)

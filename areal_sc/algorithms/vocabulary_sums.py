@@ -81,7 +81,7 @@ def sums_over(
         CPU exp(logit - peak), for which the logits are overwritten; where it is fused, the logits.
     """
     if is_fused(logits):
-        return VocabularySums(*_fused(_sums, logits, temperatures)), logits
+        return VocabularySums(*fused(_sums, logits, temperatures)), logits
     if temperatures is not None:
         logits = logits.div_(temperatures[:, None])
     # one pass of exponentials serves the normalizer, the entropy and the gradient
@@ -94,7 +94,7 @@ def sums_over(
     return VocabularySums(peak, exponentials.sum(-1), weighed), exponentials
 
 
-def fused_gradient(
+def gradient_of_logits(
     logits: torch.Tensor,
     temperatures: torch.Tensor | None,
     normalizer: torch.Tensor,
@@ -105,7 +105,7 @@ def fused_gradient(
     grad_entropy: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[N, V] gradient by the logits before they are divided.
+    """[N, V] gradient by the logits before they are divided; for `fused`.
 
     d logprob_t / d logit_v = (1[v = target] - p_v) / temperature.
 
@@ -120,31 +120,6 @@ def fused_gradient(
         grad_entropy: [N], or None: no gradient comes through the entropy.
         dtype: of the result.
     """
-    arguments = (logits, temperatures, normalizer, targets, of_targets, scale, entropy)
-    gradient: torch.Tensor = _fused(_gradient, *arguments, grad_entropy, dtype)
-    return gradient
-
-
-def _sums(logits: torch.Tensor, temperatures: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    if temperatures is not None:
-        logits = logits / temperatures[:, None]
-    peak = logits.amax(-1)
-    gaps = logits - peak[:, None]
-    exponentials = gaps.exp()
-    return peak, exponentials.sum(-1), (exponentials * gaps).sum(-1)
-
-
-def _gradient(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    normalizer: torch.Tensor,
-    targets: torch.Tensor,
-    of_targets: torch.Tensor,
-    scale: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     logprobs = logits - normalizer[:, None]
@@ -158,6 +133,15 @@ def _gradient(
     return torch.where(is_target, gradient + of_targets[:, None], gradient).to(dtype)
 
 
+def _sums(logits: torch.Tensor, temperatures: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    peak = logits.amax(-1)
+    gaps = logits - peak[:, None]
+    exponentials = gaps.exp()
+    return peak, exponentials.sum(-1), (exponentials * gaps).sum(-1)
+
+
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
@@ -166,7 +150,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 _cannot_compile = False
 
 
-def _fused(function: Callable[..., Any], *arguments: Any) -> Any:
+def fused(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function of tensors [N, ...] compiled for any N, or plainly where torch cannot."""
     global _cannot_compile
     if _cannot_compile:

@@ -26,10 +26,12 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
         values_of = await _values_of(rank, args.output)
 
         def compute() -> str:
-            computed = rows.take(range(args.num_left_out, rows.num_rows))
-            values = values_of(computed if args.num_left_out else rows)
-            num_left_out = rows.num_tokens - len(values)
-            values = torch.cat([values.new_full((num_left_out,), torch.nan), values])
+            if args.num_left_out:
+                computed = values_of(rows.take(range(args.num_left_out, rows.num_rows)))
+                missing = computed.new_full((rows.num_tokens - len(computed),), torch.nan)
+                values = torch.cat([missing, computed])
+            else:
+                values = values_of(rows)
             if not rows.num_rows or not rank.position.is_head:
                 return ""
             return rank.plane.store.put({args.field: values}, rows.lengths)
