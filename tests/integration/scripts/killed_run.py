@@ -23,6 +23,7 @@ from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.workers.calls import RUN_GROUP
+from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank_methods import COMPUTE, UPDATE
 from areal_sc.workflows.base import EpisodeEngine
 
@@ -30,11 +31,12 @@ SENT_AFTER_S: Final = 0.05
 """What a call sends is in the kernel's hands by then."""
 
 PLACES: Final[dict[str, tuple[type[Any], str, object, float]]] = {
-    # name: class, method, its first argument or None for any, seconds after the call begins, or
-    # when it has returned, what comes first; below 0: when it has returned
+    # name: class, method, its first argument or None for any, seconds after the call begins (of
+    # a call of ranks: after all of them have it), or when it has returned, what comes first;
+    # below 0: when it has returned
     "generating": (Fleet, "call", RUN_GROUP, SENT_AFTER_S),
-    "computing": (Fleet, "call_each", COMPUTE, SENT_AFTER_S),
-    "training": (Fleet, "call_each", UPDATE, 0.005),
+    "computing": (Fleet, "call_each", COMPUTE, 0),
+    "training": (Fleet, "call_each", UPDATE, 0),
     "trained": (Fleet, "call_each", UPDATE, -1),
     "sealed": (RolloutController, "record_version_async", None, 0),
     "recorded": (RolloutController, "record_version_async", None, -1),
@@ -49,10 +51,24 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def die_once_all_have_it(fleet: Fleet, before: list[RankDescription]) -> None:
+    """A call that has reached some ranks only has the ranks started anew."""
+    while True:
+        ranks = await fleet.call_all(DESCRIBE_RANK, None)
+        if all(map(has_more, ranks, before)):
+            die()
+        await asyncio.sleep(0.005)
+
+
+def has_more(rank: RankDescription, before: RankDescription) -> bool:
+    return (rank.num_computed, rank.operations) != (before.num_computed, before.operations)
+
+
 def die_at(place: str) -> None:
     """The first call of a method ends this process."""
     owner, name, wanted, after_s = PLACES[place]
     original: Callable[..., Any] = getattr(owner, name)
+    watches: list[asyncio.Task[None]] = []
 
     def is_meant(args: tuple[Any, ...]) -> bool:
         return wanted is None or wanted in args
@@ -66,7 +82,10 @@ def die_at(place: str) -> None:
         return result
 
     async def call_async(*args: Any, **kwargs: Any) -> Any:
-        if is_meant(args) and after_s >= 0:
+        if is_meant(args) and name == "call_each" and after_s >= 0:
+            before = await args[0].call_all(DESCRIBE_RANK, None)
+            watches.append(asyncio.create_task(die_once_all_have_it(args[0], before)))
+        elif is_meant(args) and after_s >= 0:
             asyncio.get_running_loop().call_later(after_s, die)
         result = await original(*args, **kwargs)
         if is_meant(args):
