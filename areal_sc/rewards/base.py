@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Self, TypeAlias, TypeVar
+from typing import Final, Protocol, Self, TypeAlias, TypeVar
+
+from areal_sc.system.sandbox.program import Ended, Limits, Program
 
 RewardFunction = Callable[..., float | Awaitable[float]]
-"""reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async."""
+"""reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async.
+
+An async one with a parameter `run_code` gets a `RunCode`, and may return a `Score` with parts.
+"""
 
 Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
 """One function; or several by name, each alone (weight 1) or with its weight.
@@ -18,10 +23,31 @@ Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardF
 PART_PREFIX = "reward/"
 """Before the name of one of several reward functions, among the metrics of a workflow."""
 
+RUN_CODE: Final = "run_code"
+"""Name of the parameter by which an async reward asks for the worker's sandbox."""
+
 DECLARATION = "areal_sc_declaration"
 """Attribute of a reward function that holds its `RewardDeclaration`."""
 
 _Reward = TypeVar("_Reward", bound=RewardFunction)
+
+
+class RunCode(Protocol):
+    """Runs code in the sandbox of the worker."""
+
+    async def __call__(
+        self, code: str | Program, stdin: str = "", limits: Limits | None = None
+    ) -> Ended:
+        """Runs Python text, or a program of any language, to its end.
+
+        Time limits of rewards do not count while it runs, or waits for a free place.
+
+        Args:
+            stdin: of Python text; a program has its own.
+            limits: None: those of `Limits`.
+        Raises: SandboxError: it could not be run, again and again; says nothing about the code.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +79,8 @@ class Score(float):
     """A reward that knows what it is made of; a float like any other.
 
     Attributes:
-        parts: by name, what each of several functions gave, before its weight; empty for one alone.
+        parts: by name, what each of several functions gave, before its weight, or what one has
+            measured; empty for one that gave a number alone.
     """
 
     parts: Mapping[str, float]
