@@ -31,8 +31,15 @@ from typing import Any, Final
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.log import tell_warning
 from areal_sc.rejection import RejectionKind
-from areal_sc.rewards.base import DECLARATION, RewardDeclaration, RewardFunction
-from areal_sc.rewards.functions import is_async, name_of, place_of_definition
+from areal_sc.rewards.base import (
+    DECLARATION,
+    RUN_CODE,
+    RewardDeclaration,
+    RewardFunction,
+    RunCode,
+    Score,
+)
+from areal_sc.rewards.functions import is_async, name_of, place_of_definition, runs_code
 from areal_sc.rewards.process import failure_of, finite_reward, make_unpacker, pack
 from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, from_wire, to_wire
@@ -136,6 +143,7 @@ class RewardPool:
         timeout_s: limit of one call, from the moment it begins to execute; of async rewards too.
         log_path: file that the reward processes' own output is appended to.
         sources: that folder of the run.
+        run_code: what async rewards get that ask for it.
     """
 
     def __init__(
@@ -146,6 +154,7 @@ class RewardPool:
         timeout_s: float,
         log_path: Path | str,
         sources: Path,
+        run_code: RunCode,
     ) -> None:
         if num_processes < 1 or timeout_s <= 0:
             raise ValueError(
@@ -156,6 +165,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._log_path = log_path
         self._sources = sources
+        self.run_code = run_code
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
@@ -174,8 +184,8 @@ class RewardPool:
         *,
         name: str = "",
         **extra: Any,
-    ) -> float:
-        """The reward's finite number.
+    ) -> Score:
+        """The reward's finite number; with parts, if it is async and has given them.
 
         Args: name: as messages call it; empty: that of the function.
         Raises:
@@ -204,7 +214,7 @@ class RewardPool:
         if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
             self._lanes.append(asyncio.create_task(self._run_calls()))
         try:
-            return await verdict
+            return Score(await verdict)
         finally:
             self._calls.discard(call)
 
@@ -377,14 +387,18 @@ class RewardPool:
             self._keys[id(reward)] = len(self._references) - 1
         return self._keys[id(reward)]
 
-    async def _score_on_loop(self, reward: Callable[..., Any], name: str, arguments: Any) -> float:
+    async def _score_on_loop(self, reward: Callable[..., Any], name: str, arguments: Any) -> Score:
         prompt, completion, extra = from_wire(arguments)  # its own, as a reward process has them
+        limit_s: float | None = self._timeout_s
+        if runs_code(reward):  # it waits for others' programs, and each has limits of its own
+            extra[RUN_CODE], limit_s = self.run_code, None
 
-        async def call() -> float:
-            return finite_reward(await reward(prompt, completion, **extra))
+        async def call() -> Score:
+            value = await reward(prompt, completion, **extra)
+            return Score(finite_reward(value), getattr(value, "parts", None))
 
         try:
-            return await await_user_code(call, self._timeout_s)
+            return await await_user_code(call, limit_s)
         except Raised as raised:
             if raised.is_late:
                 where = {"place": place_of(raised.error), "frames": last_frames(raised.error)}

@@ -15,7 +15,9 @@ from decimal import Decimal
 from itertools import zip_longest
 from typing import Any, Final
 
-_NUMBER: Final = re.compile(r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?", re.A)
+_NUMBER: Final = re.compile(
+    r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?", re.A
+)
 """A number as outputs have it. Longer ones are compared as texts."""
 
 

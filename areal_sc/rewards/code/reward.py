@@ -164,9 +164,7 @@ class CodeReward(Referable):
         self, block: CodeBlock, cases: Sequence[Case], run_code: RunCode
     ) -> list[Outcome]:
         """One for each test, in order; up to the first that fails, if all have to pass."""
-        ahead = (
-            asyncio.create_task(self._outcome(block, case, run_code)) for case in cases
-        )
+        ahead = (asyncio.create_task(self._outcome(block, case, run_code)) for case in cases)
         running = deque(islice(ahead, self._tests_at_once))
         outcomes: list[Outcome] = []
         try:

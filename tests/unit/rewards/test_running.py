@@ -1,0 +1,105 @@
+"""A sandbox that fails is asked again, and its failure is never an end of the program."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.errors import RewardError, SandboxError, WorkflowError
+from areal_sc.rewards.base import RunCode, Score
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
+from areal_sc.rewards.weighted import check_signatures
+from areal_sc.system.sandbox.program import End, Ended, Limits, Program
+from areal_sc.workers.episodes import WorkerEpisodeEngine
+
+PRINTED = Ended(end=End.exited, exit_code=0, stdout=b"1", stderr=b"", seconds=0.0)
+
+
+class FailingSandbox:
+    """Fails so often, and then runs whatever it gets."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.ran: list[tuple[Program, Limits]] = []
+
+    async def run(self, program: Program, limits: Limits) -> Ended:
+        self.ran.append((program, limits))
+        if len(self.ran) <= self.num_failures:
+            raise SandboxError("no place for it")
+        return PRINTED
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_sc.rewards.running._PAUSES_S", (0.0, 0.0))
+
+
+async def test_it_is_asked_again_and_then_the_failure_is_told() -> None:
+    sandbox = FailingSandbox(2)
+    assert await CodeRunner(sandbox)("print(1)", "é\ud800") is PRINTED
+    program = Program(source="print(1)", stdin="é".encode() + b"\xed\xa0\x80")
+    assert sandbox.ran == [(program, Limits())] * 3
+    own = Program(command=("true",)), Limits(time_s=1.0)
+    await CodeRunner(sandbox)(own[0], limits=own[1])
+    assert sandbox.ran[-1] == own
+    with pytest.raises(SandboxError, match="no place"):
+        await CodeRunner(FailingSandbox(3))("print(1)")
+
+
+async def printed(prompt: dict[str, Any], completion: str, run_code: RunCode) -> Score:
+    ended = await run_code(completion)
+    return Score(float(ended.stdout), {"exit_code": float(ended.exit_code)})
+
+
+class Slow:
+    async def __call__(self, prompt: Any, completion: str, *, run_code: RunCode) -> float:
+        await asyncio.sleep(0.2)  # in the sandbox, say
+        return float((await run_code("1")).stdout)
+
+
+def make_engine(num_failures: int, tmp_path: Path) -> WorkerEpisodeEngine:
+    pool = RewardPool(
+        cast("Any", None),  # no reward here needs a process
+        num_processes=1,
+        timeout_s=0.1,
+        log_path=tmp_path / "reward.log",
+        sources=tmp_path,
+        run_code=CodeRunner(FailingSandbox(num_failures)),
+    )
+    engine = cast("Any", type("Engine", (), {"tokenizer": None, "max_context_tokens": 8}))
+    return WorkerEpisodeEngine(engine, pool, "group", GenerationConfig(), None)
+
+
+async def test_a_reward_that_asks_for_it_gets_the_sandbox(tmp_path: Path) -> None:
+    engine = make_engine(0, tmp_path)
+    check_signatures({"printed": printed, "slow": Slow()})
+    score = await engine.score(printed, {}, "print(1)")
+    assert score == 1.0
+    assert score.parts == {"exit_code": 0.0}
+    score = await engine.score({"printed": (printed, 0.5), "slow": Slow()}, {}, "print(1)")
+    assert score == 1.5
+    assert score.parts == {"printed": 1.0, "printed_exit_code": 0.0, "slow": 1.0}
+    assert await engine.run_code("print(1)") is PRINTED
+
+
+async def test_a_reward_whose_sandbox_fails_rejects_its_episode_by_cause(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="printed: SandboxError: no place") as failed:
+        await make_engine(9, tmp_path).score(printed, {}, "print(1)")
+    assert failed.value.error_type == "SandboxError"
+    with pytest.raises(SandboxError):
+        await make_engine(9, tmp_path).run_code("print(1)")
+
+
+def test_a_reward_that_runs_code_is_async() -> None:
+    def sync(prompt: Any, completion: str, run_code: RunCode) -> float:
+        return 1.0
+
+    with pytest.raises(WorkflowError, match=r"'run_code' has to be `async def`"):
+        check_signatures(sync)
