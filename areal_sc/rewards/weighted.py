@@ -55,8 +55,8 @@ def check_row(reward: Reward, row: Mapping[str, Any]) -> None:
 
     Raises: WorkflowError: one cannot score answers to it.
     """
-    functions = [function for function, _ in weighted_functions(reward).values()] or [reward]
-    for function in functions:
+    functions: list[Any] = [function for function, _ in weighted_functions(reward).values()]
+    for function in functions or [reward]:
         if check := getattr(function, "check_row", None):
             check(row)
 

@@ -31,7 +31,7 @@ def last_program(completion: str, languages: Collection[str] = ()) -> CodeBlock 
     known = PYTHON.union(languages)
     blocks = [block for block in _blocks(answer) if block.language in known]
     named = [block for block in blocks if block.language]  # others may be sample outputs
-    return (named or blocks or [None])[-1]
+    return next(reversed(named or blocks), None)
 
 
 def _blocks(text: str) -> Iterator[CodeBlock]:

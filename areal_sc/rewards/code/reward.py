@@ -50,7 +50,7 @@ FAULTS: Final = (Outcome.no_code, Outcome.timeout, Outcome.memory, Outcome.crash
 
 
 class CodeReward(Referable):
-    """1.0 where the answer's last code block passes all tests of the row, else 0.0; docs/rewards.md.
+    """1.0 where an answer's last code block passes all tests of the row, else 0.0.
 
     The parts of its score are `passed`, the share of all tests that it passed, and 1.0 or 0.0 for
     each of `FAULTS`. A sandbox that fails gives no score: the call raises.

@@ -43,6 +43,12 @@ class Sandbox:
         self.num_cancelled = 0
         self.most_running = 0
         self._enough = asyncio.Event()
+        self._wanted = 0
+        self._are_there = asyncio.Event()
+
+    async def wait_for(self, num_running: int) -> None:
+        self._wanted = num_running
+        await self._are_there.wait()
 
     async def __call__(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None
@@ -51,6 +57,8 @@ class Sandbox:
         self.programs.append(code)
         self.limits.append(limits)
         self.num_running += 1
+        if self.num_running == self._wanted:
+            self._are_there.set()
         self.most_running = max(self.most_running, self.num_running)
         if self.num_running == self.at_once:
             self._enough.set()
@@ -165,8 +173,7 @@ async def test_a_sandbox_that_fails_gives_no_score() -> None:
 async def test_programs_end_with_the_call_that_runs_them() -> None:
     sandbox = Sandbox(echo, at_once=99)
     call = asyncio.create_task(code_reward(row(*"0123456789"), ANSWER, sandbox))
-    while sandbox.num_running < 4:
-        await asyncio.sleep(0)
+    await sandbox.wait_for(4)
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()
@@ -230,7 +237,7 @@ async def test_tests_that_cannot_be_read_are_told(prompt: dict[str, Any], messag
     assert refusal.value.kind == "dataset_error"
     with pytest.raises(WorkflowError, match=message):
         SingleTurnWorkflow({"right": code_reward}).check_row({"prompt": "p", **prompt})
-    with pytest.raises(ConfigError, match="the tests of 7 rows .* cannot be read") as refused:
+    with pytest.raises(ConfigError, match=r"the tests of 7 rows .* cannot be read") as refused:
         code_reward.check_tests([row("0"), *[prompt] * 7])
     assert "row 1: " in str(refused.value)
     assert "and 2 more" in str(refused.value)
