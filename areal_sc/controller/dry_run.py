@@ -36,8 +36,6 @@ from areal_sc.sizing.model_folder import ModelShape, read_model_shape
 from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.system.sandbox.opening import open_sandbox
-from areal_sc.system.sandbox.program import Sandbox
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
@@ -194,8 +192,7 @@ class TaskLook:
             return
         # before the tokenizer is read: that loads torch, which begins threads
         rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
-        sandbox = open_sandbox(self._config.sandbox)
-        look = self._look(source, make_readable, rewards, sandbox, folder)
+        look = self._look(source, make_readable, rewards, folder)
         with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
             thread.submit(asyncio.run, look).result()
 
@@ -209,21 +206,17 @@ class TaskLook:
         tell(f"an answer ends with {shown or 'its only token'}")
 
     async def _look(
-        self,
-        source: RolloutSource,
-        make_readable: MakeReadable,
-        rewards: ForkServer,
-        sandbox: Sandbox,
-        model: Path,
+        self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
     ) -> None:
         reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
+        run_code = CodeRunner(self._config.sandbox)
         pool = RewardPool(
             rewards,
             num_processes=1,
             timeout_s=limit_s,
             log_path=self._run_dir / "reward.log",
             sources=reader.folder,
-            run_code=CodeRunner(sandbox),
+            run_code=run_code,
         )
         try:
             if self._tokenizer is None:
@@ -242,7 +235,7 @@ class TaskLook:
         finally:
             await pool.close()
             await rewards.close()
-            await sandbox.close()
+            await run_code.close()
         found.tell(source.num_prompts, self._config.max_rejection_rate)
 
     async def _look_at_row(

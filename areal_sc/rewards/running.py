@@ -9,7 +9,9 @@ import asyncio
 import logging
 from typing import Final
 
+from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.errors import SandboxError
+from areal_sc.system.sandbox.opening import open_sandbox
 from areal_sc.system.sandbox.program import Ended, Limits, Program, Sandbox
 
 log = logging.getLogger(__name__)
@@ -19,21 +21,29 @@ _PAUSES_S: Final = (0.5, 2.0, 8.0)
 
 
 class CodeRunner:
-    """A `RunCode`; its sandbox is closed by who has opened it."""
+    """A `RunCode`, whose sandbox the first call opens."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, settings: SandboxConfig) -> None:
+        self._settings = settings
+        self._sandbox: Sandbox | None = None
 
     async def __call__(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None
     ) -> Ended:
         """Raises: SandboxError: it could not be run in several tries."""
+        sandbox = self._sandbox = self._sandbox or open_sandbox(self._settings)
         if isinstance(code, str):
-            code = Program(source=code, stdin=stdin.encode(errors="surrogatepass"))
+            source = code.encode(errors="replace").decode() or "\n"  # models sample half a pair
+            code = Program(source=source, stdin=stdin.encode(errors="surrogatepass"))
         for pause_s in _PAUSES_S:
             try:
-                return await self._sandbox.run(code, limits or Limits())
+                return await sandbox.run(code, limits or Limits())
             except SandboxError as error:
                 log.warning("the sandbox failed, again in %g s: %s", pause_s, error)
                 await asyncio.sleep(pause_s)
-        return await self._sandbox.run(code, limits or Limits())
+        return await sandbox.run(code, limits or Limits())
+
+    async def close(self) -> None:
+        """Ends all that runs. Bounded."""
+        if self._sandbox is not None:
+            await self._sandbox.close()

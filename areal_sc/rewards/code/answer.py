@@ -35,14 +35,15 @@ def last_program(completion: str, languages: Collection[str] = ()) -> CodeBlock 
 
 
 def _blocks(text: str) -> Iterator[CodeBlock]:
-    """The closed blocks, in order; a fence in another block is a line of that one's code."""
+    """The closed blocks with code, in order; a fence in a longer one's block is a line of it."""
     fence, language, lines = "", "", list[str]()
     for line in text.split("\n"):
         mark = _FENCE.match(line)
         if not fence and mark and "`" not in line[mark.end(1) :]:
             fence, language, lines = mark[1], mark[2].lower(), []
         elif mark and mark[1].startswith(fence) and not line[mark.end(1) :].strip():
-            yield CodeBlock(language, dedent("\n".join(lines)))
+            if code := dedent("\n".join(lines)).strip("\n"):
+                yield CodeBlock(language, code)
             fence = ""
         elif fence:
             lines.append(line)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import RewardError, SandboxError, WorkflowError
 from areal_sc.rewards.base import RunCode, Score
@@ -16,6 +18,8 @@ from areal_sc.rewards.running import CodeRunner
 from areal_sc.rewards.weighted import check_signatures
 from areal_sc.system.sandbox.program import End, Ended, Limits, Program
 from areal_sc.workers.episodes import WorkerEpisodeEngine
+
+MakeEngine = Callable[[int], WorkerEpisodeEngine]
 
 PRINTED = Ended(end=End.exited, exit_code=0, stdout=b"1", stderr=b"", seconds=0.0)
 
@@ -26,6 +30,7 @@ class FailingSandbox:
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
         self.ran: list[tuple[Program, Limits]] = []
+        self.is_closed = False
 
     async def run(self, program: Program, limits: Limits) -> Ended:
         self.ran.append((program, limits))
@@ -33,24 +38,46 @@ class FailingSandbox:
             raise SandboxError("no place for it")
         return PRINTED
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.is_closed = True
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def runner_of(sandbox: FailingSandbox, monkeypatch: pytest.MonkeyPatch) -> CodeRunner:
     monkeypatch.setattr("areal_sc.rewards.running._PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("areal_sc.rewards.running.open_sandbox", lambda settings: sandbox)
+    return CodeRunner(SandboxConfig())
 
 
-async def test_it_is_asked_again_and_then_the_failure_is_told() -> None:
+async def test_it_is_asked_again_and_then_the_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sandbox = FailingSandbox(2)
-    assert await CodeRunner(sandbox)("print(1)", "é\ud800") is PRINTED
-    program = Program(source="print(1)", stdin="é".encode() + b"\xed\xa0\x80")
+    run_code = runner_of(sandbox, monkeypatch)
+    assert await run_code("print('\ud800')", "é\ud800") is PRINTED
+    program = Program(source="print('?')", stdin="é".encode() + b"\xed\xa0\x80")
     assert sandbox.ran == [(program, Limits())] * 3
     own = Program(command=("true",)), Limits(time_s=1.0)
-    await CodeRunner(sandbox)(own[0], limits=own[1])
+    await run_code(own[0], limits=own[1])
     assert sandbox.ran[-1] == own
+    assert not sandbox.is_closed
+    await run_code.close()
+    assert sandbox.is_closed
     with pytest.raises(SandboxError, match="no place"):
-        await CodeRunner(FailingSandbox(3))("print(1)")
+        await runner_of(FailingSandbox(3), monkeypatch)("print(1)")
+
+
+async def test_no_code_is_a_program_too() -> None:
+    run_code = CodeRunner(SandboxConfig())
+    ended = await run_code("")
+    await run_code.close()
+    assert (ended.end, ended.exit_code, ended.stdout) == (End.exited, 0, b"")
+
+
+async def test_without_isolation_nothing_is_run() -> None:
+    run_code = CodeRunner(SandboxConfig(isolation=Isolation.none))
+    with pytest.raises(SandboxError, match="not run without isolation"):
+        await run_code("print(1)")
+    await run_code.close()
 
 
 async def printed(prompt: dict[str, Any], completion: str, run_code: RunCode) -> Score:
@@ -64,21 +91,29 @@ class Slow:
         return float((await run_code("1")).stdout)
 
 
-def make_engine(num_failures: int, tmp_path: Path) -> WorkerEpisodeEngine:
+@pytest.fixture
+def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    """Args: num_failures: of the sandbox."""
+    return lambda num_failures: engine_of(
+        runner_of(FailingSandbox(num_failures), monkeypatch), tmp_path
+    )
+
+
+def engine_of(run_code: CodeRunner, tmp_path: Path) -> WorkerEpisodeEngine:
     pool = RewardPool(
         cast("Any", None),  # no reward here needs a process
         num_processes=1,
         timeout_s=0.1,
         log_path=tmp_path / "reward.log",
         sources=tmp_path,
-        run_code=CodeRunner(FailingSandbox(num_failures)),
+        run_code=run_code,
     )
     engine = cast("Any", type("Engine", (), {"tokenizer": None, "max_context_tokens": 8}))
     return WorkerEpisodeEngine(engine, pool, "group", GenerationConfig(), None)
 
 
-async def test_a_reward_that_asks_for_it_gets_the_sandbox(tmp_path: Path) -> None:
-    engine = make_engine(0, tmp_path)
+async def test_a_reward_that_asks_for_it_gets_the_sandbox(make_engine: MakeEngine) -> None:
+    engine = make_engine(0)
     check_signatures({"printed": printed, "slow": Slow()})
     score = await engine.score(printed, {}, "print(1)")
     assert score == 1.0
@@ -89,12 +124,14 @@ async def test_a_reward_that_asks_for_it_gets_the_sandbox(tmp_path: Path) -> Non
     assert await engine.run_code("print(1)") is PRINTED
 
 
-async def test_a_reward_whose_sandbox_fails_rejects_its_episode_by_cause(tmp_path: Path) -> None:
+async def test_a_reward_whose_sandbox_fails_rejects_its_episode_by_cause(
+    make_engine: MakeEngine,
+) -> None:
     with pytest.raises(RewardError, match="printed: SandboxError: no place") as failed:
-        await make_engine(9, tmp_path).score(printed, {}, "print(1)")
+        await make_engine(9).score(printed, {}, "print(1)")
     assert failed.value.error_type == "SandboxError"
     with pytest.raises(SandboxError):
-        await make_engine(9, tmp_path).run_code("print(1)")
+        await make_engine(9).run_code("print(1)")
 
 
 def test_a_reward_that_runs_code_is_async() -> None:

@@ -26,7 +26,7 @@ A, B = "print('a')", "print('b')"
         (f"Write ```x``` so:\n```x = 1```\n```python\n{A}\n```", A),
         (f"```python\r\n{A}\r\n```\r\n", f"{A}\r"),
         (f"```python\n{A}\n```\n```python\nprint(", A),  # the second one was cut
-        ("```python\n```", ""),
+        (f"```python\n{A}\n```\n```python\n\n```", A),  # the second one is empty
         (f"<think>```python\n{B}\n```</think>```python\n{A}\n```", A),
         (f"```python\n{B}\n```</think>\n```python\n{A}\n```", A),
     ],
@@ -43,6 +43,7 @@ def test_it_is_the_last_closed_block_in_python(completion: str, code: str) -> No
         "",
         A,
         f"```python\n{A}",
+        "```python\n```",
         f"``python\n{A}\n``",
         f"```rust\n{A}\n```",
         f"````python\n{A}\n```",
