@@ -158,7 +158,14 @@ class CodeReward(Referable):
         if row.get(self._tests) is None:
             raise ValueError(f"the row has no tests, only {sorted(row)}")
         cases = read_cases(row[self._tests], function_of(row.get("metadata")))
-        return longest(cases, self._max_tests) if self._max_tests else cases
+        cases = longest(cases, self._max_tests) if self._max_tests else cases
+        most = max((len(it.expected[0]) for it in cases if not it.function), default=0)
+        if most > self._limits.output_bytes:
+            raise ValueError(
+                f"an output has {most} characters, more than a program may print; expected at most "
+                f"limits.output_bytes={self._limits.output_bytes}"
+            )
+        return cases
 
     async def _outcomes(
         self, block: CodeBlock, cases: Sequence[Case], run_code: RunCode
