@@ -74,10 +74,13 @@ def read_cases(tests: Any, function: str = "") -> list[Case]:
 
 def function_of(metadata: Any) -> str:
     """The function that a row's `metadata` names, as LiveCodeBench's do; "": none."""
-    if isinstance(metadata, str) and metadata.startswith("{"):
-        metadata = json.loads(metadata)
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except (ValueError, RecursionError):  # metadata of another kind
+            return ""
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
-    return name or ""
+    return str(name or "")
 
 
 def longest(cases: list[Case], num: int) -> list[Case]:

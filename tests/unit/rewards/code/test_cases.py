@@ -61,7 +61,8 @@ def test_a_call_of_live_code_bench_is_named_by_the_row() -> None:
     own = [{**LIVE_CALL[0], "metadata": {"func_name": "turn"}}]
     assert read_cases(own)[0].function == "turn"
     assert read_cases(LIVE, name)[0].function == ""  # a program, whatever the row names
-    assert function_of("{}") == function_of(None) == function_of({"func_name": None}) == ""
+    for other in (None, {"func_name": None}, "{}", "{level 3}", "[" * 100_000, "3", ["x"]):
+        assert function_of(other) == ""
 
 
 @pytest.mark.parametrize(
