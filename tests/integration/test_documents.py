@@ -91,6 +91,17 @@ NOT_RUN_HERE = {
         "tests/integration/test_several_models.py"  # runs a script with the same calls
     ),
     f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
+    **{
+        f"python examples/recipes/{name}.py --config configs/{name}.yaml{flags}": (
+            "tests/integration/test_recipes.py"
+        )
+        for name, plan in {
+            "gsm8k": " --dry-run",
+            "gsm8k_arc": " --dry-run",
+            "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
+        }.items()
+        for flags in ("", plan)
+    },
 }
 """A command, or how a block begins -> what else runs it, or why nothing can."""
 
@@ -99,7 +110,6 @@ FRAGMENTS = (
     "class Printer(Tracker):",
     "@declare_reward(",
     "from areal_sc.rewards.answers",
-    "from areal_sc.algorithms.reward_shaping",
     "# my_advantages.py",
     "# reference_kl.py",
     "# two_models.py",
@@ -242,9 +252,7 @@ def test_ready_made_rewards_go_together() -> None:
     assert given["again"](row, "so so so so") == -0.5
 
 
-def test_a_length_limit_and_an_advantage_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    run_block("from areal_sc.algorithms.reward_shaping")
-    assert capsys.readouterr().out == "-0.75\n"
+def test_an_advantage_of_ones_own() -> None:
     shorter = run_block("# my_advantages.py")["shorter_is_better"]
     lengths = np.array([2, 4])
     rows = AdvantageRows(np.array([1.0, 3.0]), lengths, lengths, lengths, lengths)
