@@ -252,15 +252,15 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         f"0 or at least {named}={context}, the longest row",
     )
     soft = rollout.soft_length
-    if soft.max_tokens:
+    if soft.limit_tokens:
         yield (
             "rollout.soft_length.margin_tokens",
-            0 < soft.margin_tokens <= soft.max_tokens,
-            f"1 to rollout.soft_length.max_tokens={soft.max_tokens}",
+            0 < soft.margin_tokens <= soft.limit_tokens,
+            f"1 to rollout.soft_length.limit_tokens={soft.limit_tokens}",
         )
         yield (
-            "rollout.soft_length.max_tokens",
-            not context or soft.max_tokens - soft.margin_tokens < context,
+            "rollout.soft_length.limit_tokens",
+            not context or soft.limit_tokens - soft.margin_tokens < context,
             f"less than {context + soft.margin_tokens} (no row is longer than {named}={context}, so "
             "nothing would be taken from any)",
         )

@@ -69,14 +69,14 @@ def checked_episode(
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
         )
-    is_limited = is_trained and limits.soft_length.max_tokens > 0
+    is_limited = is_trained and limits.soft_length.limit_tokens > 0
     return [_with_soft_length(row, limits.soft_length) for row in rows] if is_limited else rows
 
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     """With what its sampled tokens cost, which is also its metric `length_penalty`."""
     num_tokens = sum(map(bool, row.loss_mask))
-    cost = limit.penalty * soft_length_penalty(num_tokens, limit.max_tokens, limit.margin_tokens)
+    cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
     return replace(row, reward=float(row.reward) + cost, metrics=metrics)
 

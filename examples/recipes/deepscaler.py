@@ -47,7 +47,9 @@ def load_deepscaler(dataset: str) -> list[dict[str, Any]]:
     """Rows of DeepScaleR: `prompt`, and `answer`, in LaTeX. Those that can be read, of 40,315."""
     rows = list(load_prompts(dataset, template=TEMPLATE))
     kept = [row for row in rows if _can_be_read(row)]
-    logger.info("rows=%d left_out=%d, whose answers cannot be read", len(kept), len(rows) - len(kept))
+    logger.info(
+        "rows=%d left_out=%d, whose answers cannot be read", len(kept), len(rows) - len(kept)
+    )
     return kept
 
 

@@ -80,7 +80,10 @@ def main(argv: list[str]) -> None:
         },
         seed=config.seed,
     )
-    tests = {"maths": load_maths(task.dataset, "test"), "choice": load_arc(task.choice_dataset, "test")}
+    tests = {
+        "maths": load_maths(task.dataset, "test"),
+        "choice": load_arc(task.choice_dataset, "test"),
+    }
     held_out = mix.rows({name: rows[: task.num_evaluated] for name, rows in tests.items()})
     PPOTrainer(config).fit(mix.workflow, mix, evaluation_prompts=held_out)
 

@@ -74,7 +74,7 @@ def test_without_a_limit_of_its_own_an_episode_has_that_of_a_row() -> None:
 
 
 def test_long_rows_pay_by_their_sampled_tokens() -> None:
-    soft = SoftLengthConfig(max_tokens=6, margin_tokens=4, penalty=0.5)
+    soft = SoftLengthConfig(limit_tokens=6, margin_tokens=4, penalty=0.5)
     limits = replace(LIMITS, soft_length=soft)
     mask = [False, True, True, True, False, True, True]  # two turns, of five tokens
     score = Score(1.0, {"right": 1.0})
