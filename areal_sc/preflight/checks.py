@@ -261,8 +261,8 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         yield (
             "rollout.soft_length.limit_tokens",
             not context or soft.limit_tokens - soft.margin_tokens < context,
-            f"less than {context + soft.margin_tokens} (no row is longer than {named}={context}, so "
-            "nothing would be taken from any)",
+            f"less than {context + soft.margin_tokens} (no row is longer than {named}={context}, "
+            "so nothing would be taken from any)",
         )
     for role, model in _trained_models(config).items():
         yield (

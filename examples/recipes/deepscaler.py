@@ -1,4 +1,4 @@
-"""DeepScaleR: competition mathematics with long reasoning, as in the AReaL paper (arXiv:2505.24298).
+"""DeepScaleR: competition mathematics with long reasoning, as in AReaL (arXiv:2505.24298).
 
     python examples/recipes/deepscaler.py --config configs/deepscaler.yaml
 

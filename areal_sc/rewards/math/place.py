@@ -72,8 +72,8 @@ CHANGING = re.compile(
     r"\b(?:not|no|nor|never|cannot|but|than|least|most|between|from|up to|except|maybe|perhaps"
     r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
     r"|after|within|without|almost|nearly|exceeds|twice|double|half|halves|pairs?|squared|cubed"
-    r"|factorial|(?<!the )point|out(?! to)|mod|modulo|base|divided|(?:step|question|problem|equation|page|figure)"
-    r"|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
+    r"|factorial|(?<!the )point|out(?! to)|mod|modulo|base|divided|step|question|problem|equation"
+    r"|page|figure|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
     r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
     re.IGNORECASE,
 )

@@ -257,101 +257,13 @@ C ⇒ The correct answer is C) 42.
 4.12310562561766 ⇒ $\sqrt{17}$
 55 ⇒ \boxed{\sum_{i=1}^{10} i}
 \text{(E)} ⇒ The answer is $\boxed{\textbf{(E) }42}$
--10/9 ⇒ -\frac{10}{9}
-7425000 ⇒ It comes to 7,425,000 in all.
-7425000 ⇒ \boxed{7\,425\,000}
-1000.99 ⇒ it is not 10, it is 1,000.99€
-1000.99 ⇒ 1,000.99$
-$[0,1)$ ⇒ $[0,1)$
-$9$ ⇒ Answer \[ 9 \]
-$9$ ⇒ Answer $$⏎9⏎$$
-$10$ ⇒ Answer \( (9+1) \)
-$\sqrt{3}$ ⇒ $\sqrt3 $
-$1$ ⇒ $\frac3{3} $
-$1/3$ ⇒ $\frac{1}{3} \textbf{meters}$
-$1/3$ ⇒ $k = \frac{1}{3}$
-$28\%$ ⇒ $28$ percent
-$28\%$ ⇒ $\boxed{28}$ pct
-$28\%$ ⇒ $\boxed{28 percent}$
-$28\%$ ⇒ 28
-$2-2p$ ⇒ Since $x<2$, we have $|x-2|=2-x$. If $2-x=p$, then $x=2-p$. Thus $x-p=\boxed{2-2p}$.
-$(3, \frac{\pi}{2})$ ⇒ Therefore, the polar coordinates are $\boxed{\left( 3, \frac{\pi}{2} \right)}.$
-$\text{Evelyn}$ ⇒ Evelyn went farther than Carla. Therefore, $\boxed{\text{Evelyn}}$ is our answer.
-$15\mbox{ cm}^2$ ⇒ $$\frac{1}{2}\times 3 \times 10 = \boxed{15\mbox{ cm}^2}.$$
-$9$ ⇒ Then, $129^{34}+96^{38} \equiv \boxed{9} \pmod{11}.$
-$90^\circ$ ⇒ \begin{align*} \angle BAC &= 50^\circ+40^\circ \\ &= \boxed{90^\circ}. \end{align*}
-$204_5$ ⇒ for a quotient of $\boxed{204_5}$. Note that $13_5$ divided by $2_5$ is $4_5$.
-$(6,31,-1)$ ⇒ we find $(p,q,r) = \boxed{(6,31,-1)}.$
-$\{1\pm\sqrt{5},-2\}$ ⇒ so the answer is $\boxed{\{1\pm\sqrt{5},-2\}}.$
-$3 \pm 2 \sqrt{2}$ ⇒ the roots are $x = \boxed{3 \pm 2 \sqrt{2}}.$
-$f(2) < f(1) < f(4)$ ⇒ Hence, $\boxed{f(2) < f(1) < f(4)}.$
-$2 \sin b \cos a$ ⇒ \[\sin (a + b) - \sin (a - b) = \boxed{2 \sin b \cos a}.\]
-$\frac{\pi r}{h+r}$ ⇒ The answer is $\boxed{\frac{\pi r}{h+r}}$.
-$125$ miles ⇒ The distance is $\boxed{125\textnormal{ miles}}.$
-$\sqrt{2}+\sqrt{5}$ ⇒ The answer is $\boxed{\sqrt 2+\sqrt 5}$
-$\frac{9}{4}\pi$ ⇒ Therefore $\boxed{\frac94\pi}$.
-x \in \boxed{\{-1\} \cup [0,7)}.$ ⇒ x \in \boxed{\{-1\} \cup [0,7)}.$
-$x >= 5$ ⇒ Therefore $x \geq 5$ is the solution.
-$x < 3$ ⇒ We find that $x \lt 3$.
-$x \leq 2$ ⇒ Thus $x <= 2$ is our answer.
-$x > 5$ ⇒ Therefore $x \gt 5$ is the solution.
-$x != 3$ ⇒ We find that $x \neq 3$.
-$x \leq 5$ ⇒ $5 \geq x$
-$x < 1$ ⇒ $-x > -1$
-$x <= 1$ ⇒ $-x >= -1$
-$x = 1/3$ ⇒ $x = 2/6 = 1/3 \approx 0.333$
-$11$ ⇒ $x\approx11$
-$1/3$ ⇒ $x=1/3\approx0.33$
-$2x+4y-3=0$ ⇒ $y=-\frac{1}{2}x+\frac{3}{4}$
-$x^2/4 + y^2/3 = 1$ ⇒ $x^2/16 + y^2/12 = 1/4$
-$\begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix}$ ⇒ The identity matrix is $ \begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix} $.
-$\frac{1}{12}$ ⇒ $0.0833333333333333$
-$(1,\frac{9}{2})$ ⇒ $(1,4.5)$
-$\frac{x+2}{7}$ ⇒ $\frac{x}{7}+\frac{2}{7}$
-$\tan^2(y)+1$ ⇒ $\sec^2(y)$
-$34x+45y-20z+100=0$ ⇒ $-34x-45y+20z-100=0$
-$\frac{\sqrt{\sqrt{11}+\sqrt{194}}}{15+2\sqrt{33}}$ ⇒ $\frac{\sqrt{\sqrt{11}+\sqrt{194}}}{2\sqrt{33}+15}$
-$(\frac{3}{5},\frac{8}{3}]$ ⇒ $(0.6,2.666667]$
-$2/3$ ⇒ P(A) = (1/2) / (3/4) P(A) = 2/3 Therefore, the probability that Alice wins the game is 2/3. <|im_start|>user
-$(7,6)$ ⇒ So, the ordered pair $(x, y)$ that solves the system is $(7, 6)$. <|im_end|>
-$16386.20$ ⇒ Paula's investment is worth $\boxed{\$16,\!386.20}$ at the end of the 5-year period.
-$120$ ⇒ Final Answer: The volume of $ABCDEFGH$ is 120. I hope it is correct.
-12000023 ⇒ Final Answer: The final answer is 12,000,023. I hope it is correct. <|im_start|>user
-$\frac{5\sqrt{42}}{27}$ ⇒ Final Answer: The final answer is $\frac{10\sqrt{10.5}}{27}$. I hope it is correct.
-$16386.17$ ⇒ Paula's investment is worth $\boxed{\$16386.17}$ after 5 years. I hope it is correct. <|im_start|>user
-[-2, 7] ⇒ $x \in [-2,7]$
-$19$ ⇒ Final Answer: The maximum number of points that could be in the domain of $f(x)$ is 19. <|im_start|>user
-$7.78$ ⇒ So, Anna pays approximately $7.78 for her fudge. Final Answer: The final answer is 7.78.
-$10455$ ⇒ Dr. Zaius has $10,200 + $255 = $10,455. Final Answer: The final answer is $10,455$. I hope it is correct.
-$k \in \boxed{[-36,104]}.$ ⇒ \[ k \in [-36, 104]. \] Final Answer: The interval is \(\boxed{[-36, 104]}\).
-$[-4,0]$ ⇒ the values of \( k \) for which the quadratic has real roots are: \[ \boxed{[-4, 0]} \]
-\(\boxed{\text{C}}\). ⇒ $\boxed{\text{(C)}}.$
-\[ \boxed{32349} \] ⇒ is $\boxed{32,\! 349}$
-\[ \boxed{(2, 12) \cup (12, 102)} \] ⇒ Thus, the answer is $x \in \boxed{(2,12) \cup (12,102)}$
-$\text{E}$ ⇒ $E$
-$\boxed{1}\boxed{2}$ ⇒ $\boxed{1,2}$
-$\frac{1}{3}$ ⇒ $\frac{1}{3},$
-$\frac{1}{3}$ ⇒ \[\frac{1}{3}.\]
-$5$ ⇒ $5 \text{ cm}.$
-$n=1, 2, 3$ ⇒ $n=1, 2, 3$
-$D = (0, 1)$ ⇒ $D = (0, 1)$
-$F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1}$ ⇒ $F_n = \sum_{k=0}^{n-1} F_{n-k-1} F_k$
-$19, 46, and 82$ ⇒ $19, 46, \text{ and } 82$
-$1 - \frac{1}{\mathrm{e}}$ ⇒ $1 - \frac{1}{\mathrm{e}}$
-$1 - \frac{1}{e}$ ⇒ $1 - \frac{1}{\mathrm{e}}$
-$\pm 2021$ ⇒ $\{-2021, 2021\}$
-$12:00$ ⇒ $12:00$
-40/9 ⇒ The answer is 4 4/9.
--40/9 ⇒ -4 4/9
-71/6 ⇒ +11 5/6
-4/9 ⇒ 0 4/9
-40/9% ⇒ 4 4/9%
-\boxed{033} ⇒ 33
-33 ⇒ \boxed{+033}
-0 ⇒ \boxed{-0}
-0 ⇒ \boxed{000}
-\frac{63}{400} ⇒ \boxed{\frac{63}{400}}
-\frac{63}{400} ⇒ <think>Let me see</think>⏎<answer>\boxed{\frac{63}{400}}</answer>
+5 ⇒ \boxed{x+y=5}
+\begin{pmatrix}4 & 7\end{pmatrix} ⇒ \boxed{\left[\begin{array}{cc}4 & 7\end{array}\right]}
+20517 ⇒ \boxed{20 {, } 517}
+8 ⇒ So there are 8 ways. I hope it is correct. <|im_start|>user
+8 ⇒ So there are 8 ways.<|im_end|>
+5/9 ⇒ $x = 10/18 = 5/9 \approx 0.556$
+\{n | n > 7\} ⇒ \boxed{(7, \infty)}
 25 ⇒ Here is the result.⏎Answer: 25
 0 ⇒ Answer: \boxed{0}
 9 ⇒ \boxed{m+n = 9}
@@ -706,44 +618,6 @@ A ⇒ A number.
 34 ⇒ It is 34 too many.
 34 ⇒ \boxed{35} \\ \boxed{34}
 5 ⇒ up to, but not including, 5
-2 ⇒ AZYUK2A
-$[0,9)$ ⇒ $[0,1)$
-$(0,9)$ ⇒ $[0,9)$
-$1$ ⇒ $-[0,1)$
-$0.28$ ⇒ 28
-$28$ ⇒ 28/100
-$x \geq 5$ ⇒ The solution is $x \leq 5$
-$7 = 11a+c$ ⇒ $11a+c$
-$x < 1$ ⇒ $x > -1$
-$a +3z = 0$ ⇒ $0$
-$2x + z = 1$ ⇒ $1$
-$a^2 + b = 0$ ⇒ $0$
-$\begin{pmatrix}1 & 2 \\ 3 & 4\end{pmatrix}$ ⇒ The matrix is $\begin{pmatrix}1 & 2 \\ 3 & 5\end{pmatrix}$
-$(a+5)(b+2)$ ⇒ $(+5)(b+2)$
-$2$ ⇒ $\frac{1+\sqrt{5}}{2}$
-$1\sqrt{19}$ ⇒ $1$
-$x+2n+1$ ⇒ $x+1$
-$[0,1)$ ⇒ Final Answer: The final answer is $(0, 1)$. I hope it is correct. <|im_start|>user
-$(3,1)$ ⇒ ${1,3}$
-\[ \boxed{32349} \] ⇒ is $\boxed{32, 349}$
-$1112112_3$ ⇒ the product \( ab \) is \(\boxed{1112122_3}\).
-$4$ ⇒ $4\sqrt{2}$
-$2$ ⇒ $2^{10}.$
-$1$ ⇒ The answer is $1/3.$
-$n=2, 3, 4$ ⇒ $n=1, 2, 3$
-$D = (0, 1)$ ⇒ $D = (0, 1.5)$
-$F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1}$ ⇒ $F_n = \sum_{k=0}^{n-2} F_k F_{n-k-2}$
-$19, 46, and 82$ ⇒ $21, 36, and 82$
-$1 - \frac{1}{\mathrm{e}}$ ⇒ $1 + \frac{1}{\mathrm{e}}$
-$\pm 2021$ ⇒ $2021$
-$12:00$ ⇒ $1:00$
-4 ⇒ The answer is 4 4/9.
-4 ⇒ 4 4/0
-11 ⇒ 11 4/9
-103/9 ⇒ 11.0 4/9
-71/6 ⇒ 11⏎5/6
-40/900 ⇒ 4 4/9
-\frac{63}{400} ⇒ \boxed{\frac{64}{400}}
 12 ⇒ The first 12 digits.
 12 ⇒ The last 12 digits of it.
 12 ⇒ We look at the other 12 students.
