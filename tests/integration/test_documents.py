@@ -98,6 +98,18 @@ NOT_RUN_HERE = {
         "tests/integration/test_several_models.py"  # runs a script with the same calls
     ),
     f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
+    **{
+        f"python examples/recipes/{name}.py --config configs/{name}.yaml{flags}": (
+            "tests/integration/test_recipes.py"
+        )
+        for name, plan in {
+            "gsm8k": " --dry-run",
+            "gsm8k_arc": " --dry-run",
+            "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
+            "deepcoder": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
+        }.items()
+        for flags in ("", plan)
+    },
 }
 """A command, or how a block begins -> what else runs it, or why nothing can."""
 
@@ -108,7 +120,6 @@ FRAGMENTS = (
     "from areal_sc.rewards.answers",
     "from areal_sc.rewards.code.reward",
     "async def prints_its_answer",
-    "from areal_sc.algorithms.reward_shaping",
     "# my_advantages.py",
     "# reference_kl.py",
     "# two_models.py",
@@ -279,27 +290,24 @@ async def test_rewards_and_tools_that_run_code() -> None:
     defined["workflow"].check()
     code = "print(sum(map(int, input().split())))"
     answer = f"```python\n{code}\n```"
-    engine = CannedEngine(answer, "The answer is 7.")
+    computed = answer.replace("input()", "'3 4'")
+    engine = CannedEngine(computed, "The answer is 7.")
     try:
         assert await defined["reward"](names["rows"][0], answer, engine.run_code) == 0.5
         own = run_block("async def prints_its_answer", Limits=Limits)["prints_its_answer"]
         for input_, right in (("1 2", 1.0), ("1 1", 0.0), ("one", 0.0)):
             assert await own({"input": input_, "answer": "3"}, code, engine.run_code) == right
         tool = run_block("# python_tool.py")["PythonTool"]()
-        answer = answer.replace("input()", "'3 4'")
-        engine._answers = iter([answer, "The answer is 7."])
         row = await tool.run_episode({"prompt": "3 + 4 =", "answer": "7"}, engine)
     finally:
         await engine.run_code.close()
     assert row.metrics == {"accuracy": 1.0, "turns": 2}
-    assert bytes(row.input_ids).decode() == f"3 + 4 ={answer}\n(exited)\n7\n\nThe answer is 7."
+    assert bytes(row.input_ids).decode() == f"3 + 4 ={computed}\n(exited)\n7\n\nThe answer is 7."
     trained = bytes(compress(row.input_ids, row.loss_mask)).decode()
-    assert trained == f"{answer}The answer is 7."
+    assert trained == f"{computed}The answer is 7."
 
 
-def test_a_length_limit_and_an_advantage_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    run_block("from areal_sc.algorithms.reward_shaping")
-    assert capsys.readouterr().out == "-0.75\n"
+def test_an_advantage_of_ones_own() -> None:
     shorter = run_block("# my_advantages.py")["shorter_is_better"]
     lengths = np.array([2, 4])
     rows = AdvantageRows(np.array([1.0, 3.0]), lengths, lengths, lengths, lengths)

@@ -257,6 +257,96 @@ C ⇒ The correct answer is C) 42.
 4.12310562561766 ⇒ $\sqrt{17}$
 55 ⇒ \boxed{\sum_{i=1}^{10} i}
 \text{(E)} ⇒ The answer is $\boxed{\textbf{(E) }42}$
+5 ⇒ \boxed{x+y=5}
+\begin{pmatrix}4 & 7\end{pmatrix} ⇒ \boxed{\left[\begin{array}{cc}4 & 7\end{array}\right]}
+20517 ⇒ \boxed{20 {, } 517}
+8 ⇒ So there are 8 ways. I hope it is correct. <|im_start|>user
+8 ⇒ So there are 8 ways.<|im_end|>
+5/9 ⇒ $x = 10/18 = 5/9 \approx 0.556$
+\{n | n > 7\} ⇒ \boxed{(7, \infty)}
+25 ⇒ Here is the result.⏎Answer: 25
+0 ⇒ Answer: \boxed{0}
+9 ⇒ \boxed{m+n = 9}
+9 ⇒ Thus $m+n = 9$.
+6 ⇒ \boxed{ab = 6}
+3,5,7 ⇒ \boxed{3,5,\text{ and }7}
+16 ⇒ so $n=480/30=\boxed{16}$⏎Final Answer: The final answer is $16$. I hope it is correct.
+24 ⇒ We have that $\det (\mathbf{A} \mathbf{B}) = (2)(12) = \boxed{24}.$
+1200 ⇒ #### 1,200
+-5 ⇒ #### -5
+\frac{1}{2} ⇒ \boxed{\frac{1}2}
+3\sqrt{2} ⇒ \boxed{3\sqrt2}
+1+2i ⇒ \boxed{1+2i}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} ⇒ \boxed{\begin{bmatrix} 1 \\ 2 \end{bmatrix}}
+(-\infty, 3) ⇒ \boxed{(-\infty, 3)}
+12 ⇒ \boxed{12 \text{ square units}}
+12 ⇒ \boxed{12\text{ cm}^{2}}
+12 ⇒ \boxed{12 \, \text{cm}^3}
+12 ⇒ \boxed{12~\mathrm{cm}}
+\text{True} ⇒ \boxed{\mathrm{True}}
+12 ⇒ \boxed{\mathbf{12}}
+12 ⇒ \boxed{\bf 12}
+12 ⇒ \boxed{\textbf{(B)}\ 12}
+\textbf{(B)} ⇒ \boxed{\textbf{(B)}\ 12}
+B ⇒ \boxed{\text{(B) } 12}
+25 ⇒ The answer: $25.
+25 ⇒ ### Final Answer: **25**
+25 ⇒ \[\boxed{25}\]<|endoftext|>
+25 ⇒ The answer is 25</s>
+25 ⇒ The final answer is $\boxed{25}$<|im_end|>
+25 ⇒ answer: 25
+25 ⇒ **Final answer**: \(25\)
+25 ⇒ Therefore, the total is: $$ 25 $$
+25 ⇒ So, the value is $\mathbf{25}$.
+25 ⇒ <answer> 25 </answer><|im_end|>
+1/4 ⇒ \boxed{\dfrac{1}{4}}
+\frac{3}{4} ⇒ \boxed{\frac{3}{4} = 0.75}
+\frac{2}{3} ⇒ \boxed{\frac{2}{3} \approx 0.667}
+2^{2024} ⇒ \boxed{2^{2024}}
+\binom{2024}{12} ⇒ \boxed{\binom{2024}{12}}
+2k+1 ⇒ \boxed{2k+1, k \in \mathbb{Z}}
+\frac{n(n-1)}{2} ⇒ \boxed{\binom{n}{2}}
+x^3 + 3x - 6 ⇒ \boxed{p(x) = x^3+3x-6}
+60^\circ ⇒ \boxed{60}
+8\pi ⇒ \boxed{8 \pi \text{ cm}^2}
+4210_{5} ⇒ \boxed{4210_5}
+\text{Saturday} ⇒ \boxed{Saturday}
+10\% ⇒ \boxed{10\%}
+5.5 ⇒ \boxed{5 \frac{1}{2}}
+11/2 ⇒ \boxed{5\tfrac{1}{2}}
+(2, -1) ⇒ \boxed{x=2, y=-1}
+x=2, y=-1 ⇒ \boxed{(2,-1)}
+(2, -1) ⇒ The point is $(x, y) = (2, -1)$.
+\frac{a+b}{2} ⇒ \boxed{\dfrac{a + b}{2}}
+f(x)=2x ⇒ \boxed{f(x) = 2x}
+2x ⇒ \boxed{f(x) = 2x}
+\sqrt[3]{2} ⇒ \boxed{2^{1/3}}
+\frac{1}{\sqrt{2}} ⇒ \boxed{\frac{\sqrt{2}}{2}}
+0.1\overline{6} ⇒ \boxed{\frac16}
+0.\overline{3} ⇒ \boxed{1/3}
+1\frac{4}{5} ⇒ \boxed{1.8}
+1e3 ⇒ \boxed{1000}
+x \in (-1, 2) ⇒ \boxed{-1 < x < 2}
+\{x | x > 2\} ⇒ \boxed{(2, \infty)}
+(2, \infty) ⇒ \boxed{\{x \mid x > 2\}}
+(2, \infty) ⇒ \boxed{x \in (2, \infty)}
+\text{no solution} ⇒ \boxed{\text{No solution}}
+\text{(-\infty, 3)} ⇒ \boxed{(-\infty,3)}
+3.0 ⇒ \boxed{3}
+100,000 ⇒ \boxed{10^5}
+3 : 5 ⇒ \boxed{3:5}
+\frac{3}{5} ⇒ \boxed{3/5}
+7.78 ⇒ It is $\frac{70}{9} \approx 7.78$.
+\frac{70}{9} ⇒ \boxed{\frac{70}{9} \approx 7.78}
+12 ⇒ \boxed{{\bf 12}}
+\frac{\pi}{4} + k\pi ⇒ \boxed{x = \frac{\pi}{4} + k\pi, k \in \mathbb{Z}}
+\frac{\pi}{4} + k\pi, k \in \mathbb{Z} ⇒ \boxed{\frac{\pi}{4} + k\pi}
+(-1, 2, 3) ⇒ \boxed{a = -1, b = 2, c = 3}
+(2, -1) ⇒ $y = -1$ and $x = 2$
+(2,\infty) ⇒ \boxed{\{x : x > 2\}}
+\left\{x \mid x > 2\right\} ⇒ \boxed{x > 2}
+42 ⇒ The answer is (E) 42.
+\text{(E) } 42 ⇒ \boxed{42}
 """
 WRONG = r"""
 a + b ⇒ \boxed{b}
@@ -358,7 +448,6 @@ x ⇒ \boxed{\text{answer}}
 5 ⇒ \boxed{5^\circ F + 3}
 x ⇒ \boxed{x + 0.001}
 2x+3 ⇒ \boxed{y = 2x+4}
-5 ⇒ \boxed{x+y=5}
 5 ⇒ \boxed{x \le 5}
 5 ⇒ x = 5 or x = 6, so \boxed{x = 5 \text{ or } x = 6}
 5 ⇒ The answer might be 5. Or perhaps the answer is 6.
@@ -529,6 +618,72 @@ A ⇒ A number.
 34 ⇒ It is 34 too many.
 34 ⇒ \boxed{35} \\ \boxed{34}
 5 ⇒ up to, but not including, 5
+12 ⇒ The first 12 digits.
+12 ⇒ The last 12 digits of it.
+12 ⇒ We look at the other 12 students.
+12 ⇒ All 12 of them.
+12 ⇒ These 12 cases remain.
+12 ⇒ Each of the 12 boys has one.
+m+n ⇒ \boxed{m+n = 9}
+m ⇒ \boxed{m+n = 9}
+m+n=9 ⇒ \boxed{9}
+n ⇒ \boxed{m+n = 9}
+5 ⇒ \boxed{5 \approx 6}
+6 ⇒ \boxed{5 \approx 6}
+7.8 ⇒ \boxed{\frac{70}{9} \approx 7.78}
+7.6 ⇒ \boxed{\frac{70}{9} \approx 7.6}
+(2,-1) ⇒ \boxed{x = 2, y = 1}
+(2,-1) ⇒ \boxed{x = -1, x = 2}
+42 ⇒ The answer is (E) 24.
+E ⇒ The answer is (D) 42.
+k ⇒ \boxed{2k+1, k \in \mathbb{Z}}
+x \in \mathbb{Z} ⇒ \boxed{x \in \mathbb{R}}
+12 ⇒ Figure 12.
+12 ⇒ It is 13. <|im_end|> 12
+12 ⇒ <|im_end|>12
+9 ⇒ \boxed{m+n = 9m}
+9 ⇒ \boxed{9 = m+n+1}
+9 ⇒ \boxed{m+n = 8}
+9 ⇒ \boxed{m+n > 9}
+9 ⇒ \boxed{m + n = 9 \text{ or } m + n = 10}
+9 ⇒ \boxed{2m = 9}
+9 ⇒ \boxed{x^2 = 9}
+25 ⇒ Answer: 25, but this is not certain
+25 ⇒ Answer: 2⏎5
+25 ⇒ <answer>24</answer> The answer was 25.
+25 ⇒ <think>25</think><answer>24</answer>
+25 ⇒ \boxed{25}, no, \boxed{24}
+25 ⇒ #### 25 or 24
+25 ⇒ See page 25.
+25 ⇒ In step 25.
+25 ⇒ Equation 25 shows this.
+1/4 ⇒ The probability is $\frac14$ or $\frac12$.
+1/4 ⇒ \boxed{\frac14 \approx 0.3 \text{ or } 0.5}
+\frac{3}{4} ⇒ \boxed{\frac{3}{4} = 0.7}
+(2,-1) ⇒ \boxed{x=-1, y=2}
+\{x | x > 2\} ⇒ \boxed{[2, \infty)}
+2k+1 ⇒ \boxed{2k}
+B ⇒ \boxed{\text{(C) } 12}
+5.5 ⇒ \boxed{5 \cdot \frac{1}{2}}
+3:5 ⇒ \boxed{3/4}
+x^3 ⇒ \boxed{p(x) = x^2}
+60^\circ ⇒ \boxed{\frac{\pi}{6}}
+8\pi ⇒ \boxed{8}
+8 ⇒ \boxed{8\pi}
+0.1\overline{6} ⇒ \boxed{0.16}
+\sqrt{3} ⇒ \sqrt{3}i
+a+b ⇒ \boxed{a-b}
+abc ⇒ \boxed{ab}
+6 ⇒ \boxed{6x}
+6 ⇒ \boxed{6 \text{ or more}}
+6 ⇒ \boxed{\le 6}
+6 ⇒ \boxed{\text{about half of } 6}
+6 ⇒ \boxed{1, 2, 3, 4, 5, 6}
+6 ⇒ 1, 2, 3, 4, 5, 6
+6 ⇒ Page 6 of 10.
+no ⇒ \boxed{\text{yes}}
+\text{Saturday} ⇒ \boxed{Sunday}
+\text{Evelyn} ⇒ \boxed{\text{Carla}}
 """
 
 HOSTILE = [
