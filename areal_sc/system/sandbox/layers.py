@@ -65,8 +65,8 @@ class Layer(Protocol):
         ...
 
     def pids(self) -> list[int]: ...
-    def file_bytes(self) -> int:
-        """What it has written; 0 where the kernel holds the limit."""
+    def has_written_more(self, limit: int) -> bool:
+        """Whether it has more bytes of files; False where the kernel holds the limit."""
         ...
 
     def exit_code(self, status: int) -> int:
@@ -199,8 +199,8 @@ class Namespaces:
     def pids(self) -> list[int]:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
-    def file_bytes(self) -> int:
-        return 0
+    def has_written_more(self, limit: int) -> bool:
+        return False
 
     def exit_code(self, status: int) -> int:
         told = os.read(self._told, _STATUS.size)
@@ -287,8 +287,8 @@ class Landlock:
                 os.waitpid(pid, os.WNOHANG)
         return [os.getpid(), *descendants(os.getpid())]
 
-    def file_bytes(self) -> int:
-        return bytes_in(self.folder) + deleted_bytes(self.pids())
+    def has_written_more(self, limit: int) -> bool:
+        return bytes_in(self.folder, limit) + deleted_bytes(self.pids()) > limit
 
     def exit_code(self, status: int) -> int:
         return os.waitstatus_to_exitcode(status)
