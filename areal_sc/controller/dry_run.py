@@ -214,6 +214,8 @@ class TaskLook:
             timeout_s=limit_s,
             log_path=self._run_dir / "reward.log",
             sources=reader.folder,
+            isolation=self._config.sandbox.isolation,
+            hides=(self._run_dir,),
         )
         try:
             if self._tokenizer is None:

@@ -96,6 +96,8 @@ class RolloutWorker(Worker):
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
             sources=self.sources.folder,
+            isolation=config.sandbox.isolation,
+            hides=(spec.run.run_dir, spec.memory_root),
         )
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None

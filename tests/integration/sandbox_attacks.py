@@ -230,7 +230,9 @@ async def main(layer: str, folder: Path) -> dict[str, Any]:
 
     async def run(name: str, source: str, limits: Limits = SMALL, **given: Any) -> None:
         ended = await sandbox.run(Program(source=source, **given), limits)
-        stdout, stderr = (text.decode(errors="replace")[-2000:] for text in (ended.stdout, ended.stderr))
+        stdout, stderr = (
+            text.decode(errors="replace")[-2000:] for text in (ended.stdout, ended.stderr)
+        )
         told[name] = [ended.end, ended.exit_code, stdout, stderr, ended.seconds]
 
     try:
@@ -280,7 +282,11 @@ def make_victims(folder: Path, victim: int) -> dict[str, Any]:
     shared = Path(f"/dev/shm/areal-attacks-{os.getpid()}")
     shared.write_text("LOOT")
     shared.chmod(0o644)
-    tcp, unix, abstract = socket.socket(), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    tcp, unix, abstract = (
+        socket.socket(),
+        socket.socket(socket.AF_UNIX),
+        socket.socket(socket.AF_UNIX),
+    )
     tcp.bind(("127.0.0.1", 0))
     unix.bind(str(folder / "socket"))
     abstract.bind(name := f"\0areal-attacks-{os.getpid()}")

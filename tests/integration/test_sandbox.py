@@ -77,7 +77,9 @@ def _python_of_everybody(user: int) -> str:
         if python is None:
             continue
         try:
-            check = "import sys; sys.path.insert(0, sys.argv[1]); import areal_sc.system.sandbox.local"
+            check = (
+                "import sys; sys.path.insert(0, sys.argv[1]); import areal_sc.system.sandbox.local"
+            )
             subprocess.run([python, "-c", check, PACKAGE], check=True, cwd="/", timeout=60, **who)
             return python
         except (OSError, subprocess.CalledProcessError):
@@ -89,7 +91,9 @@ def python_of_everybody(who: dict[str, Any]) -> str:
     """A Python that another user may run, with this package; that of root's own folder may not."""
     python = _python_of_everybody(who["user"])
     if not python:
-        pytest.skip("no Python of 3.11 or later that another user may run together with the package")
+        pytest.skip(
+            "no Python of 3.11 or later that another user may run together with the package"
+        )
     return python
 
 
@@ -143,7 +147,9 @@ def test_no_process_and_no_file_is_left(came: dict[str, Any]) -> None:
 def test_a_layer_works_wherever_the_kernel_has_one(folder: Path) -> None:
     unshare = shutil.which("unshare")
     spaces = [unshare, "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "true"]
-    has_namespaces = unshare is not None and subprocess.run(spaces, capture_output=True).returncode == 0
+    has_namespaces = (
+        unshare is not None and subprocess.run(spaces, capture_output=True).returncode == 0
+    )
     if not (has_namespaces or landlock_version()):
         pytest.skip("this kernel, or this container, has neither namespaces nor Landlock")
     assert any("unavailable" not in results(layer, "itself", folder) for layer in LAYERS)

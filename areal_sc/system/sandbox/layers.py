@@ -1,11 +1,11 @@
 """What keeps a program apart, one class a layer; all of it in the warm server. Standard library alone.
 
-    prepare     once, in the server
-    begin       in the keeper of a program, before it forks
-    start       forks the process that becomes the program
-    confine     in that process, last of all: afterwards it can do only what the program may
-    pids        those of the program, for its keeper to measure
-    end         nothing of the program is left, neither processes nor files
+prepare     once, in the server
+begin       in the keeper of a program, before it forks
+start       forks the process that becomes the program
+confine     in that process, last of all: afterwards it can do only what the program may
+pids        those of the program, for its keeper to measure
+end         nothing of the program is left, neither processes nor files
 """
 
 from __future__ import annotations
@@ -312,5 +312,7 @@ def _any_user() -> int:
     It is from the upper half of those that this user namespace has.
     """
     with open("/proc/self/uid_map") as file:
-        first, _, length = max((list(map(int, line.split())) for line in file), key=lambda row: row[2])
+        first, _, length = max(
+            (list(map(int, line.split())) for line in file), key=lambda row: row[2]
+        )
     return random.SystemRandom().randrange(first + length // 2, first + length - 1)
