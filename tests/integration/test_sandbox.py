@@ -97,20 +97,10 @@ def python_of_everybody(who: dict[str, Any]) -> str:
     return python
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that every user can reach."""
-    found = tmp_path_factory.mktemp("attacks")
-    for above in (found, *found.parents):
-        if above.owner() == Path.home().owner() and above != Path("/"):
-            above.chmod(above.stat().st_mode | 0o011)
-    return found
-
-
 @pytest.fixture(params=CASES, ids="-".join)
-def came(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+def came(request: pytest.FixtureRequest, folder_of_all: Path) -> dict[str, Any]:
     layer, user = request.param
-    told = results(layer, user, folder)
+    told = results(layer, user, folder_of_all)
     if "unavailable" in told:
         pytest.skip(f"{layer} does not work here as {user}: {told['unavailable']}")
     return told
@@ -144,7 +134,7 @@ def test_no_process_and_no_file_is_left(came: dict[str, Any]) -> None:
     assert came["files"] == []
 
 
-def test_a_layer_works_wherever_the_kernel_has_one(folder: Path) -> None:
+def test_a_layer_works_wherever_the_kernel_has_one(folder_of_all: Path) -> None:
     unshare = shutil.which("unshare")
     spaces = [unshare, "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "true"]
     has_namespaces = (
@@ -152,4 +142,4 @@ def test_a_layer_works_wherever_the_kernel_has_one(folder: Path) -> None:
     )
     if not (has_namespaces or landlock_version()):
         pytest.skip("this kernel, or this container, has neither namespaces nor Landlock")
-    assert any("unavailable" not in results(layer, "itself", folder) for layer in LAYERS)
+    assert any("unavailable" not in results(layer, "itself", folder_of_all) for layer in LAYERS)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from areal_sc.system.process import leave_signals_to_script
+from areal_sc.system.process import be_deaf
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.layers import DEVICES, readable_paths
 from areal_sc.system.sandbox.system_calls import refuse_network
@@ -145,7 +145,7 @@ def _enter_namespaces(hides: Sequence[str], shows: Sequence[str]) -> int:
     if goes_on:
         _end_as(goes_on, first)
     kernel.die_with_parent()
-    leave_signals_to_script()
+    signal.signal(signal.SIGTERM, be_deaf)  # a fork of user code would obey it
     pid = int(os.readlink("/proc/self"))  # the old /proc knows it by the number of others
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
     kernel.keep_capabilities(_OF_ROOT if is_root else ())
