@@ -40,5 +40,5 @@ class SandboxConfig:
         list, "files and folders that a model's programs may read, beside Python and /usr"
     )
     runner: str = setting(
-        "", "module:name of another sandbox, called with this section; \"\": areal_sc's own"
+        "", 'module:name of another sandbox, called with this section; "": areal_sc\'s own'
     )

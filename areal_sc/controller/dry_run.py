@@ -217,6 +217,8 @@ class TaskLook:
             log_path=self._run_dir / "reward.log",
             sources=reader.folder,
             run_code=run_code,
+            isolation=self._config.sandbox.isolation,
+            hides=(self._run_dir,),
         )
         try:
             if self._tokenizer is None:

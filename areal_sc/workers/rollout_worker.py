@@ -99,6 +99,8 @@ class RolloutWorker(Worker):
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
             sources=self.sources.folder,
             run_code=self._run_code,
+            isolation=config.sandbox.isolation,
+            hides=(spec.run.run_dir, spec.memory_root),
         )
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None

@@ -34,7 +34,9 @@ print("; ".join(faults) or "works")
 
 def way_out(reasons: dict[str, str]) -> str:
     """Why no layer works, and what to do. Args: reasons: of each layer that was tried."""
-    tried = "; ".join(f"{layer}: {why} (it needs {LAYERS[layer]})" for layer, why in reasons.items())
+    tried = "; ".join(
+        f"{layer}: {why} (it needs {LAYERS[layer]})" for layer, why in reasons.items()
+    )
     return (
         f"no isolation works here, so code that a model wrote is not run: {tried}. Expected one of "
         "them: allow user namespaces (sysctl user.max_user_namespaces, or the container's seccomp "

@@ -182,7 +182,7 @@ class _Keeping:
             self._stop("timeout")
         elif use.resident_bytes - use.num_processes * own_bytes > limits["memory_bytes"]:
             self._stop("memory")
-        elif self._layer.file_bytes() > limits["file_bytes"]:
+        elif self._layer.has_written_more(limits["file_bytes"]):
             self._stop("files")
 
     def _has_ended(self, pid: int) -> bool:

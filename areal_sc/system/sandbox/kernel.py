@@ -10,6 +10,7 @@ import os
 import platform
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
@@ -38,6 +39,8 @@ _PR_SET_DUMPABLE: Final = 4
 _PR_SET_KEEPCAPS: Final = 8
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
+_PR_CAPBSET_DROP: Final = 24
+_NUM_CAPABILITIES: Final = 64
 _PR_CAP_AMBIENT: Final = 47
 _PR_CAP_AMBIENT_RAISE: Final = 2
 _CAPSET: Final = {"x86_64": 126, "aarch64": 91}
@@ -57,8 +60,9 @@ _ON_FILES: Final = _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEV
 
 READS: Final = _EXECUTE | _READ_FILE | _READ_DIR
 DEVICE: Final = _READ_FILE | _WRITE_FILE
-ALL: Final = (1 << 15) - 1
-"""Every right over files but ioctl on devices."""
+LISTS: Final = _READ_DIR
+ALL: Final = (1 << 16) - 1
+"""Every right over files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -127,17 +131,35 @@ def map_only(uid: int, gid: int) -> None:
             file.write(content)
 
 
+def forbid_gains() -> None:
+    """No program that this process executes has more rights than it has, set-uid ones neither."""
+    _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+
+
 def drop_capabilities(kept: int = 0) -> None:
     """Of this process and what it executes; no program that it starts gains one.
 
     Args:
         kept: 0, or the number of one that stays.
     """
-    _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+    forbid_gains()
     header, bits = struct.pack("II", _CAPABILITIES_VERSION_3, 0), 1 << kept if kept else 0
     _call("capset", _CAPSET[machine()], header, struct.pack("6I", bits, bits, bits, 0, 0, 0))
     if kept:
         _prctl("PR_CAP_AMBIENT", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, kept)
+
+
+def keep_capabilities(kept: Iterable[int]) -> None:
+    """Of root: this process, and all that it executes, has no other capability than these."""
+    kept = set(kept)
+    for number in range(_NUM_CAPABILITIES):
+        if number not in kept:
+            with suppress(OSError):  # this kernel has fewer
+                _prctl("PR_CAPBSET_DROP", _PR_CAPBSET_DROP, number)
+    bits = sum(1 << number for number in kept)
+    header, words = struct.pack("II", _CAPABILITIES_VERSION_3, 0), (bits & 0xFFFFFFFF, bits >> 32)
+    data = b"".join(struct.pack("3I", word, word, 0) for word in words)
+    _call("capset", _CAPSET[machine()], header, data)
 
 
 def become_user(uid: int, gid: int) -> None:
@@ -179,19 +201,21 @@ def landlock_version() -> int:
         return 0
 
 
-def allow_only(allowed: Iterable[tuple[str, int]]) -> None:
+def allow_only(allowed: Iterable[tuple[str, int]], *, is_offline: bool = True) -> None:
     """Landlock: from now on this process and its descendants touch these paths alone.
 
-    They have no TCP, and no process outside gets a signal of theirs, as far as the kernel knows of
-    it (versions 4 and 6).
+    No process outside gets a signal of theirs, as far as the kernel knows of that (version 6).
+    It needs `drop_capabilities` or root before.
 
     Args:
-        allowed: path, and `READS`, `DEVICE` or `ALL`; what is not there is left out.
+        allowed: path, and `READS`, `DEVICE`, `ALL` or a part; what cannot be found is left out.
+        is_offline: no TCP (version 4), and no abstract unix sockets of others (version 6).
     """
     version = landlock_version()
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-    attributes = struct.pack("QQQ", files, 0b11, 0b11)[: 8 if version < 4 else 16 + 8 * (version > 5)]
-    ruleset = _call("landlock", _LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
+    attributes = struct.pack("QQQ", files, *((0b11, 0b11) if is_offline else (0, 0b10)))
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = _call("landlock", _LANDLOCK_CREATE_RULESET, attributes[:size], size, 0)
     for path, rights in allowed:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -1,11 +1,11 @@
 """What keeps a program apart, one class a layer; all of it in the warm server. Standard library alone.
 
-    prepare     once, in the server
-    begin       in the keeper of a program, before it forks
-    start       forks the process that becomes the program
-    confine     in that process, last of all: afterwards it can do only what the program may
-    pids        those of the program, for its keeper to measure
-    end         nothing of the program is left, neither processes nor files
+prepare     once, in the server
+begin       in the keeper of a program, before it forks
+start       forks the process that becomes the program
+confine     in that process, last of all: afterwards it can do only what the program may
+pids        those of the program, for its keeper to measure
+end         nothing of the program is left, neither processes nor files
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Layer(Protocol):
         ...
 
     def pids(self) -> list[int]: ...
-    def file_bytes(self) -> int:
-        """What it has written; 0 where the kernel holds the limit."""
+    def has_written_more(self, limit: int) -> bool:
+        """Whether it has more bytes of files; False where the kernel holds the limit."""
         ...
 
     def exit_code(self, status: int) -> int:
@@ -199,8 +199,8 @@ class Namespaces:
     def pids(self) -> list[int]:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
-    def file_bytes(self) -> int:
-        return 0
+    def has_written_more(self, limit: int) -> bool:
+        return False
 
     def exit_code(self, status: int) -> int:
         told = os.read(self._told, _STATUS.size)
@@ -287,8 +287,8 @@ class Landlock:
                 os.waitpid(pid, os.WNOHANG)
         return [os.getpid(), *descendants(os.getpid())]
 
-    def file_bytes(self) -> int:
-        return bytes_in(self.folder) + deleted_bytes(self.pids())
+    def has_written_more(self, limit: int) -> bool:
+        return bytes_in(self.folder, limit) + deleted_bytes(self.pids()) > limit
 
     def exit_code(self, status: int) -> int:
         return os.waitstatus_to_exitcode(status)
@@ -312,5 +312,7 @@ def _any_user() -> int:
     It is from the upper half of those that this user namespace has.
     """
     with open("/proc/self/uid_map") as file:
-        first, _, length = max((list(map(int, line.split())) for line in file), key=lambda row: row[2])
+        first, _, length = max(
+            (list(map(int, line.split())) for line in file), key=lambda row: row[2]
+        )
     return random.SystemRandom().randrange(first + length // 2, first + length - 1)

@@ -1,8 +1,8 @@
 """A sandbox of this machine: programs are forked from a warm server, each kept by a layer.
 
-    consumes     calls of `run`
-    waits for    a free place, then for the keeper's answer, with a limit
-    unblocked by keepers, places that come free, the clock, or the server's end
+consumes     calls of `run`
+waits for    a free place, then for the keeper's answer, with a limit
+unblocked by keepers, places that come free, the clock, or the server's end
 """
 
 from __future__ import annotations

@@ -130,6 +130,9 @@ _FCNTL: Final = (72, 25)
 _IOCTL: Final = (16, 29)
 _TRUNCATE: Final = (76, 45)
 _PR_SET_DUMPABLE: Final = 4
+_PR_SET_SECCOMP: Final = 22
+_SECCOMP_MODE_FILTER: Final = 2
+_AF_UNIX: Final = 1
 _OWNERS_OF_FILES: Final = (8, 15)
 """F_SETOWN, F_SETOWN_EX: a signal to any process of the same user."""
 _IOCTLS: Final = (0x5412, 0x8901, 0x8902)
@@ -159,15 +162,8 @@ class SystemCallFilter:
     def __init__(
         self, *, hides_files: bool, own_signals_alone: bool = False, truncates: bool = True
     ) -> None:
-        self._column = int(machine() == "aarch64")
         self._own_signals_alone = own_signals_alone
-        self._code = [
-            *_ins(_LD, _ARCH_AT),
-            *(_ins(_JEQ, _AUDIT_ARCH[machine()], 1, 0) + _ins(_RET, _KILL)),
-            *_ins(_LD, 0),
-        ]
-        if self._column == 0:
-            self._code += _ins(_JGE, _X32, 0, 1) + _ins(_RET, _ERRNO | ENOSYS)
+        self._code = _prologue()
         self._refuse(_CLONE3, ENOSYS)  # its flags are out of a filter's sight; libc then clones
         for numbers in _REFUSED.values():
             self._refuse(numbers, EPERM)
@@ -194,31 +190,54 @@ class SystemCallFilter:
         if self._own_signals_alone:
             deny = _ins(_JEQ, os.getpid(), 1, 0) + _ins(_RET, _ERRNO | EPERM)
             for numbers in _SIGNALS.values():
-                code += self._checked(numbers, 0, deny)
-        code += _ins(_RET, _ALLOW)
-        buffer = ctypes.create_string_buffer(b"".join(code), 8 * len(code))
-        program = _Program(len(code), ctypes.cast(buffer, ctypes.c_void_p))
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(22, 2, ctypes.byref(program), 0, 0) != 0:  # PR_SET_SECCOMP, a filter
-            raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+                code += _checked(numbers, 0, deny)
+        _install(code)
 
     def _refuse(self, numbers: tuple[int, int], errno: int) -> None:
-        number = numbers[self._column]
-        if number >= 0:
+        if (number := _here(numbers)) >= 0:
             self._code += _ins(_JEQ, number, 0, 1) + _ins(_RET, _ERRNO | errno)
 
     def _when(
         self, numbers: tuple[int, int], argument: int, check: list[bytes], half: int = 0
     ) -> None:
-        self._code += self._checked(numbers, argument, check, half)
+        self._code += _checked(numbers, argument, check, half)
 
-    def _checked(
-        self, numbers: tuple[int, int], argument: int, check: list[bytes], half: int = 0
-    ) -> list[bytes]:
-        """The check of one argument of a system call, which falls through if it has no answer."""
-        loads = _ins(_LD, _ARGUMENTS_AT + 8 * argument + half)
-        body = [*loads, *check, *_ins(_LD, 0)]
-        return [*_ins(_JEQ, numbers[self._column], 0, len(body)), *body]
+
+def refuse_network() -> None:
+    """On this process and its descendants, for good: no socket but unix ones and pairs."""
+    deny = _ins(_JEQ, _AF_UNIX, 1, 0) + _ins(_RET, _ERRNO | EPERM)
+    rings = _ins(_JEQ, _here(_REFUSED["io_uring_setup"]), 0, 1) + _ins(_RET, _ERRNO | EPERM)
+    _install([*_prologue(), *rings, *_checked(_REFUSED["socket"], 0, deny)])
+
+
+def _prologue() -> list[bytes]:
+    """Loads the number of the call; those of other architectures, and of x32, are refused."""
+    code = _ins(_LD, _ARCH_AT) + _ins(_JEQ, _AUDIT_ARCH[machine()], 1, 0) + _ins(_RET, _KILL)
+    code += _ins(_LD, 0)
+    if machine() == "x86_64":
+        code += _ins(_JGE, _X32, 0, 1) + _ins(_RET, _ERRNO | ENOSYS)
+    return code
+
+
+def _checked(
+    numbers: tuple[int, int], argument: int, check: list[bytes], half: int = 0
+) -> list[bytes]:
+    """The check of one argument of a system call, which falls through if it has no answer."""
+    body = [*_ins(_LD, _ARGUMENTS_AT + 8 * argument + half), *check, *_ins(_LD, 0)]
+    return [*_ins(_JEQ, _here(numbers), 0, len(body)), *body]
+
+
+def _here(numbers: tuple[int, int]) -> int:
+    return numbers[machine() == "aarch64"]
+
+
+def _install(code: list[bytes]) -> None:
+    code = [*code, *_ins(_RET, _ALLOW)]
+    buffer = ctypes.create_string_buffer(b"".join(code), 8 * len(code))
+    program = _Program(len(code), ctypes.cast(buffer, ctypes.c_void_p))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
 def _ins(code: int, value: int, if_true: int = 0, if_false: int = 0) -> list[bytes]:

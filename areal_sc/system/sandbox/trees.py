@@ -11,6 +11,9 @@ from typing import Final
 
 _TICKS_A_S: Final = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_BLOCK_BYTES: Final = 4096
+_LONGEST_PATH: Final = 1024
+"""Looks at deeper folders would take longer than programs may."""
 
 
 @dataclass
@@ -93,13 +96,25 @@ def end_descendants() -> None:
         time.sleep(0.0005)
 
 
-def bytes_in(folder: str) -> int:
-    """Bytes of the disk that a folder takes, a block for each entry at least."""
-    used = 0
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            with suppress(OSError):
-                used += max(os.lstat(os.path.join(parent, name)).st_blocks * 512, 4096)
+def bytes_in(folder: str, limit: int) -> int:
+    """Bytes of the disk that a folder takes, a block for each entry at least.
+
+    More than `limit` where it cannot all be seen: folders are too deep, or closed.
+    """
+    used, waiting = 0, [folder]
+    while waiting and used <= limit:
+        above = waiting.pop()
+        if len(above) > _LONGEST_PATH:
+            return limit + 1
+        try:
+            for found in os.scandir(above):
+                used += max(found.stat(follow_symlinks=False).st_blocks * 512, _BLOCK_BYTES)
+                if found.is_dir(follow_symlinks=False):
+                    waiting.append(found.path)
+        except FileNotFoundError:  # it has been deleted meanwhile
+            continue
+        except OSError:
+            return limit + 1
     return used
 
 

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from typing import Final
 
@@ -94,6 +95,8 @@ def _fork(connection: socket.socket, asker: socket.socket, layer: Layer) -> int:
             connection.close()
             keep(asker, layer)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     asker.close()
