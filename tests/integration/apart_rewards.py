@@ -1,6 +1,6 @@
 """Rewards that look for what is not theirs. This file also runs them, as whoever executes it.
 
-    python apart_rewards.py LAYER FOLDER      prints what each came to, as JSON
+python apart_rewards.py LAYER FOLDER      prints what each came to, as JSON
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from areal_sc.errors import RewardError
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.system.fork_server import ForkServer
-
 
 
 def looks(prompt: dict[str, Any], completion: str) -> float:
@@ -122,7 +121,7 @@ async def main(layer: str, folder: Path) -> dict[str, Any]:
             if "ValueError: [" in text:
                 found = json.loads("[" + text.split("ValueError: [", 1)[1].split("\n")[0])
                 told[reward.__name__] = dict(zip(attempts, found, strict=True))
-        told["layer"] = pool.isolation
+        told["layer"], told["folder"] = pool.isolation, str(folder)
         await score("killed", is_killed_once, mark=str(free / "mark"))
         await score("long", computes_long)
         await score("hangs", hangs)
