@@ -86,7 +86,7 @@ _REFUSED = re.compile(
     r"(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
     rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
     r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
-    r"|percentage|square|cube|minimum|maximum)\s+of(?: the)?$|%\s+of$|^(?:of|in|for|with)$|\binstead of$"
+    r"|percentage|square|cube|minimum|maximum)\s+of$|%\s+of$|^(?:of|in|for|with)$|\binstead of$"
     r"|\b(?:the|first|last|next|other|these|those|all|both|another|each|every|its|their|our)$",
     re.IGNORECASE,
 )
