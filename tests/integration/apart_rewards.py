@@ -124,7 +124,7 @@ async def main(layer: str, folder: Path) -> dict[str, Any]:
             if "ValueError: [" in text:
                 found = json.loads("[" + text.split("ValueError: [", 1)[1].split("\n")[0])
                 told[reward.__name__] = dict(zip(attempts, found, strict=True))
-        told["layer"] = pool.isolation
+        told["layer"], told["folder"] = pool.isolation, str(folder)
         await score("killed", is_killed_once, mark=str(free / "mark"))
         await score("long", computes_long)
         await score("hangs", hangs)

@@ -5,23 +5,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_sandbox import NOBODY, PACKAGE, USERS, python_of_everybody
+from integration.other_users import USERS, told_by
 
 from areal_sc.system.sandbox.own_code import LAYERS
 
 REWARDS = Path(__file__).with_name("apart_rewards.py")
-CASES = [(layer, user) for layer in LAYERS for user in USERS]
+CASES = [*((layer, user) for layer in LAYERS for user in USERS), ("none", "itself")]
 
 HIDDEN = ("keys", "memory", "keys from here", "writes into the run", "signal")
 KEPT = {
@@ -34,42 +28,19 @@ KEPT = {
 }
 
 
-@cache
-def results(layer: str, user: str, folder: Path) -> dict[str, Any]:
-    folder = folder / f"{layer}-{user}"
-    folder.mkdir(mode=0o755)
-    python, who = sys.executable, {}
-    modules = [str(PACKAGE)]
-    if user == "nobody":
-        who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-        python = python_of_everybody(who)
-        found = importlib.util.find_spec("msgspec")
-        assert found is not None
-        assert found.origin is not None
-        modules.append(str(Path(found.origin).parents[1]))
-        os.chown(folder, NOBODY, NOBODY)
-        check = [python, "-c", "import areal_sc.rewards.pool"]
-        environment = {"PYTHONPATH": ":".join(modules)}
-        if subprocess.run(check, env=environment, cwd="/", capture_output=True, **who).returncode:  # type: ignore[call-overload]
-            pytest.skip("what this package needs is not there for another user's Python")
-    done = subprocess.run(
-        [python, str(REWARDS), layer, str(folder)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": ":".join(modules), "TOKEN": "kept"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd="/",
-        **who,  # type: ignore[call-overload]
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+@pytest.fixture(scope="module")
+def results(folder_of_all: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return told_by(REWARDS, CASES, folder_of_all)
 
 
-@pytest.fixture(params=[*CASES, ("none", "itself")], ids="-".join)
-def came(request: pytest.FixtureRequest, folder_of_all: Path) -> tuple[str, dict[str, Any]]:
+@pytest.fixture(params=CASES, ids="-".join)
+def came(
+    request: pytest.FixtureRequest, results: dict[tuple[str, str], Any]
+) -> tuple[str, dict[str, Any]]:
     layer, user = request.param
-    told = results(layer, user, folder_of_all)
+    told: dict[str, Any] = results[layer, user]
+    if "unavailable" in told:
+        pytest.skip(told["unavailable"])
     if layer != "none" and told["layer"] != layer:
         pytest.skip(f"{layer} does not work here for a process of {user}")
     return layer, told
@@ -115,10 +86,10 @@ def test_limits_and_deaths_are_told_as_without_isolation(
 
 
 def test_no_daemon_outlives_the_run(came: tuple[str, dict[str, Any]]) -> None:
-    """Each script's own argument is in the command line of all that it has forked."""
-    layer, _ = came
+    """The script's own folder is in the command line of all that it has forked."""
+    _, told = came
     give_up_s = time.monotonic() + 20
-    while left := [line for line in command_lines() if f"apart_rewards.py\0{layer}\0" in line]:
+    while left := [line for line in command_lines() if told["folder"] in line]:
         assert time.monotonic() < give_up_s, left
         time.sleep(0.05)
 

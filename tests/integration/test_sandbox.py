@@ -1,30 +1,23 @@
 """No program in a sandbox reads, reaches, leaves or delays anything: each layer, as root and not.
 
-`sandbox_attacks.py` has the attacks. They are run by a process of their own for each layer and user.
+`sandbox_attacks.py` has the attacks. A process of its own runs them for each layer and user.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.other_users import USERS, told_by
 from integration.sandbox_attacks import BOMBS, HIDDEN, READING
 
-import areal_sc
 from areal_sc.system.sandbox.isolation import LAYERS
 from areal_sc.system.sandbox.kernel import landlock_version
 
 ATTACKS = Path(__file__).with_name("sandbox_attacks.py")
-PACKAGE = Path(areal_sc.__file__).parents[1]
-NOBODY = 65534
-USERS = ["itself", "nobody"] if os.geteuid() == 0 else ["itself"]
 CASES = [(layer, user) for layer in LAYERS for user in USERS]
 
 ENDS = {
@@ -46,63 +39,17 @@ ENDS = {
 }
 
 
-@cache
-def results(layer: str, user: str, folder: Path) -> dict[str, Any]:
-    """What came of all attacks, once for all tests; skips where the layer does not work here."""
-    folder = folder / f"{layer}-{user}"
-    folder.mkdir(mode=0o755)
-    python, who = sys.executable, {}
-    if user == "nobody":
-        who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-        python = python_of_everybody(who)
-        os.chown(folder, NOBODY, NOBODY)
-    done = subprocess.run(
-        [python, str(ATTACKS), layer, str(folder)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(PACKAGE), "SECRET": "LOOT"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd="/",
-        **who,  # type: ignore[call-overload]
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
-
-
-@cache
-def _python_of_everybody(user: int) -> str:
-    who: dict[str, Any] = {"user": user, "group": user, "extra_groups": []}
-    for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
-        if python is None:
-            continue
-        try:
-            check = (
-                "import sys; sys.path.insert(0, sys.argv[1]); import areal_sc.system.sandbox.local"
-            )
-            subprocess.run([python, "-c", check, PACKAGE], check=True, cwd="/", timeout=60, **who)
-            return python
-        except (OSError, subprocess.CalledProcessError):
-            continue
-    return ""
-
-
-def python_of_everybody(who: dict[str, Any]) -> str:
-    """A Python that another user may run, with this package; that of root's own folder may not."""
-    python = _python_of_everybody(who["user"])
-    if not python:
-        pytest.skip(
-            "no Python of 3.11 or later that another user may run together with the package"
-        )
-    return python
+@pytest.fixture(scope="module")
+def results(folder_of_all: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return told_by(ATTACKS, CASES, folder_of_all)
 
 
 @pytest.fixture(params=CASES, ids="-".join)
-def came(request: pytest.FixtureRequest, folder_of_all: Path) -> dict[str, Any]:
+def came(request: pytest.FixtureRequest, results: dict[tuple[str, str], Any]) -> dict[str, Any]:
     layer, user = request.param
-    told = results(layer, user, folder_of_all)
+    told: dict[str, Any] = results[layer, user]
     if "unavailable" in told:
-        pytest.skip(f"{layer} does not work here as {user}: {told['unavailable']}")
+        pytest.skip(f"{layer} does not work here for {user}: {told['unavailable']}")
     return told
 
 
@@ -134,7 +81,9 @@ def test_no_process_and_no_file_is_left(came: dict[str, Any]) -> None:
     assert came["files"] == []
 
 
-def test_a_layer_works_wherever_the_kernel_has_one(folder_of_all: Path) -> None:
+def test_a_layer_works_wherever_the_kernel_has_one(
+    results: dict[tuple[str, str], Any],
+) -> None:
     unshare = shutil.which("unshare")
     spaces = [unshare, "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "true"]
     has_namespaces = (
@@ -142,4 +91,4 @@ def test_a_layer_works_wherever_the_kernel_has_one(folder_of_all: Path) -> None:
     )
     if not (has_namespaces or landlock_version()):
         pytest.skip("this kernel, or this container, has neither namespaces nor Landlock")
-    assert any("unavailable" not in results(layer, "itself", folder_of_all) for layer in LAYERS)
+    assert any("unavailable" not in results[layer, "itself"] for layer in LAYERS)

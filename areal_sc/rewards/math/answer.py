@@ -45,10 +45,9 @@ _RULES: _Rules = (
     # layout
     (r"\\(?:left|right|displaystyle|limits|boxed|fbox|[bB]igg?[lr]?)(?![A-Za-z])\.?", ""),
     (r"\\(?:bf|rm)(?![A-Za-z]|\s*\{)", ""),
-    (
-        r"(?s)[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]",
-        r"\\begin{pmatrix}\1\\end{pmatrix}",
-    ),
+    (r"\\(begin|end)\{array\}(?:\s*\{[^{}]*\})?", r"\\\1{pmatrix}"),
+    (r"(?s)[(\[]\s*(\\begin\{pmatrix\}.*?\\end\{pmatrix\})\s*[)\]]", r"\1"),
+    (r"\\([lr])angle(?![A-Za-z])", lambda m: "(" if m[1] == "l" else ")"),
     (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
     (r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
     (r"\.\.\.|\\[lc]?dots(?![A-Za-z])", "\u2026"),
@@ -57,7 +56,6 @@ _RULES: _Rules = (
     (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
     (r"(?<=\d)(?:,\s*\\!|\s*\{\\?,\s*\}|\\[,;: ])\s*(?=\d{3}(?!\d))", ""),
-    (r"\\!", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
     (r"\\?%|\b(?:per\s?cent(?:age)?|pct)\b", "%"),
     (r"\s*\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", "\u00b0"),
@@ -158,11 +156,9 @@ def read_answer(text: str) -> Answer | None:
     for pattern, replacement in _RULES:
         text = re.sub(pattern, replacement, text)
     text = text.strip()
-    choice = _CHOICE.fullmatch(text)
-    if choice is None:
-        return _read(text)
-    items = (Answer(choice[1]), _read(choice[2]))
-    return Answer(text, "any", tuple(item for item in items if item))
+    if choice := _CHOICE.fullmatch(text):
+        return _read_group("any", [*choice.groups()], text) or Answer(choice[1])
+    return _read(text)
 
 
 def _read(text: str) -> Answer | None:

@@ -86,8 +86,8 @@ _REFUSED = re.compile(
     r"(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
     rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
     r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
-    r"|percentage|square|cube|minimum|maximum)\s+of(?: the)?$|%\s+of$|^of$|\binstead of$"
-    r"|\b(?:the|first|last|next|other|these|those|all|both|another|each|every)$",
+    r"|percentage|square|cube|minimum|maximum)\s+of$|%\s+of$|^(?:of|in|for|with)$|\binstead of$"
+    r"|\b(?:the|first|last|next|other|these|those|all|both|another|each|every|its|their|our)$",
     re.IGNORECASE,
 )
 """A clause that says of the expression behind it that it is not the answer, or not alone.
@@ -150,7 +150,6 @@ def final_answer(text: str) -> list[Prose]:
     Marks with only "and" or "or" between them are one list.
     """
     text = re.sub(f"[{_FORMULAS}]", "?", _without_reasoning(_TURN_END.sub("", text)))
-    text = text.translate(_CHARACTERS)
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
     text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
     marks = _marks(text)

@@ -347,6 +347,137 @@ x \in (-1, 2) ⇒ \boxed{-1 < x < 2}
 \left\{x \mid x > 2\right\} ⇒ \boxed{x > 2}
 42 ⇒ The answer is (E) 42.
 \text{(E) } 42 ⇒ \boxed{42}
+34 ⇒ Answer: $34$
+34 ⇒ Answer: \boxed{34}
+34 ⇒ **Answer**: 34
+34 ⇒ Answer: 34 apples
+34 ⇒ ####34
+34 ⇒ \boxed{34} \text{ cm}
+34 ⇒ Answer: x = 34
+34 ⇒ Final answer: 34 (thirty-four)
+34 ⇒ \[⏎\boxed{34}⏎\]⏎This completes the solution.
+34 ⇒ \boxed{34}⏎⏎**Verification:** 30 + 4 = 34, which matches.
+34 ⇒ \boxed{34}⏎⏎Note that 33 is not possible.
+34 ⇒ \boxed{\text{34}}
+34 ⇒ \boxed{\mathrm{34}}
+34 ⇒ \boxed{34.}
+34 ⇒ Hence we get $n=\boxed{34}$ as desired.
+34 ⇒ Thus \fbox{$34$}
+34 ⇒ \boxed{$34$}
+34 ⇒ \boxed{\(34\)}
+34 ⇒ Therefore, the sum of all possible values is 34.
+34 ⇒ There are 34 such numbers.
+34 ⇒ There are a total of 34.
+34 ⇒ Therefore, there are exactly 34 integers with this property.
+34 ⇒ Thus the answer is $8+26=34$.
+34 ⇒ Therefore, $m+n = 25+9 = \boxed{34}$.
+34 ⇒ $$\boxed{34}$$⏎⏎### Explanation⏎We used the identity $a^2 - b^2 = (a-b)(a+b)$.
+34 ⇒ The final answer is: 34⏎⏎Let me double check: 17 * 2 = 34. Yes.
+34 ⇒ x = 34⏎
+34 ⇒ <answer>x = 34</answer>
+34 ⇒ <answer>The answer is 34</answer>
+34 ⇒ <answer>\(34\)</answer>
+34 ⇒ <answer>$34</answer>
+34 ⇒ <think>It may be 12.</think>34
+34 ⇒ <think>It may be 12.</think>**Answer:** 34
+34 ⇒ <|begin_of_thought|>12?<|end_of_thought|><|begin_of_solution|>\boxed{34}<|end_of_solution|>
+34 ⇒ ```⏎34⏎```
+34 ⇒ Answer⏎34
+34 ⇒ $34$ is the answer.
+34 ⇒ 34 is the answer.
+34 ⇒ Thus, 34 is the final answer.
+34 ⇒ $n = 34$ works.
+34 ⇒ The number of such pairs is $\binom{4}{2}+28=34$.
+34 ⇒ The minimum value is 34.
+34 ⇒ The maximum possible area is 34 square units.
+34 ⇒ Therefore, Tina has 34 marbles left.
+34 ⇒ He needs 34 more minutes.
+34 ⇒ She paid $34 in total.
+34 ⇒ She paid a total of $34.00.
+34 ⇒ So Tom is 34 years old.
+34 ⇒ Total = 30 + 4 = 34
+34 ⇒ Total: 34 dollars
+34 ⇒ 30+4=34 dollars were spent.
+34 ⇒ The distance between them is 34 km.
+34 ⇒ It is 34 degrees.
+1/2 ⇒ \boxed{\frac{1}{2}}
+1/2 ⇒ \boxed{1/2}
+1/2 ⇒ \boxed{0.50}
+\frac{1}{2} ⇒ $P = \frac{3}{6} = \frac{1}{2}$
+\frac{1}{2} ⇒ \boxed{\frac{3}{6} = \frac{1}{2}}
+\sqrt{3} ⇒ \boxed{x = \sqrt{3}}
+x=\sqrt{3} ⇒ \boxed{\sqrt{3}}
+2\sqrt{3} ⇒ \boxed{2 \sqrt{3} \approx 3.46}
+2\sqrt{3} ⇒ \boxed{3.464101615}
+(-\infty,0)\cup(0,\infty) ⇒ \boxed{x \neq 0}
+(-\infty,0)\cup(0,\infty) ⇒ \boxed{\mathbb{R} \setminus \{0\}}
+(1,3) ⇒ \boxed{x \in (1, 3)}
+(1,3) ⇒ \boxed{1<x<3}
+x>2 ⇒ \boxed{(2,+\infty)}
+\{1,3\} ⇒ \boxed{x=1 \text{ or } x=3}
+1,3 ⇒ \boxed{x_1=1, x_2=3}
+1,3 ⇒ The solutions are $x = 1$ and $x = 3$.
+1,3 ⇒ \boxed{1} and \boxed{3}
+1,3 ⇒ \boxed{1 \text{ and } 3}
+1,3 ⇒ \boxed{\{1,3\}}
+(1,3) ⇒ \boxed{(x,y)=(1,3)}
+(1,3) ⇒ \boxed{\langle 1, 3 \rangle}
+(1,3) ⇒ \boxed{\left(1,3\right)}
+(1,2),(3,4) ⇒ \boxed{(1,2), (3,4)}
+(1,2),(3,4) ⇒ \boxed{(3,4),(1,2)}
+(1,2),(3,4) ⇒ \boxed{\{(1,2),(3,4)\}}
+x^2-5x+6 ⇒ \boxed{(x-2)(x-3)}
+(x-2)(x-3) ⇒ \boxed{x^2 - 5x + 6}
+f(x)=x+1 ⇒ \boxed{f(x) = x + 1}
+f(x)=x+1 ⇒ \boxed{x+1}
+y=2x+1 ⇒ \boxed{y = 2x + 1}
+\frac{x}{2} ⇒ \boxed{0.5x}
+3x^2 ⇒ \boxed{3 \cdot x^2}
+\ln 2 ⇒ \boxed{\ln(2)}
+\log_2 3 ⇒ \boxed{\log_{2}{3}}
+e^{-1} ⇒ \boxed{\frac{1}{e}}
+\frac{\pi^2}{6} ⇒ \boxed{\pi^2/6}
+5\pi ⇒ \boxed{5\pi \text{ square inches}}
+n! ⇒ \boxed{n!}
+2^n - 1 ⇒ \boxed{2^{n}-1}
+\frac{n(n+1)}{2} ⇒ \boxed{\frac{n^2+n}{2}}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} ⇒ \boxed{\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} ⇒ \boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}
+i ⇒ \boxed{i}
+3-4i ⇒ \boxed{-4i+3}
+\text{A} ⇒ \boxed{A}
+A ⇒ The correct choice is **A**.
+A ⇒ Answer: (A) 12
+\text{Alice} ⇒ \boxed{Alice}
+\text{yes} ⇒ \boxed{\text{Yes}}
+\text{increasing} ⇒ \boxed{\text{increasing}}
+1,000,000 ⇒ \boxed{1{,}000{,}000}
+1000000 ⇒ \boxed{10^6}
+12.5\% ⇒ \boxed{12.5\%}
+12.5 ⇒ \boxed{12.5\%}
+\$32,\!348 ⇒ \boxed{32348}
+6:30 ⇒ \boxed{6:30}
+6:30 p.m. ⇒ \boxed{6:30 \text{ p.m.}}
+105^\circ ⇒ \boxed{105^{\circ}}
+105^\circ ⇒ \boxed{105}
+\angle ABC ⇒ \boxed{\angle ABC}
+10 \text{ or } 12 ⇒ \boxed{10 \text{ or } 12}
+10, 12 ⇒ \boxed{10 \text{ or } 12}
+-\frac{1}{2} ⇒ \boxed{\frac{-1}{2}}
+-\frac{1}{2} ⇒ \boxed{-0.5}
+\frac{2}{\sqrt{3}} ⇒ \boxed{\frac{2\sqrt{3}}{3}}
+0 ⇒ \boxed{0}
+\dfrac{7}{2} ⇒ \boxed{3\dfrac{1}{2}}
+11\frac{1}{2} ⇒ \boxed{\frac{23}{2}}
+\frac{3}{4} \text{ cup} ⇒ \boxed{\frac{3}{4}}
+2.50 ⇒ \boxed{\$2.50}
+\lfloor x \rfloor ⇒ \boxed{\lfloor x \rfloor}
+x \equiv 3 \pmod{7} ⇒ \boxed{x \equiv 3 \pmod{7}}
+\frac{4}{9}, \frac{5}{9} ⇒ \boxed{\frac{4}{9} \text{ and } \frac{5}{9}}
+k > \frac{1}{4} ⇒ \boxed{k > 0.25}
+m \le -3 ⇒ \boxed{m \leq -3}
+a = 2, b = 3 ⇒ \boxed{a=2, b=3}
+a = 2, b = 3 ⇒ \boxed{(a, b) = (2, 3)}
 """
 WRONG = r"""
 a + b ⇒ \boxed{b}
@@ -618,6 +749,57 @@ A ⇒ A number.
 34 ⇒ It is 34 too many.
 34 ⇒ \boxed{35} \\ \boxed{34}
 5 ⇒ up to, but not including, 5
+12 ⇒ For 12 days it rained.
+34 ⇒ Answer: 43
+34 ⇒ \boxed{34} or \boxed{43}
+34 ⇒ \boxed{34}. Actually, \boxed{43}.
+34 ⇒ 34 students remain out of 50, so the answer is 16.
+34 ⇒ There are 34 girls and 12 boys.
+34 ⇒ If there are 34 girls, then there are 12 boys.
+34 ⇒ He has 34 of 50 points.
+34 ⇒ 3 and 4
+34 ⇒ \boxed{3}\boxed{4}
+34 ⇒ \boxed{3,4}
+34 ⇒ $x = 34y$
+34 ⇒ \boxed{34x}
+34 ⇒ \boxed{34 \text{ or more}}
+34 ⇒ The answer is between 30 and 34.
+34 ⇒ The answer is greater than 34.
+34 ⇒ The answer is not 34
+34 ⇒ Its 34 sides are equal.
+34 ⇒ Every 34 days it comes again.
+34 ⇒ In 34 days it comes again.
+34 ⇒ After 34 days it ends.
+34 ⇒ Let n = 34.
+34 ⇒ 34?
+34 ⇒ Could it be 34?
+34 ⇒ 34 is too big.
+34 ⇒ \boxed{?34}
+34 ⇒ \boxed{34 \pm 1}
+34 ⇒ \boxed{\frac{34}{1000}}
+34 ⇒ \boxed{n \le 34}
+34 ⇒ \boxed{34,000}
+34 ⇒ \boxed{3.4}
+34 ⇒ \boxed{34^{\circ} + x}
+1/2 ⇒ \boxed{\frac{1}{2} \text{ or } \frac{1}{3}}
+(1,3) ⇒ \boxed{[1,3]}
+(1,3) ⇒ \boxed{1,3}
+1,3 ⇒ \boxed{3}
+\{1,3\} ⇒ \boxed{\{1\}}
+x>2 ⇒ \boxed{x \ge 2}
+x^2-5x+6 ⇒ \boxed{(x+2)(x-3)}
+f(x)=x+1 ⇒ \boxed{f(x)=x-1}
+A ⇒ The answer is B.
+A ⇒ \boxed{AB}
+A ⇒ A or B
+\text{Alice} ⇒ \boxed{Alice or Bob}
+\text{yes} ⇒ \boxed{\text{No}}
+\text{yes} ⇒ yes and no
+3-4i ⇒ \boxed{3+4i}
+6:30 ⇒ \boxed{6:03}
+105^\circ ⇒ \boxed{75}
+a = 2, b = 3 ⇒ \boxed{a=3, b=2}
+10 \text{ or } 12 ⇒ \boxed{10}
 12 ⇒ The first 12 digits.
 12 ⇒ The last 12 digits of it.
 12 ⇒ We look at the other 12 students.
