@@ -233,7 +233,7 @@ from areal_sc.workflows.transcript import Transcript
 ANSWERS = {
     "right": "```python\\nprint(2 * int(input()))\\n```",
     "wrong": "```python\\nprint(int(input()))\\n```",
-    "slow": "```python\\nwhile True: pass\\n```",
+    "large": "```python\\nx = bytearray(8 << 30)\\n```",
     "none": "I do not know.",
 }
 TESTS = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
@@ -257,7 +257,7 @@ class Written(Workflow):
 def main(argv):
     config = load_config(argv, GRPOConfig)
     rows = [{"prompt": "ab=", "kind": kind, "tests": TESTS} for kind in ANSWERS]
-    workflow = Written(CodeReward(fault_reward=-1.0, limits=Limits(time_s=1.0)))
+    workflow = Written(CodeReward(fault_reward=-1.0, limits=Limits(time_s=60.0)))
     PPOTrainer(config).fit(workflow, rows, evaluation_prompts=rows)
 
 
@@ -276,12 +276,11 @@ async def test_a_run_is_trained_by_programs(tmp_path: Path, tiny_model_folder: P
     # a step and an evaluation have each of the four rows once
     for record in (step, *evaluations):
         assert record["reward"] == (1 + 0 - 1 - 1) / 4
-        measured = {name: value for name, value in record["workflow"].items()}
-        assert measured == {
+        assert record["workflow"] == {
             "tool": 1.0,
             "reward/passed": 0.25,
             "reward/no_code": 0.25,
-            "reward/timeout": 0.25,
-            "reward/memory": 0.0,
+            "reward/timeout": 0.0,
+            "reward/memory": 0.25,
             "reward/crashed": 0.0,
         }
