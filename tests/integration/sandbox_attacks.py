@@ -214,18 +214,30 @@ SMALL = Limits(
 )
 
 
-async def main(layer: str, folder: Path) -> dict[str, Any]:
+def attack_all(layer: str, folder: Path) -> dict[str, Any]:
     """What came of each attack, or `unavailable` where the layer does not work here."""
     victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     names = make_victims(folder, victim.pid)
     os.mkdir(folder / "tmp")
+    try:
+        told = asyncio.run(attack(layer, folder, names))
+        told["victim"] = victim.poll()
+    except SandboxError as error:
+        return {"unavailable": str(error)}
+    finally:
+        victim.kill()
+    told["permissions"] = (folder / "snapshot").stat().st_mode & 0o777
+    told["files"] += [str(path) for path in (folder / "tmp").iterdir()]
+    told["unprotected"] = unprotected(names)
+    Path(names["shared"]).unlink()
+    return told
+
+
+async def attack(layer: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Runs all attacks. Raises: SandboxError: the layer does not work here."""
     environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(folder / "tmp")}
     sandbox = LocalSandbox(4, layer, environment=environment)
-    try:
-        await sandbox.layer()
-    except SandboxError as error:
-        victim.kill()
-        return {"unavailable": str(error)}
+    await sandbox.layer()
     told: dict[str, Any] = {}
 
     async def run(name: str, source: str, limits: Limits = SMALL, **given: Any) -> None:
@@ -249,16 +261,10 @@ async def main(layer: str, folder: Path) -> dict[str, Any]:
                 run(name, PROLOGUE + text),
                 run(f"honest beside {name}", honest, Limits(time_s=60)),
             )
-        told["victim"] = victim.poll()
         told["left"] = await num_left(sandbox)
         told["files"] = [str(path) for path in (folder / "tmp").glob("*/*")]
-        told["permissions"] = (folder / "snapshot").stat().st_mode & 0o777
     finally:
         await sandbox.close()
-        victim.kill()
-    told["files"] += [str(path) for path in (folder / "tmp").iterdir()]
-    told["unprotected"] = unprotected(names)
-    Path(names["shared"]).unlink()
     return told
 
 
@@ -333,4 +339,4 @@ def unprotected(names: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1], Path(sys.argv[2])))))
+    print(json.dumps(attack_all(sys.argv[1], Path(sys.argv[2]))))

@@ -1,4 +1,6 @@
-"""What keeps a program apart, one class a layer; all of it in the warm server. Standard library alone.
+"""What keeps a program apart, one class a layer; all of it in the warm server.
+
+The standard library alone.
 
 prepare     once, in the server
 begin       in the keeper of a program, before it forks
@@ -50,7 +52,7 @@ def readable_paths(more: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(found) if os.path.exists(path)]
 
 
-class Layer(Protocol):
+class ProgramLayer(Protocol):
     """One way to keep programs apart, used as this module says."""
 
     folder: str

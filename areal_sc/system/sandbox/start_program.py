@@ -21,14 +21,14 @@ from types import ModuleType, TracebackType
 from typing import Any, Final, NoReturn
 
 from areal_sc.system.sandbox import kernel
-from areal_sc.system.sandbox.layers import Layer
+from areal_sc.system.sandbox.layers import ProgramLayer
 
 _OPEN_FILES: Final = 256
 _NAME: Final = "program.py"
 
 
 def start_program(
-    layer: Layer,
+    layer: ProgramLayer,
     header: dict[str, Any],
     files: Sequence[tuple[str, bytes]],
     ends: tuple[int, int, int],
@@ -106,7 +106,8 @@ def _run(source: str, folder: str) -> int:
             (2, "w", "backslashreplace"),
         )
     )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     gc.enable()
     code = 0
