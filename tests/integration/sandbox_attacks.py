@@ -235,7 +235,7 @@ def attack_all(layer: str, folder: Path) -> dict[str, Any]:
 
 async def attack(layer: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
     """Runs all attacks. Raises: SandboxError: the layer does not work here."""
-    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(folder / "tmp")}
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder / "tmp")}
     sandbox = LocalSandbox(4, layer, environment=environment)
     await sandbox.layer()
     told: dict[str, Any] = {}

@@ -22,16 +22,19 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 from areal_sc.system.sandbox import kernel
+from areal_sc.system.sandbox.bubblewrap import Bubblewrap
 from areal_sc.system.sandbox.keeper import keep
 from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
 from areal_sc.system.sandbox.trees import children, end_descendants
 
-LAYERS: Final[dict[str, type[Namespaces] | type[Landlock]]] = {
+LAYERS: Final[dict[str, Callable[[Sequence[str]], ProgramLayer]]] = {
     "namespaces": Namespaces,
+    "bubblewrap": Bubblewrap,
     "landlock": Landlock,
 }
 
