@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +210,13 @@ while True:
 """,
 }
 
+ENDLESS = {"forks", "no end", "no end and no signals", "memory of many processes", "threads"}
+"""They run until their time is over, or a look finds too much."""
+
 SMALL = Limits(
-    time_s=1.5, memory_bytes=256 << 20, num_processes=24, output_bytes=1 << 16, file_bytes=8 << 20
+    time_s=60, memory_bytes=256 << 20, num_processes=24, output_bytes=1 << 16, file_bytes=8 << 20
 )
+SHORT = replace(SMALL, time_s=1.5)
 
 
 def attack_all(layer: str, folder: Path) -> dict[str, Any]:
@@ -258,7 +263,7 @@ async def attack(layer: str, folder: Path, names: dict[str, Any]) -> dict[str, A
         honest = "print(sum(range(1000)))"
         for name, text in BOMBS.items():
             await asyncio.gather(
-                run(name, PROLOGUE + text),
+                run(name, PROLOGUE + text, SHORT if name in ENDLESS else SMALL),
                 run(f"honest beside {name}", honest, Limits(time_s=60)),
             )
         told["left"] = await num_left(sandbox)
