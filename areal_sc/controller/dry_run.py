@@ -36,6 +36,7 @@ from areal_sc.sizing.model_folder import ModelShape, read_model_shape
 from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.sandbox.opening import describe_sandbox
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
@@ -239,6 +240,9 @@ class TaskLook:
             await rewards.close()
             await run_code.close()
         found.tell(source.num_prompts, self._config.max_rejection_rate)
+        if pool.isolation is not None:
+            tell(f"rewards of your own are kept apart by {pool.isolation or 'nothing'}")
+        tell(f"code of a model is kept apart by {await describe_sandbox(self._config.sandbox)}")
 
     async def _look_at_row(
         self, workflow: Workflow, prompts: Prompts, index: int, pool: RewardPool, found: _Found

@@ -80,10 +80,9 @@ def _outcome(attempt: str) -> str:
         return type(error).__name__
 
 
-async def main(layer: str, folder: Path) -> dict[str, Any]:
-    """What came of each reward, or `unavailable` where the layer does not work here."""
+async def main(layer: str, folder: Path, victim: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """What came of each reward."""
     run, free = folder / "run", folder / "free"
-    victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     server = ForkServer("areal_sc.rewards.process:run_reward_process")
     pool = RewardPool(
         server,
@@ -131,7 +130,6 @@ async def main(layer: str, folder: Path) -> dict[str, Any]:
         await score("daemon", leaves_a_daemon, begun=str(free / "begun"))
         told["victim"] = victim.poll()
     finally:
-        victim.kill()
         await pool.close()
         await server.close()
     return told
@@ -149,4 +147,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     import apart_rewards  # rewards are found by a module's name
 
-    print(json.dumps(asyncio.run(apart_rewards.main(sys.argv[1], Path(sys.argv[2])))))
+    victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    try:
+        print(json.dumps(asyncio.run(apart_rewards.main(sys.argv[1], Path(sys.argv[2]), victim))))
+    finally:
+        victim.kill()

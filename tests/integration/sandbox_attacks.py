@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,23 +210,39 @@ while True:
 """,
 }
 
+ENDLESS = {"forks", "no end", "no end and no signals", "memory of many processes", "threads"}
+"""They run until their time is over, or a look finds too much."""
+
 SMALL = Limits(
-    time_s=1.5, memory_bytes=256 << 20, num_processes=24, output_bytes=1 << 16, file_bytes=8 << 20
+    time_s=60, memory_bytes=256 << 20, num_processes=24, output_bytes=1 << 16, file_bytes=8 << 20
 )
+SHORT = replace(SMALL, time_s=1.5)
 
 
-async def main(layer: str, folder: Path) -> dict[str, Any]:
+def attack_all(layer: str, folder: Path) -> dict[str, Any]:
     """What came of each attack, or `unavailable` where the layer does not work here."""
     victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     names = make_victims(folder, victim.pid)
     os.mkdir(folder / "tmp")
-    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(folder / "tmp")}
-    sandbox = LocalSandbox(4, layer, environment=environment)
     try:
-        await sandbox.layer()
+        told = asyncio.run(attack(layer, folder, names))
+        told["victim"] = victim.poll()
     except SandboxError as error:
-        victim.kill()
         return {"unavailable": str(error)}
+    finally:
+        victim.kill()
+    told["permissions"] = (folder / "snapshot").stat().st_mode & 0o777
+    told["files"] += [str(path) for path in (folder / "tmp").iterdir()]
+    told["unprotected"] = unprotected(names)
+    Path(names["shared"]).unlink()
+    return told
+
+
+async def attack(layer: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Runs all attacks. Raises: SandboxError: the layer does not work here."""
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(folder / "tmp")}
+    sandbox = LocalSandbox(4, layer, environment=environment)
+    await sandbox.layer()
     told: dict[str, Any] = {}
 
     async def run(name: str, source: str, limits: Limits = SMALL, **given: Any) -> None:
@@ -246,19 +263,13 @@ async def main(layer: str, folder: Path) -> dict[str, Any]:
         honest = "print(sum(range(1000)))"
         for name, text in BOMBS.items():
             await asyncio.gather(
-                run(name, PROLOGUE + text),
+                run(name, PROLOGUE + text, SHORT if name in ENDLESS else SMALL),
                 run(f"honest beside {name}", honest, Limits(time_s=60)),
             )
-        told["victim"] = victim.poll()
         told["left"] = await num_left(sandbox)
         told["files"] = [str(path) for path in (folder / "tmp").glob("*/*")]
-        told["permissions"] = (folder / "snapshot").stat().st_mode & 0o777
     finally:
         await sandbox.close()
-        victim.kill()
-    told["files"] += [str(path) for path in (folder / "tmp").iterdir()]
-    told["unprotected"] = unprotected(names)
-    Path(names["shared"]).unlink()
     return told
 
 
@@ -333,4 +344,4 @@ def unprotected(names: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1], Path(sys.argv[2])))))
+    print(json.dumps(attack_all(sys.argv[1], Path(sys.argv[2]))))

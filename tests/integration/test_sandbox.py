@@ -25,7 +25,7 @@ ENDS = {
     "daemons": {"exited"},
     "daemons that hold its output": {"exited"},
     "memory": {"memory"},
-    "memory of many processes": {"memory"},
+    "memory of many processes": {"memory", "timeout"},
     "one large file": {"files"},
     "many files": {"files"},
     "files without a name": {"files"},

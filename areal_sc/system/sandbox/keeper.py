@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
-from areal_sc.system.sandbox.layers import Layer
+from areal_sc.system.sandbox.layers import ProgramLayer
 from areal_sc.system.sandbox.start_program import start_program
 from areal_sc.system.sandbox.trees import use_of
 
@@ -29,7 +29,7 @@ _START_LIMIT_S: Final = 20.0
 _CHUNK: Final = 1 << 16
 
 
-def keep(connection: socket.socket, layer: Layer) -> None:
+def keep(connection: socket.socket, layer: ProgramLayer) -> None:
     """Runs the program that is asked for, and answers, unless the connection ends before."""
     try:
         header, parts = _request(connection)
@@ -52,7 +52,11 @@ def _request(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
 
 class _Keeping:
     def __init__(
-        self, connection: socket.socket, layer: Layer, header: dict[str, Any], parts: list[bytes]
+        self,
+        connection: socket.socket,
+        layer: ProgramLayer,
+        header: dict[str, Any],
+        parts: list[bytes],
     ) -> None:
         self._connection = connection
         self._layer = layer
@@ -143,7 +147,7 @@ class _Keeping:
 
     def _read(self, fd: int) -> bool:
         """Takes what there is of the output; False: there is no more of it now, or ever."""
-        left = self._limits["output_bytes"] - sum(map(len, self._output.values()))
+        left: int = self._limits["output_bytes"] - sum(map(len, self._output.values()))
         try:
             part = os.read(fd, min(_CHUNK, left + 1))
         except BlockingIOError:
@@ -153,7 +157,7 @@ class _Keeping:
             self._stop("output")
         elif not part:
             self._ready.unregister(fd)
-        return 0 < len(part) <= left
+        return bool(part) and len(part) <= left
 
     def _drain(self) -> None:
         """What was printed and not read before the end."""

@@ -104,7 +104,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def make_read_only(path: str, *, below_too: bool = True) -> None:
-    """In a mount, and in those below it, nothing is written, no device and no set-uid file works."""
+    """In a mount, and in those below it, nothing is written; devices and set-uid do not work."""
     attributes = struct.pack("QQQQ", _READ_ONLY_NOSUID_NODEV, 0, 0, 0)
     what = (-100, path.encode(), _AT_RECURSIVE * below_too, attributes, len(attributes))
     _call(f"mount_setattr of {path}", _MOUNT_SETATTR, *what)

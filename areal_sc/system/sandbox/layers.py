@@ -1,11 +1,14 @@
-"""What keeps a program apart, one class a layer; all of it in the warm server. Standard library alone.
+"""What keeps a program apart, one class a layer; all of it in the warm server.
 
-prepare     once, in the server
-begin       in the keeper of a program, before it forks
-start       forks the process that becomes the program
-confine     in that process, last of all: afterwards it can do only what the program may
-pids        those of the program, for its keeper to measure
-end         nothing of the program is left, neither processes nor files
+The standard library alone.
+
+    prepare     once, in the server
+    begin       in the keeper of a program, before it forks
+    start       forks the process that becomes the program
+    enter       in that process, first of all: it may execute another program, and not come back
+    confine     last of all: afterwards the process can do only what the program may
+    pids        those of the program, for its keeper to measure
+    end         nothing of the program is left, neither processes nor files
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.system_calls import SystemCallFilter
@@ -39,7 +42,7 @@ _SYSTEM: Final = (
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"),
     "/etc/localtime",
 )
-_BOX: Final = "/box"
+BOX: Final = "/box"
 _OLD: Final = "/.old"
 _STATUS: Final = struct.Struct("i")
 
@@ -50,20 +53,25 @@ def readable_paths(more: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(found) if os.path.exists(path)]
 
 
-class Layer(Protocol):
-    """One way to keep programs apart, used as this module says."""
+class StartedLayer(Protocol):
+    """A layer as the process sees it that becomes the program."""
 
     folder: str
     """The program's private folder, from `begin` on."""
 
-    def prepare(self) -> None: ...
-    def begin(self, file_bytes: int) -> None: ...
-    def start(self, become: Callable[[], None]) -> int: ...
+    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None: ...
     def confine(self) -> None: ...
     def num_processes_beside(self) -> int:
         """Processes that count as the program's for the kernel, and are not."""
         ...
 
+
+class ProgramLayer(StartedLayer, Protocol):
+    """One way to keep programs apart, used as this module says."""
+
+    def prepare(self) -> None: ...
+    def begin(self, file_bytes: int) -> None: ...
+    def start(self, become: Callable[[], None]) -> int: ...
     def pids(self) -> list[int]: ...
     def has_written_more(self, limit: int) -> bool:
         """Whether it has more bytes of files; False where the kernel holds the limit."""
@@ -85,7 +93,7 @@ class Namespaces:
     """
 
     def __init__(self, read: Sequence[str]) -> None:
-        self.folder = _BOX
+        self.folder = BOX
         self._is_root = os.geteuid() == 0
         self._readable = readable_paths(read)
         self._user = (os.geteuid(), os.getegid())
@@ -108,10 +116,10 @@ class Namespaces:
         for path in DEVICES:
             self._show(path, is_device=True)
         self._show("/proc", is_device=True)
-        os.mkdir(_BOX)
+        os.mkdir(BOX)
         if not os.path.lexists("/tmp"):
-            os.symlink(_BOX, "/tmp")
-        os.symlink(_BOX, "/dev/shm")
+            os.symlink(BOX, "/tmp")
+        os.symlink(BOX, "/dev/shm")
         os.symlink("/proc/self/fd", "/dev/fd")
         kernel.detach(_OLD)
         os.rmdir(_OLD)
@@ -138,13 +146,13 @@ class Namespaces:
         spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
         kernel.unshare(spaces | (0 if self._is_root else kernel.CLONE_NEWUSER))
         if self._is_root:
-            self._user = (_any_user(),) * 2
+            self._user = (any_user(),) * 2
         else:
             kernel.map_only(*self._user)
         uid, gid = self._user
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         options = f"size={file_bytes},nr_inodes={file_bytes // 4096 + 16},mode=0700"
-        kernel.mount("box", _BOX, "tmpfs", flags, f"{options},uid={uid},gid={gid}")
+        kernel.mount("box", BOX, "tmpfs", flags, f"{options},uid={uid},gid={gid}")
         self._told, self._tells = os.pipe()
 
     def start(self, become: Callable[[], None]) -> int:
@@ -185,6 +193,9 @@ class Namespaces:
             kernel.mount("proc", "/proc", "proc", flags)
         except PermissionError:  # as in a container, whose own hides a part
             kernel.mount("none", "/proc", "tmpfs", flags, "size=4k,mode=0555")
+
+    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
+        pass
 
     def confine(self) -> None:
         if self._is_root:
@@ -253,7 +264,7 @@ class Landlock:
         self.folder = f"{self._base}/{os.urandom(12).hex()}"
         os.mkdir(self.folder, 0o700)
         if self._is_root:
-            self._user = (_any_user(),) * 2
+            self._user = (any_user(),) * 2
             os.chown(self.folder, *self._user)
         else:
             self._num_beside = num_tasks_of_user()
@@ -263,6 +274,9 @@ class Landlock:
         if self._program == 0:
             become()
         return self._program
+
+    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
+        pass
 
     def confine(self) -> None:
         if self._is_root:
@@ -306,7 +320,7 @@ def _is_for_all(path: str) -> bool:
     return is_for_all and (above == path or _is_for_all(above))
 
 
-def _any_user() -> int:
+def any_user() -> int:
     """A number that is nobody's on this machine, as far as chance goes: none of the run's files.
 
     It is from the upper half of those that this user namespace has.

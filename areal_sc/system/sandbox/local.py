@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
-import areal_sc
 from areal_sc.errors import SandboxError
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
 from areal_sc.system.sandbox.isolation import CHECK, LAYERS, way_out
@@ -72,7 +71,7 @@ class LocalSandbox:
         self._read = list(read)
         self._places = asyncio.Semaphore(num_processes)
         self._one_start = asyncio.Lock()
-        self._server: _Server | None = None
+        self._server: _WarmServer | None = None
         self._is_closed = False
 
     async def layer(self) -> str:
@@ -86,7 +85,8 @@ class LocalSandbox:
 
         Raises:
             SandboxError: no layer works, or the program could not be begun, twice.
-            ValueError: both or neither of source and command are given, or a path leaves the folder.
+            ValueError: both or neither of source and command are given, or a path leaves its
+                folder.
         """
         request = _request(program, limits)
         async with self._places:
@@ -109,7 +109,7 @@ class LocalSandbox:
         if self._server is not None:
             await self._server.close()
 
-    async def _started(self) -> _Server:
+    async def _started(self) -> _WarmServer:
         async with self._one_start:
             if self._is_closed:
                 raise SandboxError("the sandbox was closed")
@@ -118,10 +118,10 @@ class LocalSandbox:
                 self._layers = [self._server.layer]
             return self._server
 
-    async def _start(self) -> _Server:
+    async def _start(self) -> _WarmServer:
         reasons = {}
         for layer in self._layers:
-            server = _Server(layer, self._environment, self._read)
+            server = _WarmServer(layer, self._environment, self._read)
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await server.begin()
@@ -136,7 +136,7 @@ class LocalSandbox:
         raise SandboxError(way_out(reasons))
 
 
-async def _fault_of(server: _Server) -> str:
+async def _fault_of(server: _WarmServer) -> str:
     """What the layer does not keep; empty: it works."""
     with tempfile.NamedTemporaryFile(prefix="areal-sandbox-check-") as secret:
         os.chmod(secret.name, 0o644)
@@ -149,14 +149,14 @@ async def _fault_of(server: _Server) -> str:
     return f"a program ended with {ended.exit_code} and said {why}"
 
 
-class _Server:
+class _WarmServer:
     """The warm process, as its owner sees it."""
 
     def __init__(self, layer: str, environment: Mapping[str, str], read: Sequence[str]) -> None:
         self.layer = layer
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
-        package = str(Path(areal_sc.__file__).parents[1])
+        package = str(Path(__file__).parents[3])
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -211,7 +211,7 @@ class _Server:
             await asyncio.to_thread(self._process.wait)
 
 
-def _answer(body: bytes) -> tuple[dict[str, object], list[bytes]]:
+def _answer(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
     header, parts = unpacked(body)
     if why := header.get("failed"):
         raise SandboxError(f"a program could not be begun: {why}")

@@ -40,3 +40,20 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
         environment=environment,
         read=settings.read,
     )
+
+
+async def describe_sandbox(settings: SandboxConfig) -> str:
+    """What code that a model wrote would run in, for people; a layer of ours is tried.
+
+    Raises: ConfigError: as `open_sandbox`.
+    """
+    try:
+        sandbox = open_sandbox(settings)
+        if not isinstance(sandbox, LocalSandbox):
+            return settings.runner
+        try:
+            return await sandbox.layer()
+        finally:
+            await sandbox.close()
+    except SandboxError as error:
+        return f"nothing, so it is refused: {error}"

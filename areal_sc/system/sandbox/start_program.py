@@ -21,14 +21,14 @@ from types import ModuleType, TracebackType
 from typing import Any, Final, NoReturn
 
 from areal_sc.system.sandbox import kernel
-from areal_sc.system.sandbox.layers import Layer
+from areal_sc.system.sandbox.layers import StartedLayer
 
 _OPEN_FILES: Final = 256
 _NAME: Final = "program.py"
 
 
 def start_program(
-    layer: Layer,
+    layer: StartedLayer,
     header: dict[str, Any],
     files: Sequence[tuple[str, bytes]],
     ends: tuple[int, int, int],
@@ -47,6 +47,7 @@ def start_program(
         for number, fd in enumerate(ends):
             os.dup2(fd, number)
         telling = os.dup2(telling, 3)
+        layer.enter(header, files)
         os.chdir(layer.folder)
         layer.confine()
         for path, content in files:
@@ -106,7 +107,8 @@ def _run(source: str, folder: str) -> int:
             (2, "w", "backslashreplace"),
         )
     )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     gc.enable()
     code = 0

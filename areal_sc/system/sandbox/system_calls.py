@@ -2,7 +2,7 @@
 
 Refused is what reaches beyond the program: sockets (socket pairs are streams alone), other
 processes, namespaces and mounts, memory that no limit counts, and parts of the kernel that programs
-do not need. Landlock knows nothing of some of these, and namespaces are left by a mistake in others.
+do not need. Landlock knows nothing of some of these; mistakes in others have opened namespaces.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ _ARCH_AT: Final = 4
 _ARGUMENTS_AT: Final = 16
 
 
-class _Program(ctypes.Structure):
+class _FilterCode(ctypes.Structure):
     _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
@@ -234,7 +234,7 @@ def _here(numbers: tuple[int, int]) -> int:
 def _install(code: list[bytes]) -> None:
     code = [*code, *_ins(_RET, _ALLOW)]
     buffer = ctypes.create_string_buffer(b"".join(code), 8 * len(code))
-    program = _Program(len(code), ctypes.cast(buffer, ctypes.c_void_p))
+    program = _FilterCode(len(code), ctypes.cast(buffer, ctypes.c_void_p))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")

@@ -22,16 +22,19 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 from areal_sc.system.sandbox import kernel
+from areal_sc.system.sandbox.bubblewrap import Bubblewrap
 from areal_sc.system.sandbox.keeper import keep
-from areal_sc.system.sandbox.layers import Landlock, Layer, Namespaces, readable_paths
+from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
 from areal_sc.system.sandbox.trees import children, end_descendants
 
-LAYERS: Final[dict[str, type[Namespaces] | type[Landlock]]] = {
+LAYERS: Final[dict[str, Callable[[Sequence[str]], ProgramLayer]]] = {
     "namespaces": Namespaces,
+    "bubblewrap": Bubblewrap,
     "landlock": Landlock,
 }
 
@@ -62,9 +65,9 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if os.path.realpath(path).startswith(roots)]
     gc.collect()
     gc.freeze()
-    with suppress(OSError):  # the kernel kills programs before the run, where memory is short
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("900")
+    # where memory is short, the kernel kills programs before the run
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("900")
     connection.send(b"{}")
     try:
         _serve(connection, layer)
@@ -73,7 +76,7 @@ def main() -> None:
             layer.close()
 
 
-def _serve(connection: socket.socket, layer: Layer) -> None:
+def _serve(connection: socket.socket, layer: ProgramLayer) -> None:
     keepers: set[int] = set()
     ready = select.poll()
     ready.register(connection, select.POLLIN)
@@ -87,7 +90,7 @@ def _serve(connection: socket.socket, layer: Layer) -> None:
     end_descendants()
 
 
-def _fork(connection: socket.socket, asker: socket.socket, layer: Layer) -> int:
+def _fork(connection: socket.socket, asker: socket.socket, layer: ProgramLayer) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
