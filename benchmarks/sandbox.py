@@ -17,9 +17,11 @@ from typing import Any
 
 import report
 
+from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.errors import SandboxError
 from areal_sc.rewards.answers import ExactMatch
 from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.sandbox.isolation import LAYERS
 from areal_sc.system.sandbox.local import LocalSandbox
@@ -102,6 +104,7 @@ def make_pool(server: ForkServer, folder: Path, **apart: Any) -> RewardPool:
         timeout_s=60.0,
         log_path=folder / "reward.log",
         sources=folder / "sources",
+        run_code=CodeRunner(SandboxConfig()),
         **apart,
     )
 
