@@ -185,10 +185,11 @@ class RewardPool:
         self._log_path = log_path
         self._sources = sources
         self.run_code = run_code
-        self._spec = {
+        self._spec: dict[str, Any] = {
             "sources": str(sources),
             "isolation": isolation,
             "hides": [str(path) for path in hides],
+            "is_tried": False,
         }
         self.isolation: str | None = None
         self._references: list[dict[str, Any]] = []
@@ -307,8 +308,9 @@ class RewardPool:
         """Once: what keeps rewards apart, or that nothing does."""
         if self.isolation is not None:
             return
-        self.isolation = layer
-        if layer or self._spec["isolation"] == "none":
+        self.isolation, wanted = layer, self._spec["isolation"]
+        self._spec |= {"isolation": layer or "none", "is_tried": True}
+        if layer or wanted == "none":
             log.info("reward_isolation=%s", layer or "none")
             return
         text = (

@@ -107,13 +107,15 @@ def run_reward_process(spec: dict[str, Any]) -> int:
 
     Args:
         spec: `fd`, the socket; `sources`, `isolation` and `hides` as in `RewardPool`; `network` and
-            `read` of a `Narrowing`.
+            `read` of a `Narrowing`; `is_tried`: the isolation is a layer that works.
     """
     sources = Path(spec["sources"])
     rewards: dict[int, Callable[..., Any]] = {}
     setup_logging("reward")
     shows = [str(sources)]
-    apart = keep_apart(spec["isolation"], spec["hides"], shows, spec["fd"])
+    apart = keep_apart(
+        spec["isolation"], spec["hides"], shows, spec["fd"], is_tried=spec["is_tried"]
+    )
     with socket.socket(fileno=3 if apart.layer else spec["fd"]) as connection:
         connection.setblocking(True)
         try:

@@ -113,7 +113,10 @@ class LocalSandbox:
         async with self._one_start:
             if self._is_closed:
                 raise SandboxError("the sandbox was closed")
-            if self._server is None or self._server.has_ended:
+            if self._server is not None and self._server.has_ended:
+                await self._server.close()
+                self._server = None
+            if self._server is None:
                 self._server = await self._start()
                 self._layers = [self._server.layer]
             return self._server

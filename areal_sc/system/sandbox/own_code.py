@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NoReturn
 
 from areal_sc.system.process import be_deaf
@@ -50,7 +51,14 @@ class Apart:
     pid: int
 
 
-def keep_apart(isolation: str, hides: Sequence[str], shows: Sequence[str], keeps: int) -> Apart:
+def keep_apart(
+    isolation: str,
+    hides: Sequence[str],
+    shows: Sequence[str],
+    keeps: int,
+    *,
+    is_tried: bool = False,
+) -> Apart:
     """Keeps this process apart, which has one thread; it may go on as another process.
 
     Args:
@@ -58,6 +66,7 @@ def keep_apart(isolation: str, hides: Sequence[str], shows: Sequence[str], keeps
         hides: folders that are not to be had.
         shows: folders within them that can be read all the same.
         keeps: the only descriptor that it needs, beside standard input, output and error.
+        is_tried: a process like this one has found that the layer works; to try it takes forks.
     """
     wanted = {"auto": LAYERS, "none": (), "bubblewrap": ("namespaces",)}.get(
         isolation, (isolation,)
@@ -67,7 +76,8 @@ def keep_apart(isolation: str, hides: Sequence[str], shows: Sequence[str], keeps
     why_not = []
     for layer in wanted:
         enter = {"namespaces": _enter_namespaces, "landlock": _enter_landlock}[layer]
-        if fault := _fault_of(lambda enter=enter: enter(hides, shows)):  # type: ignore[misc]
+        tried = partial(enter, hides, shows)
+        if not is_tried and (fault := _fault_of(tried)):
             why_not.append(f"{layer}: {fault}")
             continue
         os.dup2(keeps, 3)
