@@ -74,7 +74,7 @@ class PPOTrainer(Run):
                         with step.timed("wait"):
                             batch = rollout.prepare_batch(prompts, workflow)
                         with step.timed("train"):
-                            batch = beside.compute(batch)
+                            batch = beside.compute(batch, actor)
                             batch = beside.compute_advantages(batch, actor)
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)

@@ -72,9 +72,14 @@ class FSDPPPOActor(TrainHandle):
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
     ) -> list[WorkerPlan]:
-        # each rank holds its part of float32 parameters, gradients and optimizer state
+        # each rank holds its part of float32 parameters, and of what training adds to them
         parallel = self.config.parallel
         share = -(-(shape.num_parameters or 0) // parallel.num_ranks)
+        trained, fixed = share, 0
+        if self.config.has_adapter and not self.config.is_frozen:
+            lora, layer = self.config.lora, shape.layer
+            of_adapter = layer.adapter_values(lora.rank, lora.targets) if layer else 0
+            trained, fixed = -(-of_adapter // parallel.num_ranks), share
         is_rounded = rounds_copies(parallel.num_ranks // parallel.tensor, self.config)
         return [
             self.plan_rank(
@@ -83,9 +88,10 @@ class FSDPPPOActor(TrainHandle):
                 share,
                 shape,
                 machine,
-                parameter_bytes=2 * FLOAT32_BYTES * share,
+                parameter_bytes=FLOAT32_BYTES * (fixed + 2 * trained),
                 rounded_bytes=DTYPE_BYTES[self.config.dtype] * share if is_rounded else 0,
-                optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
+                optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * trained,
+                held_share=trained,
                 gathered_bytes=self._gathered_bytes(
                     shape, piece_bytes(*kind_and_memory(devices[0], machine))
                 ),

@@ -38,12 +38,14 @@ from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabula
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
+from areal_sc.engines.training.adapter_files import read_adapter
 from areal_sc.engines.training.causal_lm import (
     build_without_parameters,
     compute_dtype,
     read_causal_lm,
 )
 from areal_sc.engines.training.loading import SharedWeights
+from areal_sc.engines.training.lora import add_adapters, fill_adapters, is_of_adapter
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
@@ -86,14 +88,18 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         model = _packed(read_causal_lm(config), config, world.device, 1)
         _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
+        _freeze(model.causal_lm, config)
         _wrap_layers(model, config)
         _add_gradients_at_once(model)
-        return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
+        parts = CutParts.of_one_rank(model.causal_lm)
+        _fill_adapters(model, parts, config)
+        return model.to(world.device), parts
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
     model = _packed(weights.build(), config, world.device, groups.tensor.size)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
+    _freeze(causal_lm, config)
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
     check_sequence_parallel(causal_lm, config.parallel, packs=model.attends_by_interface)
     _wrap_layers(model, config)
@@ -101,6 +107,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
     _fill(model, weights, parts)
+    _fill_adapters(model, parts, config)
     if trial.expected is not None:
         _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
     return model, parts
@@ -280,9 +287,26 @@ def _fill(model: PackedModel, weights: SharedWeights, parts: CutParts) -> None:
     Raises: ModelError: on every rank.
     """
     for name, parameter in model.causal_lm.named_parameters():
-        weights.receive(name, parts, local_part(parameter.detach()))
+        if not is_of_adapter(name):
+            weights.receive(name, parts, local_part(parameter.detach()))
     weights.fill_buffers(model.causal_lm)
     weights.check()
+
+
+def _freeze(causal_lm: Any, config: ActorConfig) -> None:
+    """Leaves to be trained what the settings say: all, an adapter, or nothing."""
+    if config.has_adapter:
+        add_adapters(causal_lm, config.lora, config.head)
+    if config.is_frozen:
+        causal_lm.requires_grad_(False)
+
+
+def _fill_adapters(model: PackedModel, parts: CutParts, config: ActorConfig) -> None:
+    """Raises: ModelError: there is none to begin from, or one that does not fit."""
+    named = model.causal_lm.named_parameters()
+    local = {name: local_part(p.detach()) for name, p in named if is_of_adapter(name)}
+    stored = read_adapter(config, {name: parts.shapes[name] for name in local}) if local else None
+    fill_adapters(local, parts, config.seed, stored)
 
 
 def _check_spread(
