@@ -27,20 +27,21 @@ from torch.func import functional_call
 
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.snapshot_model import export_snapshot
+from areal_sc.engines.training.snapshot_index import SnapshotIndex
 
 RANK, ALPHA = 3, 6.0
 TARGETS = ["q_proj", "k_proj", "o_proj", "mlp.up_proj", "down_proj"]
-LEARNING_RATES = (0.5e-3, 1e-3, 1e-3)
+LEARNING_RATES = (0.5e-3, 1e-3)
 MESHES = {
     "one": {},
     "dp2": {"data": 2},
     "tp2": {"tensor": 2},
-    "sp2": {"sequence": 2},
     "dp2_tp2": {"data": 2, "tensor": 2},
 }
-RESUMED = {"dp2": ["one"], "tp2": ["dp2"], "dp2_tp2": ["tp2"]}
-"""Meshes that go on from what another one, which ran before, has saved after its first step."""
+RESUMED = {"tp2": ["one"], "dp2_tp2": ["tp2", "dp2"]}
+"""Meshes that go on from what others, which ran before, have saved after the first step."""
 
 
 def adapted(model: Any) -> Iterator[tuple[str, torch.nn.Linear]]:
@@ -80,7 +81,7 @@ def results(folder: Path) -> Results:
     """Scenario name -> what each rank left."""
     lora = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS, "path": str(folder / "adapter")}
 
-    def scenario(mesh: str, **settings: Any) -> dict[str, Any]:
+    def scenario(name: str, mesh: str, **settings: Any) -> dict[str, Any]:
         num_ranks = 1
         for size in MESHES[mesh].values():
             num_ranks *= size
@@ -89,30 +90,23 @@ def results(folder: Path) -> Results:
             "world_size": num_ranks,
             "parallel": MESHES[mesh],
             "lora": {**lora, "save_merged": False},
-            "steps": [0, 1, 2],
+            "steps": [0, 1],
             "logprob_lengths": [[5, 9, 1], [5, 9, 1]],
             "minibatches": TWO_SHARES if "data" in MESHES[mesh] else ONE_SHARE,
             "snapshot_after": 0,
-            "snapshot": str(folder / f"by_{mesh}"),
-            "save_hf": str(folder / f"adapter_of_{mesh}"),
+            "snapshot": str(folder / f"by_{name}"),
+            "save_hf": str(folder / f"saved_by_{name}"),
             **settings,
         }
 
-    scenarios = {mesh: scenario(mesh) for mesh in MESHES}
-    scenarios |= {
-        f"{mesh}_resumed": scenario(
-            mesh, steps=[1, 2], load_snapshot=str(folder / f"by_{RESUMED[mesh][0]}")
-        )
-        for mesh in RESUMED
-    }
-    merged = {**lora, "save_merged": True}
-    scenarios["merged"] = scenario("tp2", lora=merged, save_hf=str(folder / "merged"))
-    scenarios["recomputed"] = scenario("tp2", activation_checkpointing=True, max_tokens=21)
-    scenarios["bfloat16"] = scenario("one", dtype="bfloat16")
-    scenarios["offloaded"] = scenario("dp2", cpu_offload=True)
-    frozen_first = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS}
-    scenarios["new"] = scenario("tp2", lora=frozen_first, steps=[], save_hf=str(folder / "new"))
-    scenarios["new_alone"] = scenario("one", lora=frozen_first, steps=[])
+    scenarios = {mesh: scenario(mesh, mesh) for mesh in MESHES}
+    for mesh, saved in RESUMED.items():
+        resumes = [str(folder / f"by_{other}") for other in saved]
+        scenarios[mesh] |= {"resumes": resumes, "resumes_step": 1}
+    scenarios["tp2"] |= {"activation_checkpointing": True, "max_tokens": 21}
+    scenarios["merged"] = scenario("merged", "dp2", lora=lora, dtype="bfloat16", cpu_offload=True)
+    new = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS}
+    scenarios["new"] = scenario("new", "tp2", lora=new, steps=[])
     return run_ranks(folder, scenarios)
 
 
@@ -153,49 +147,43 @@ def by_hand(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     return weights, {name: values.detach() for name, values in adapter.items()}
 
 
-@pytest.mark.parametrize("name", [*MESHES, *(f"{m}_resumed" for m in RESUMED), "recomputed"])
-def test_three_steps_give_the_adapter_of_one_float64_process(
-    name: str, results: Results, by_hand: Any, folder: Path
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_steps_give_the_adapter_of_one_float64_process(
+    mesh: str, results: Results, by_hand: Any, folder: Path
 ) -> None:
     merged, adapter = by_hand
-    for rank in results[name]:
+    for rank in results[mesh]:
         assert difference(rank["weights"], merged) <= 1e-5
-    mesh = name.removesuffix("_resumed") if name != "recomputed" else "tp2"
-    saved = load_file(folder / f"adapter_of_{mesh}" / "adapter_model.safetensors")
+        for other in RESUMED.get(mesh, []):
+            assert difference(rank[str(folder / f"by_{other}")], merged) <= 1e-5
+    saved = load_file(folder / f"saved_by_{mesh}" / "adapter_model.safetensors")
     assert difference(saved, adapter) <= 1e-5
     before = load_file(folder / "adapter" / "adapter_model.safetensors")
-    for own in "AB":  # there was something to get wrong
-        moved = [name for name in before if f"lora_{own}" in name]
-        assert min(float((saved[name] - before[name]).abs().max()) for name in moved) > 1e-3
+    moved = {name: float((saved[name] - before[name]).abs().max()) for name in before}
+    assert min(moved.values()) > 1e-3  # there was something to get wrong
 
 
 def test_published_weights_are_those_of_the_model_and_no_others(
-    results: Results, folder: Path
+    results: Results, by_hand: Any, folder: Path
 ) -> None:
     base = loaded_weights(folder / "model")
-    for name in ("one", "dp2_tp2", "bfloat16", "offloaded"):
+    for name in ("one", "dp2_tp2", "merged"):
         published = results[name][0]["weights"]
         assert published.keys() == base.keys()
         for key, values in base.items():
             is_adapted = any(key.endswith(f"{target}.weight") for target in TARGETS)
             assert torch.equal(published[key], values.to(published[key].dtype)) is not is_adapted
-
-
-def test_what_computes_otherwise_stays_near(results: Results, by_hand: Any) -> None:
-    assert difference(results["bfloat16"][0]["weights"], by_hand[0]) < 0.02
-    assert difference(results["offloaded"][0]["weights"], by_hand[0]) <= 1e-5
-
-
-def test_the_merged_model_is_one_of_transformers(results: Results, folder: Path) -> None:
-    saved = loaded_weights(folder / "merged")
-    assert difference(saved, results["merged"][0]["weights"]) <= 1e-6
+    merged = results["merged"][0]["weights"]
+    assert {values.dtype for values in merged.values()} == {torch.bfloat16}
+    assert difference(merged, by_hand[0]) < 0.02
+    assert difference(loaded_weights(folder / "saved_by_merged"), merged) == 0
 
 
 def test_a_snapshot_holds_the_adapter_alone_and_is_exported_in_both_forms(
     results: Results, by_hand: Any, folder: Path
 ) -> None:
     snapshot = folder / "by_dp2_tp2"
-    shapes = json.loads((snapshot / "snapshot.json").read_text())["shapes"]
+    shapes = SnapshotIndex.read(snapshot).shapes
     assert shapes
     assert all(name.endswith(("lora_A", "lora_B")) for name in shapes)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS)
@@ -216,10 +204,15 @@ def test_a_new_adapter_is_the_same_on_all_meshes_and_changes_nothing(
     results: Results, folder: Path
 ) -> None:
     base = loaded_weights(folder / "model")
-    assert all(torch.equal(results["new"][0]["weights"][name], base[name]) for name in base)
-    alone, cut = results["new_alone"][0]["parts"], [rank["parts"] for rank in results["new"]]
+    assert difference(results["new"][0]["weights"], base) == 0
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS)
+    engine = FSDPEngine(ActorConfig(path=str(folder / "model"), device="cpu", lora=lora, seed=0))
+    engine.initialize()
+    alone = dict(engine._model.causal_lm.named_parameters())
+    engine.close()
+    cut = [rank["parts"] for rank in results["new"]]
     name = "model.layers.1.self_attn.o_proj.lora_A"  # cut along its inputs
     assert torch.equal(torch.cat([parts[name] for parts in cut], 1), alone[name])
     name = "model.layers.1.self_attn.q_proj.lora_A"
     assert all(torch.equal(parts[name], alone[name]) for parts in cut)
-    assert 0.9 < float(alone[name].abs().max()) * 32**0.5 <= 1
+    assert 0.9 < float(alone[name].detach().abs().max()) * 32**0.5 <= 1  # as peft draws it

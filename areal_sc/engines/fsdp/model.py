@@ -45,7 +45,12 @@ from areal_sc.engines.training.causal_lm import (
     read_causal_lm,
 )
 from areal_sc.engines.training.loading import SharedWeights
-from areal_sc.engines.training.lora import add_adapters, fill_adapters, is_of_adapter
+from areal_sc.engines.training.lora import (
+    add_adapters,
+    fill_adapters,
+    is_of_adapter,
+    without_adapters,
+)
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
@@ -320,7 +325,7 @@ def _check_spread(
 
     def measure() -> float:
         device = groups.world.device
-        with model.computing():
+        with model.computing(), without_adapters(model.causal_lm):
             part, own_expected = probe_hidden(model, layers, device), expected
         if groups.sequence.size > 1:
             own = SequencePart(expected.shape[1], groups.sequence).own

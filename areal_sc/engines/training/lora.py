@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +76,9 @@ def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.l
         outputs, inputs = module.weight.shape
         for name, shape in ((LORA_A, (lora.rank, inputs)), (LORA_B, (outputs, lora.rank))):
             module.register_parameter(name, nn.Parameter(module.weight.new_empty(shape)))
-        module.scale = lora.alpha / lora.rank
-        module.is_adapted = True
+        adapted = cast(LoraLinear, module)
+        adapted.scale = lora.alpha / lora.rank
+        adapted.is_adapted = True
 
 
 def lora_layers(causal_lm: Any) -> dict[str, LoraLinear]:
