@@ -149,8 +149,7 @@ class TrainHandle:
             held_share: those that it has in snapshots; None: the same.
             shape: of the model.
             machine: that the device is one of.
-            parameter_bytes, optimizer_bytes: of a rank that trains; a frozen one has neither
-                gradients, as large as the parameters, nor an optimizer.
+            parameter_bytes: with the gradients of what is trained.
             rounded_bytes: copies of the parameters beside them.
         """
         activation_bytes = self._activation_bytes(shape, *kind_and_memory(device, machine))
@@ -159,7 +158,7 @@ class TrainHandle:
                 role="train",
                 index=index,
                 device=device,
-                parameter_bytes=parameter_bytes // 2 + rounded_bytes,
+                parameter_bytes=parameter_bytes + rounded_bytes,
                 gathered_bytes=gathered_bytes,
                 activation_bytes=activation_bytes,
                 is_offloaded=is_offloaded,

@@ -74,7 +74,7 @@ def export_snapshot(
                 if known not in held:
                     whole = stored.receive(known, parts)
                     stored.check()
-                    return whole
+                    return whole.to(compute_dtype(config))  # as the ranks have it
                 whole = torch.empty(parts.shapes[name])
                 read_box(files, index, _PARAMETER + known, Box.whole(whole.shape), whole)
                 return whole

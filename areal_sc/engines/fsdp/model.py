@@ -299,11 +299,18 @@ def _fill(model: PackedModel, weights: SharedWeights, parts: CutParts) -> None:
 
 
 def _freeze(causal_lm: Any, config: ActorConfig) -> None:
-    """Leaves to be trained what the settings say: all, an adapter, or nothing."""
+    """Leaves to be trained what the settings say: all, an adapter, or nothing.
+
+    What is never changed is kept in the type that it is computed in.
+    """
     if config.has_adapter:
         add_adapters(causal_lm, config.lora, config.head)
     if config.is_frozen:
         causal_lm.requires_grad_(False)
+    if config.has_adapter or config.is_frozen:
+        for parameter in causal_lm.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(compute_dtype(config))
 
 
 def _fill_adapters(model: PackedModel, parts: CutParts, config: ActorConfig) -> None:

@@ -139,7 +139,7 @@ def merged_values(causal_lm: Any, values: Values, parts: Parts, world: ProcessGr
         _, columns = parts.box(name).within(Box.whole(parts.shapes[name]))
         a = gathered[f"{module}.{LORA_A}"][:, columns].to(own.device)
         b = values(f"{module}.{LORA_B}")
-        return torch.addmm(own, b, a, alpha=layers[module].scale)
+        return torch.addmm(own.float(), b, a, alpha=layers[module].scale)
 
     return merged
 
