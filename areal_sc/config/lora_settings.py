@@ -16,6 +16,9 @@ class LoraConfig:
     targets: list[str] = setting(
         list, "linear layers by the end of their names, q_proj say; empty: all of decoder layers"
     )
+    dropout: float = setting(
+        0.0, "share of the adapter's inputs that an update leaves out; 0 with PPO", ge=0, lt=1
+    )
     path: str = setting("", "adapter to begin from, a folder of peft's format; empty: a new one")
     save_merged: bool = setting(
         True, "models are written with the adapter merged; false: the adapter alone"

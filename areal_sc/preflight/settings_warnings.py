@@ -34,7 +34,7 @@ _IDLE = (
     (
         "actor.lora.rank",
         0,
-        ["actor.lora.alpha", "actor.lora.targets", "actor.lora.path", "actor.lora.save_merged"],
+        [f"actor.lora.{name}" for name in ("alpha", "targets", "dropout", "path", "save_merged")],
         "all parameters are trained",
     ),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),

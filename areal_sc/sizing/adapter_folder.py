@@ -46,7 +46,7 @@ def adapter_config(lora: LoraConfig, base: str, layers: Iterable[str]) -> str:
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": sorted(lora.targets or {name.rpartition(".")[2] for name in layers}),
         "bias": "none",
         "fan_in_fan_out": False,

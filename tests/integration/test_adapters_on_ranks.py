@@ -107,6 +107,7 @@ def results(folder: Path) -> Results:
     scenarios["merged"] = scenario("merged", "dp2", lora=lora, dtype="bfloat16", cpu_offload=True)
     new = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS}
     scenarios["new"] = scenario("new", "tp2", lora=new, steps=[])
+    scenarios["lost"] = scenario("lost", "dp2", lora={**new, "path": str(folder / "nowhere")})
     return run_ranks(folder, scenarios)
 
 
@@ -216,3 +217,9 @@ def test_a_new_adapter_is_the_same_on_all_meshes_and_changes_nothing(
     name = "model.layers.1.self_attn.q_proj.lora_A"
     assert all(torch.equal(parts[name], alone[name]) for parts in cut)
     assert 0.9 < float(alone[name].detach().abs().max()) * 32**0.5 <= 1  # as peft draws it
+
+
+def test_an_adapter_that_rank_0_cannot_read_ends_all_ranks(results: Results) -> None:
+    for rank in results["lost"]:
+        assert "ModelError: actor.lora.path=" in rank["error"]
+        assert "cannot read adapter_config.json" in rank["error"]

@@ -52,7 +52,7 @@ from areal_sc.engines.training.lora import (
     without_adapters,
 )
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
-from areal_sc.engines.training.process_group import ProcessGroups, memory_of
+from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
 from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
@@ -97,7 +97,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         _wrap_layers(model, config)
         _add_gradients_at_once(model)
         parts = CutParts.of_one_rank(model.causal_lm)
-        _fill_adapters(model, parts, config)
+        _fill_adapters(model, parts, config, world)
         return model.to(world.device), parts
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
@@ -112,7 +112,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
     _fill(model, weights, parts)
-    _fill_adapters(model, parts, config)
+    _fill_adapters(model, parts, config, world)
     if trial.expected is not None:
         _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
     return model, parts
@@ -179,7 +179,10 @@ def _wrap_layers(model: PackedModel, config: ActorConfig) -> None:
         )
     for layer in layers:
         layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=config.has_adapter and config.lora.dropout > 0,
         )
 
 
@@ -313,11 +316,26 @@ def _freeze(causal_lm: Any, config: ActorConfig) -> None:
                 parameter.data = parameter.data.to(compute_dtype(config))
 
 
-def _fill_adapters(model: PackedModel, parts: CutParts, config: ActorConfig) -> None:
-    """Raises: ModelError: there is none to begin from, or one that does not fit."""
+def _fill_adapters(
+    model: PackedModel, parts: CutParts, config: ActorConfig, world: ProcessGroup
+) -> None:
+    """Every rank gets its part of the adapter; rank 0 alone reads one to begin from.
+
+    Raises: ModelError: on every rank: there is none, or one that does not fit.
+    """
     named = model.causal_lm.named_parameters()
     local = {name: local_part(p.detach()) for name, p in named if is_of_adapter(name)}
-    stored = read_adapter(config, {name: parts.shapes[name] for name in local}) if local else None
+    if not local:
+        return
+    stored = error = None
+    if config.lora.path and world.rank == 0:
+        try:
+            stored = read_adapter(config, {name: parts.shapes[name] for name in local})
+        except ModelError as failure:  # the other ranks wait
+            error = failure
+    stored, message = world.broadcast((stored, str(error) if error else None))
+    if message is not None:
+        raise error or ModelError(message)
     fill_adapters(local, parts, config.seed, stored)
 
 

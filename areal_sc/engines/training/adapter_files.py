@@ -23,15 +23,13 @@ from areal_sc.sizing.adapter_folder import (
 
 def read_adapter(
     config: ActorConfig, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, torch.Tensor] | None:
-    """The adapter in `config.lora.path`, float32; None: a new one is asked for.
+) -> dict[str, torch.Tensor]:
+    """The adapter in `config.lora.path`, float32.
 
     Args:
         shapes: of the parameters that it must have, and no others, by their names in the model.
     Raises: ModelError: the folder cannot be used, or has other parameters.
     """
-    if not config.lora.path:
-        return None
     check_adapter(config.lora)
     path = Path(config.lora.path) / ADAPTER_WEIGHTS
     try:

@@ -37,12 +37,15 @@ class LoraLinear(nn.Linear):
     Attributes:
         lora_A, lora_B: [r, I] and [O, r].
         scale: of their product.
+        dropout: share of its inputs that are 0 for the adapter, and the others larger, where a
+            gradient is asked for.
         is_adapted: the adapter counts.
     """
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
+    dropout: float
     is_adapted: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -52,6 +55,8 @@ class LoraLinear(nn.Linear):
 
     def added(self, input: torch.Tensor) -> torch.Tensor:
         """[..., O] what the adapter adds."""
+        if self.dropout and torch.is_grad_enabled():
+            input = F.dropout(input, self.dropout)
         return F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
 
 
@@ -78,6 +83,7 @@ def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.l
             module.register_parameter(name, nn.Parameter(module.weight.new_empty(shape)))
         adapted = cast(LoraLinear, module)
         adapted.scale = lora.alpha / lora.rank
+        adapted.dropout = lora.dropout
         adapted.is_adapted = True
 
 

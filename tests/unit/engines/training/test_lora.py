@@ -19,7 +19,7 @@ from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
 from areal_sc.engines.base import BASE_LOGPROBS
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.handles import make_actor
-from areal_sc.engines.training.lora import add_adapters, lora_layers
+from areal_sc.engines.training.lora import LoraLinear, add_adapters, lora_layers
 from areal_sc.errors import CheckpointError, ConfigError, ModelError
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import read_model_shape
@@ -169,6 +169,36 @@ def test_a_critic_trains_its_value_head_beside_the_adapter(build: Build) -> None
         for name, _ in engine._model.causal_lm.named_parameters()
         if not name.endswith(("lora_A", "lora_B"))
     }
+
+
+def test_dropout_is_of_an_adapters_inputs_in_updates_alone() -> None:
+    torch.manual_seed(0)
+    layer = LoraLinear(200, 200, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    layer.lora_A, layer.lora_B = (torch.nn.Parameter(torch.eye(200)) for _ in "AB")
+    layer.scale, layer.dropout, layer.is_adapted = 2.0, 0.25, True
+    inputs = torch.ones(50, 200)
+    with torch.no_grad():
+        assert torch.equal(layer(inputs), 2 * inputs)
+    outputs = layer(inputs)
+    left_out = outputs == 0
+    assert torch.allclose(outputs[~left_out], torch.tensor(2 / 0.75))
+    assert 0.23 < float(left_out.float().mean()) < 0.27  # 10,000 draws: four deviations
+
+
+def test_activations_that_are_computed_again_have_the_same_dropout(build: Build) -> None:
+    trained = []
+    for settings in ({}, {"activation_checkpointing": True}):
+        engine = build(LoraConfig(rank=4, dropout=0.5), **settings)
+        torch.manual_seed(1)
+        train(engine)
+        trained.append(published(engine))
+    torch.manual_seed(2)
+    engine = build(LoraConfig(rank=4))
+    train(engine)
+    one, other, without = *trained, published(engine)
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+    assert any((one[name] - without[name]).abs().max() > 1e-3 for name in one)
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "embed_tokens"], ["proj"]])
