@@ -49,6 +49,7 @@ from areal_sc.engines.training.lora import (
     add_adapters,
     fill_adapters,
     is_of_adapter,
+    targeted,
     without_adapters,
 )
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
@@ -91,7 +92,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     world = groups.world
     if not needs_fsdp(world.size, config):
         model = _packed(read_causal_lm(config), config, world.device, 1)
-        _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
+        _check_supported(model.causal_lm, config)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
         _freeze(model.causal_lm, config)
         _wrap_layers(model, config)
@@ -131,7 +132,7 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
     longest_input = config.max_tokens_per_micro_batch
     causal_lm = build_without_parameters(Path(config.path), config.head)
     model = _packed(causal_lm, config, torch.device("cpu"), 1)
-    _check_supported(causal_lm, longest_input)
+    _check_supported(causal_lm, config)
 
     fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
     fill(causal_lm)
@@ -142,9 +143,13 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
     return _Trial(model.abilities, expected)
 
 
-def _check_supported(causal_lm: Any, max_tokens: int) -> None:
-    """Raises: ModelError: the log-probabilities of some rows are not well defined."""
+def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
+    """Raises: ModelError: the log-probabilities of some rows are not well defined, or an adapter is
+    to go where none can."""
     config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
+    max_tokens = settings.max_tokens_per_micro_batch
+    if settings.has_adapter:
+        targeted(causal_lm, settings.lora.targets)
     limit = rope_limits(config).get(DYNAMIC, max_tokens)
     if max_tokens > limit:
         raise ModelError(

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,13 +21,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from areal_sc.config.lora_settings import LoraConfig
-from areal_sc.config.schema import ModelHead
+from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.engines.training.causal_lm import build_without_parameters
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.streamed_layers import decoder_layers
 from areal_sc.engines.training.value_head import VALUE_HEAD
 from areal_sc.engines.training.whole_tensors import Values, gather_whole
 from areal_sc.errors import ModelError
+from areal_sc.sizing.adapter_folder import check_adapter
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 
@@ -76,7 +79,7 @@ def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.l
     """
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(head is ModelHead.value and name == VALUE_HEAD)
-    for module in _targeted(causal_lm, lora.targets):
+    for module in targeted(causal_lm, lora.targets):
         module.__class__ = LoraLinear
         outputs, inputs = module.weight.shape
         for name, shape in ((LORA_A, (lora.rank, inputs)), (LORA_B, (outputs, lora.rank))):
@@ -85,6 +88,20 @@ def add_adapters(causal_lm: Any, lora: LoraConfig, head: ModelHead = ModelHead.l
         adapted.scale = lora.alpha / lora.rank
         adapted.dropout = lora.dropout
         adapted.is_adapted = True
+
+
+def describe_adapter(config: ActorConfig) -> str:
+    """What `config` trains of the model whose folder is `config.path`; reads no weights.
+
+    Raises: ModelError: as of `add_adapters`, or there is no adapter to begin from.
+    """
+    if config.lora.path:
+        check_adapter(config.lora)
+    causal_lm = build_without_parameters(Path(config.path), config.head)
+    add_adapters(causal_lm, config.lora, config.head)
+    trained = sum(p.numel() for p in causal_lm.parameters() if p.requires_grad)
+    count = len(lora_layers(causal_lm))
+    return f"adapter of rank {config.lora.rank} beside {count} layers: {trained} parameters"
 
 
 def lora_layers(causal_lm: Any) -> dict[str, LoraLinear]:
@@ -163,7 +180,8 @@ def without_adapters(causal_lm: Any) -> Iterator[None]:
             layer.is_adapted = True
 
 
-def _targeted(causal_lm: Any, targets: Sequence[str]) -> list[nn.Linear]:
+def targeted(causal_lm: Any, targets: Sequence[str]) -> list[nn.Linear]:
+    """The layers that adapters go beside. Raises: ModelError: as of `add_adapters`."""
     names = {id(module): name for name, module in causal_lm.named_modules()}
     linear = {
         names[id(module)]: module
