@@ -144,6 +144,7 @@ class FSDPEngine(RankEngine):
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         is_adapted = self.config.has_adapter
+        # what is not staged is published, to servers that load whole models
         if is_adapted and is_staged and not self.config.lora.save_merged:
             return self._begin_save_adapter(folder)
         return begin_export(
