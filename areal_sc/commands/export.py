@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from areal_sc.commands.plan import config_of
 from areal_sc.commands.run_dir import check_is_run
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import CommandError, ModelError, RunFolderError
 from areal_sc.hub import local_model
 from areal_sc.run.run_begin import RunBegin, content_of
@@ -61,8 +61,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.folder is None and folder.summary_path.exists():
         raise CommandError(f"the run is finished, and its model is in {own}; name another FOLDER")
     actor = config_of(folder).actor
-    if arguments.adapter and not actor.has_adapter:
-        raise CommandError(f"--adapter: the run in {folder.path} has trained no adapter")
+    if arguments.adapter and not (actor.has_adapter and actor.head is ModelHead.lm):
+        raise CommandError(
+            f"--adapter: the run in {folder.path} has trained no adapter, or one with a value head"
+        )
     source, target = _first_model(folder, actor), check_replaceable(arguments.folder or own)
     if source.resolve().is_relative_to(target.resolve()):
         raise CommandError(f"the run goes on from the model in {source}: name another FOLDER")

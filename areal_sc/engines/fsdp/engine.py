@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.handle import needs_fsdp
@@ -144,8 +144,10 @@ class FSDPEngine(RankEngine):
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         is_adapted = self.config.has_adapter
-        # what is not staged is published, to servers that load whole models
-        if is_adapted and is_staged and not self.config.lora.save_merged:
+        # what is not staged is published, to servers that load whole models; a value head is no
+        # part of an adapter
+        is_whole = self.config.lora.save_merged or self.config.head is not ModelHead.lm
+        if is_adapted and is_staged and not is_whole:
             return self._begin_save_adapter(folder)
         return begin_export(
             self._model.causal_lm,

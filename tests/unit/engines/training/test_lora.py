@@ -159,8 +159,8 @@ def test_a_snapshot_is_of_this_adapter(build: Build, tmp_path: Path) -> None:
             build(wrong).load_snapshot(tmp_path / "snapshot")
 
 
-def test_a_critic_trains_its_value_head_beside_the_adapter(build: Build) -> None:
-    engine = build(LoraConfig(rank=2), head=ModelHead.value)
+def test_a_critic_trains_its_value_head_beside_the_adapter(build: Build, tmp_path: Path) -> None:
+    engine = build(LoraConfig(rank=2, save_merged=False), head=ModelHead.value)
     trained = {n for n, p in engine._model.causal_lm.named_parameters() if p.requires_grad}
     assert "score.weight" in trained
     assert all(name.endswith(("lora_A", "lora_B", "score.weight")) for name in trained)
@@ -169,6 +169,8 @@ def test_a_critic_trains_its_value_head_beside_the_adapter(build: Build) -> None
         for name, _ in engine._model.causal_lm.named_parameters()
         if not name.endswith(("lora_A", "lora_B"))
     }
+    engine.begin_save_hf(tmp_path / "critic").result()  # whole, or its head were lost
+    assert "score.weight" in load_file(tmp_path / "critic" / "model.safetensors")
 
 
 def test_dropout_is_of_an_adapters_inputs_in_updates_alone() -> None:
