@@ -70,13 +70,18 @@ def look_at_model(
     """Tries the loss, unless the model is frozen; shows what a further model takes of this machine.
 
     Raises: ConfigError: the loss cannot be used. ModelError: the model's folder is there, and
-        cannot be read.
+        cannot be read, or has no layers of the names that an adapter is to go beside.
     """
     if not handle.config.is_frozen:
         from areal_sc.algorithms.loss_trial import try_loss
 
         try_loss(loss)
         tell(f"loss {loss.name}: tried on two rows")
+    folder = cached_model(handle.config.path, handle.config.revision)
+    if folder and handle.config.has_adapter:
+        from areal_sc.engines.training.lora import describe_adapter
+
+        tell(describe_adapter(replace(handle.config, path=str(folder))))
     if is_on_this_machine and role not in (TRAIN_ROLE, *FURTHER_MODELS):  # these were told before
         _tell_memory(role, handle)
 
