@@ -22,6 +22,8 @@ from areal_sc.sources.reference import Referable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from areal_sc.workflows.chat import ChatTurn, Conversation
+
 
 @dataclass
 class Trajectory:
@@ -66,6 +68,26 @@ class EpisodeEngine(Protocol):
 
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
+    end_token_ids: Sequence[int]
+
+    async def chat(
+        self,
+        conversation: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: str | Sequence[str] | None = None,
+        sampling: GenerationConfig | None = None,
+    ) -> ChatTurn:
+        """Samples the next answer of a conversation, and adds it there.
+
+        Args:
+            tools: that the model may call, as `{"type": "function", "function": {...}}`.
+            stop: strings that end the answer, in place of `generation.stop`.
+            sampling: None samples as the run's `generation` section says.
+        Raises: WorkflowError: the model has no chat template, or it refuses the messages; or the
+            last one is the assistant's. PromptTooLong: the first prompt leaves no room.
+        """
+        ...
 
     async def generate(
         self, input_ids: Sequence[int], sampling: GenerationConfig | None = None

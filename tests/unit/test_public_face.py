@@ -38,6 +38,7 @@ PUBLIC = {
     "make_generator",
     "make_model",
     # workflows and data
+    "Conversation",
     "JsonlPrompts",
     "Prompts",
     "SingleTurnWorkflow",
