@@ -51,11 +51,12 @@ TEMPLATE = """\
 {% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
 {% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
+KEYS = string.ascii_lowercase[:8]
 SPECIAL = ("<|tool|>", "<|user|>", "<|assistant|>", "<|end|>", "<pad>")
 WORDS = ("<tool_call>", "</tool_call>", "look_up", "name", "arguments", "key", "none")
-VOCABULARY = (*SPECIAL, *WORDS, *string.ascii_lowercase, *string.digits, *' {}":,')
+VOCABULARY = (*SPECIAL, *WORDS, *KEYS, *string.digits, *' {}":,')
 
-WARM_UP_STEPS, WARM_UP_ROWS = 300, 32
+WARM_UP_STEPS, WARM_UP_ROWS = 400, 32
 SHARE_RIGHT_KEY, SHARE_RIGHT_ANSWER = 0.45, 0.4
 
 
@@ -76,8 +77,8 @@ class Keys(Prompts):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self.seed}/{index}")
-        table = {letter: rng.choice(string.digits) for letter in string.ascii_lowercase}
-        key = rng.choice(string.ascii_lowercase)
+        table = {letter: rng.choice(string.digits) for letter in KEYS}
+        key = rng.choice(KEYS)
         return {"question": f"key {key}", "key": key, "table": table}
 
 
@@ -103,7 +104,7 @@ class Demonstrations(Keys):
         row = super().__getitem__(index)
         rng = random.Random(f"demonstration/{self.seed}/{index}")
         is_right = rng.random() < SHARE_RIGHT_KEY
-        key = row["key"] if is_right else rng.choice(string.ascii_lowercase)
+        key = row["key"] if is_right else rng.choice(KEYS)
         found = row["table"][key]
         answer = found if rng.random() < SHARE_RIGHT_ANSWER else rng.choice(string.digits)
         call = {"function": {"name": "look_up", "arguments": {"key": key}}}
@@ -179,7 +180,7 @@ def warm_up(config: ActorConfig, seed: int, scheduler: Scheduler) -> None:
     untrained = Path(scheduler.config.run_dir) / "untrained"
     write_untrained_folder(untrained)
     optimizer = OptimizerConfig(
-        lr=4e-3,
+        lr=2e-3,
         beta2=0.98,
         schedule=LrSchedule.cosine,
         warmup_steps=WARM_UP_STEPS // 20,

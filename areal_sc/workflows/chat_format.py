@@ -159,12 +159,15 @@ class ChatFormat:
         template = tokenizer.get_chat_template(tools=list(tools) or None)
         if tools and not re.search(r"\btools\b", template):
             raise WorkflowError("the model's chat template does not tell a model of tools")
-        self._reads_reasoning = "reasoning_content" in template
-        self.splits_reasoning = self._reads_reasoning or "</think>" in template
+        reads_reasoning = "reasoning_content" in template
+        self.splits_reasoning = reads_reasoning or "</think>" in template
+        self._thoughts_in_content = self.splits_reasoning and not reads_reasoning
         self._empty: str | None = None
         self._has_text_arguments = False
         self._trials: dict[tuple[Shape, ...], _Trial | None] = {}
         self._proved: dict[tuple[Shape, ...], bool] = {}
+        if self._thoughts_in_content:
+            self._thoughts_in_content = self._keeps_thoughts()
         self._around = self._find_around()
         self.tool_format = self._find_tool_format() if tools else None
 
@@ -293,6 +296,11 @@ class ChatFormat:
         through = after.removesuffix(behind) + closing
         return _Trial(messages, before, through, marks, closing, end)
 
+    def _keeps_thoughts(self) -> bool:
+        """Whether the template writes a thought that stands in the content of an answer."""
+        answer = {"role": "assistant", "content": "c", "reasoning_content": "zq1rqz"}
+        return "zq1rqz" in self._render([{"role": "user", "content": "c"}, self._as_read(answer)])
+
     def _find_around(self) -> tuple[str, str]:
         """What the template puts before and behind the content of an answer."""
         shapes = [
@@ -344,8 +352,7 @@ class ChatFormat:
         """The message as this template reads it."""
         read = dict(message)
         reasoning = read.get("reasoning_content")
-        if reasoning and not self._reads_reasoning and self.splits_reasoning:
-            del read["reasoning_content"]
+        if reasoning and self._thoughts_in_content:
             read["content"] = f"<think>\n{reasoning}\n</think>\n\n{read.get('content') or ''}"
         if calls := read.get("tool_calls"):
             read["content"] = read.get("content") or self._empty

@@ -226,7 +226,7 @@ def _find_tags(answer: str, first: int, second: int) -> TaggedCalls | None:
     name, behind_key, between, _ = (
         answer[place + len(word) : places[n + 1][0]] for n, (place, word) in enumerate(places[:-1])
     )
-    before_key, behind_value = (it.strip() for it in _shared_end(name, between))
+    before_key, behind_value = _shared_end(between, name)
     behind_all = answer[places[-1][0] + len("bvalue") : second]
     marker, section = _shared_end(answer[:first], behind_all)
     end = behind_all.strip().removesuffix(marker.strip()).strip().removeprefix(behind_value)
