@@ -24,7 +24,10 @@ _HERMES_ANSWERS = (
 )
 
 QWEN = (
-    _HERMES_TOOLS + "{% for m in messages %}{% if m.role == 'tool' %}" + _HERMES_ANSWERS + "{% else %}"
+    _HERMES_TOOLS
+    + "{% for m in messages %}{% if m.role == 'tool' %}"
+    + _HERMES_ANSWERS
+    + "{% else %}"
     "<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + _HERMES_CALLS + "<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -87,7 +90,8 @@ DEEPSEEK = (
     "{% if m.tool_calls %}<|calls|>{% for call in m.tool_calls %}<|call|>function<|sep|>"
     "{{ call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}<|call_end|>"
     "{% endfor %}<|calls_end|>{% endif %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and messages[-1].role == 'user' %}<|Assistant|><think>\n{% endif %}"
+    "{% if add_generation_prompt and messages[-1].role == 'user' %}<|Assistant|><think>\n"
+    "{% endif %}"
 )
 """DeepSeek R1: arguments are text; the reasoning begins in the prompt, and is always dropped."""
 

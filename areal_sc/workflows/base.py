@@ -68,7 +68,7 @@ class EpisodeEngine(Protocol):
 
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
-    end_token_ids: Sequence[int]
+    end_token_ids: tuple[int, ...]
 
     async def chat(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -209,7 +209,7 @@ class Conversation:
         engine: EpisodeEngine,
         completion: Completion,
         ends: frozenset[int],
-        prompt: Sequence[int],
+        prompt: list[int],
         tools: Sequence[Mapping[str, Any]],
     ) -> ChatTurn:
         chat = self._format
@@ -217,7 +217,7 @@ class Conversation:
         text = _text_of(engine.tokenizer, completion, ends)
         message: Message = {"role": "assistant", "content": text}
         if chat.splits_reasoning:
-            opening = engine.tokenizer.decode(prompt[-8:], skip_special_tokens=False)
+            opening = str(engine.tokenizer.decode(prompt[-8:], skip_special_tokens=False))
             message |= _split(text, is_thinking=opening.rstrip().endswith(_THINK))
         message["content"] = chat.unwrapped(message["content"])
         read = ReadAnswer(message["content"])
@@ -308,7 +308,7 @@ def _with_objects(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _checked_tools(tools: Any) -> Iterable[Mapping[str, Any]]:
+def _checked_tools(tools: Any) -> list[Mapping[str, Any]]:
     for tool in tools:
         try:
             is_named = isinstance(tool["function"]["name"], str)

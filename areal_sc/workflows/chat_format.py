@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import WorkflowError
@@ -143,7 +143,7 @@ class ChatFormat:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]],
         arguments: Mapping[str, Any],
         ends: Iterable[int],
     ) -> None:
@@ -226,8 +226,9 @@ class ChatFormat:
         a text in another way.
         """
         is_ended = last_token in self._ends
-        if end is None and is_ended and text.lstrip().startswith(self._ends[last_token]):
-            text, end = text.lstrip().removeprefix(self._ends[last_token]), last_token
+        ended = self._ends.get(last_token, "") if last_token is not None else ""
+        if end is None and ended and text.lstrip().startswith(ended):
+            text, end = text.lstrip().removeprefix(ended), last_token
         if end is None:
             return self._tokens(text)
         tokens = self._tokens(self._ends[end] + text)
@@ -337,7 +338,11 @@ class ChatFormat:
                 continue
             text = after[after.find("zq0qz") + len("zq0qz") :]
             opening = before[before.find("zq0qz") + len("zq0qz") :]
-            text = text.removeprefix(opening)
+            pairs = zip(text, opening, strict=False)
+            shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            if shared < len(opening):  # it begins otherwise, such as without a thought
+                shared = text.rfind(">", 0, shared) + 1
+            text = text[shared:]
             for end in self._ends.values():
                 text = text.rpartition(end)[0] or text
             if "None" not in text and (found := find_format(text)):

@@ -19,6 +19,7 @@ from itertools import takewhile
 from typing import Any, Final
 
 _READ_JSON: Final = json.JSONDecoder().raw_decode
+_REST_OF_TAG: Final = re.compile(r"^[^<\[]*[>\]]")
 
 TOOLS: Final = ("areal_first", "areal_second")
 """The tools that a template is tried with."""
@@ -245,7 +246,8 @@ def _shared_end(one: str, other: str | None) -> tuple[str, str]:
         other: None: there is no other text.
     """
     pairs = zip(reversed(one), reversed(one if other is None else other), strict=False)
-    end = one[len(one) - len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) :]
+    num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    end = _REST_OF_TAG.sub("", one[len(one) - num_shared :]) if other is not None else one
     return end.strip(), one[: len(one) - len(end)].strip()
 
 

@@ -87,7 +87,7 @@ def call(**arguments: Any) -> dict[str, Any]:
 
 
 def check_trained(engine: ScriptedEngine, conversation: Conversation) -> None:
-    """Each sampled token is trained once, in a row with the very tokens that were sent before it."""
+    """Each sampled token is trained once, behind the very tokens that were sent before it."""
     rows = conversation.trajectories(0.5)
     trained = [
         (list(row.input_ids[:place]), row.input_ids[place], *columns)
@@ -138,12 +138,11 @@ THOUGHT_TOOLS = (
     Said("fine", reasoning="done", then=("and Oslo?",)),
     Said("cold", reasoning="easy"),
 )
-EMPTY = {"<think>\n\n</think>\n\n"}
 
 
 async def play(
-    template: str, said: Sequence[Said], *, has_text_arguments: bool = False, **settings: Any
-) -> tuple[list[bool], ScriptedEngine, Conversation]:
+    template: str, said: Sequence[Said], **settings: Any
+) -> tuple[list[bool], Conversation]:
     """Plays a conversation whose answers are those that the template itself would write.
 
     What is sent must be what the whole conversation renders to, token for token, and a row must go
@@ -174,9 +173,6 @@ async def play(
                 {"id": call_id, "type": "function", "function": dict(it)}
                 for call_id, it in zip(ids, answer.calls, strict=True)
             ]
-            if has_text_arguments:
-                for it in message["tool_calls"]:
-                    it["function"]["arguments"] = '{"city": "%s"}' % it["function"]["arguments"]["city"]
         whole = rendered([*history, message])
         if answer.reasoning and answer.reasoning not in whole:  # a template that always drops it
             whole = f"{prompt}{answer.reasoning}\n</think>\n\n{answer.content}</s>"
@@ -188,7 +184,7 @@ async def play(
         turn = await engine.episode.chat(conversation, tools=tools)
         assert engine.sent[-1] == tokenizer.encode(prompt, add_special_tokens=False)
         assert turn.content == answer.content
-        assert turn.message.get("reasoning_content") or "" == answer.reasoning or not answer.reasoning
+        assert (turn.message.get("reasoning_content") or "") == answer.reasoning
         got = [{"name": it.name, "arguments": it.arguments} for it in turn.tool_calls]
         assert got == list(answer.calls)
         assert [it.id for it in turn.tool_calls] == ids
@@ -207,7 +203,7 @@ async def play(
             conversation.add(*added)
         history += added
     check_trained(engine, conversation)
-    return begins, engine, conversation
+    return begins, conversation
 
 
 ONE_ROW = {3: [True, False, False], 5: [True, False, False, False, False], 2: [True, False]}
@@ -218,24 +214,24 @@ async def test_a_plain_chat_is_one_row(name: str) -> None:
     said = CHAT
     if name == "DEEPSEEK":  # it opens a thought, which it then drops
         said = tuple(Said(it.content, reasoning="hm", then=it.then) for it in CHAT)
-    begins, engine, _ = await play(getattr(templates, name), said)
+    begins, _ = await play(getattr(templates, name), said)
     assert begins == ([True] * 3 if name == "DEEPSEEK" else ONE_ROW[3])
 
 
 @pytest.mark.parametrize("name", ["QWEN", "LLAMA", "GLM"])
 async def test_calls_and_results_go_on_in_the_row(name: str) -> None:
-    begins, _, _ = await play(getattr(templates, name), TOOLS)
+    begins, _ = await play(getattr(templates, name), TOOLS)
     assert begins == ONE_ROW[5]
 
 
 async def test_tools_that_stand_before_the_last_question_begin_a_row_with_each() -> None:
-    begins, _, _ = await play(templates.MISTRAL, TOOLS)
+    begins, _ = await play(templates.MISTRAL, TOOLS)
     assert begins == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("name", ["QWEN", "GLM"])
 async def test_several_calls_in_an_answer(name: str) -> None:
-    begins, _, _ = await play(getattr(templates, name), TWO_CALLS)
+    begins, _ = await play(getattr(templates, name), TWO_CALLS)
     assert begins == ONE_ROW[2]
 
 
@@ -243,17 +239,239 @@ async def test_dropped_reasoning_begins_a_row_with_each_question(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        begins, _, conversation = await play(templates.QWEN_THINKING, THOUGHT)
+        begins, conversation = await play(templates.QWEN_THINKING, THOUGHT)
     assert begins == [True, True, True]
     assert len(conversation.trajectories(1.0)) == 3
     told = [it.getMessage() for it in caplog.records]
     assert len(told) == 1
     assert "leaves out the reasoning of an answer" in told[0]
-    begins, _, _ = await play(templates.QWEN_THINKING, THOUGHT_TOOLS)
+    begins, _ = await play(templates.QWEN_THINKING, THOUGHT_TOOLS)
     assert begins == [True, False, False, True]
 
 
 async def test_an_empty_thought_that_is_not_written_again_begins_a_row() -> None:
     arguments = {"enable_thinking": False}
-    begins, _, _ = await play(templates.QWEN_THINKING, CHAT, chat_template_arguments=arguments)
+    begins, _ = await play(templates.QWEN_THINKING, CHAT, chat_template_arguments=arguments)
     assert begins == [True, True, True]
+
+
+async def test_a_sampled_thought_that_is_kept_stays_in_the_row() -> None:
+    engine = engine_for(templates.QWEN_THINKING)
+    conversation = Conversation("hi there", history=History.keep)
+    first, second = "<think>\nhm one\n</think>\n\nhello<|im_end|>", "again<|im_end|>"
+    engine.will_say(first, second)
+    await engine.episode.chat(conversation)
+    conversation.add(user("more"))
+    await engine.episode.chat(conversation)
+    [row] = conversation.trajectories(1.0)
+    assert engine.tokenizer.decode(row.input_ids) == (
+        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
+        f"{first}\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n{second}"
+    )
+    check_trained(engine, conversation)
+
+
+async def test_text_that_depends_on_the_history_begins_a_row_with_each_turn() -> None:
+    for history in History:
+        engine = engine_for(templates.NUMBERED)
+        conversation = Conversation("hi there", history=history)
+        for _ in range(3):
+            engine.will_say("hello</s>")
+            await engine.episode.chat(conversation)
+            conversation.add(user("more"))
+        assert len(conversation.trajectories(1.0)) == 3
+        expected = "1|user|hi there</s>2|assistant|hello</s>3|user|more</s>4|assistant|"
+        assert engine.tokenizer.decode(engine.sent[1]) == expected
+        check_trained(engine, conversation)
+
+
+async def test_other_tools_begin_a_row() -> None:
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    engine.will_say("hello<|im_end|>", "again<|im_end|>", "bye<|im_end|>")
+    for tools in ([], [TOOL], [TOOL]):
+        await engine.episode.chat(conversation, tools=tools)
+        conversation.add(user("more"))
+    assert len(conversation.trajectories(1.0)) == 2
+    check_trained(engine, conversation)
+
+
+async def test_what_was_sampled_is_never_tokenized_again() -> None:
+    """Answers are sampled a byte at a time, as no tokenizer would write them."""
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    num_drifted, written = 0, list[dict[str, Any]]([user("hi there")])
+    for turn in range(5):
+        text = f"the weather of day {turn} is sunny"
+        letters = [engine.tokenizer.encode(it, add_special_tokens=False) for it in text]
+        engine.answers.append([*(token for it in letters for token in it), end])
+        assert (await engine.episode.chat(conversation)).content == text
+        conversation.add(user("more"))
+        written += [{"role": "assistant", "content": text}, user("more")]
+        anew = engine.tokenizer.apply_chat_template(written, add_generation_prompt=True)
+        [row] = conversation.trajectories(1.0)
+        num_drifted += anew["input_ids"][: len(row.input_ids)] != row.input_ids
+    assert num_drifted == 5
+    check_trained(engine, conversation)
+    assert sum(row.loss_mask) == sum(map(len, engine.sampled))
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [("<|im_end|>", "stop"), ("</s>", "stop"), ("", "length")],
+)
+async def test_a_turn_is_ended_once_however_its_answer_ended(end: str, reason: str) -> None:
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    engine.will_say(f"hello{end}", "bye<|im_end|>")
+    turn = await engine.episode.chat(conversation)
+    assert (turn.content, turn.finish_reason) == ("hello", reason)
+    conversation.add(user("more"))
+    await engine.episode.chat(conversation)
+    expected = f"hello{end or '<|im_end|>'}\n<|im_start|>user\nmore<|im_end|>\n"
+    assert expected in engine.tokenizer.decode(engine.sent[1])
+    check_trained(engine, conversation)
+
+
+async def test_the_mark_of_another_speaker_ends_an_answer_and_stays() -> None:
+    engine = engine_for(templates.GLM)
+    conversation = Conversation("hi there")
+    engine.will_say("hello<|observation|>", "bye<|user|>")
+    await engine.episode.chat(conversation)
+    conversation.add(user("more"))
+    await engine.episode.chat(conversation)
+    sent = engine.tokenizer.decode(engine.sent[1])
+    assert sent.endswith("hello<|observation|><|user|>\nmore<|assistant|>\n")
+    check_trained(engine, conversation)
+
+
+@pytest.mark.parametrize("first", [3, 9, 11])
+async def test_a_stop_string_ends_a_turn_across_tokens(first: int) -> None:
+    """Wherever a token ends: the text ends before the string, and nothing is trained behind it."""
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    text = "so I call </call> and go on"
+    parts = (text[:first], text[first : first + 4], text[first + 4 :])
+    tokens = [engine.tokenizer.encode(it, add_special_tokens=False) for it in parts]
+    engine.answers.append([token for part in tokens for token in part])
+    turn = await engine.episode.chat(conversation, stop="</call>")
+    assert (turn.content, turn.finish_reason) == ("so I call ", "stop")
+    sampled = engine.tokenizer.decode(engine.sampled[0])
+    assert sampled.startswith("so I call </call>")
+    assert len(sampled) <= len("so I call </call>") + 3  # no token behind the one that completes it
+    conversation.add(user("4"))
+    engine.will_say("bye<|im_end|>")
+    await engine.episode.chat(conversation)
+    sent = engine.tokenizer.decode(engine.sent[1])
+    assert sent.endswith(
+        f"{sampled}<|im_end|>\n<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
+    check_trained(engine, conversation)
+
+
+async def test_a_call_that_a_stop_string_ends_is_read() -> None:
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    engine.will_say('I look.\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call> and')
+    turn = await engine.episode.chat(conversation, tools=[TOOL], stop=["</tool_call>"])
+    assert (turn.content, [it.arguments for it in turn.tool_calls]) == ("I look.", [{}])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"name": "weather", "arguments": {"city": }}', "tool call 1: no JSON: Expecting value"),
+        ('{"name": "wether", "arguments": {}}', "there is no tool 'wether', only weather"),
+        ('{"name": "weather", "arguments": "{}"}', "arguments of weather are a str, not an object"),
+        ('{"name": "weather"}', "expected an object with name and arguments"),
+        ('["weather"]', "expected an object with name and arguments"),
+    ],
+)
+async def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_text(
+    text: str, problem: str
+) -> None:
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    whole = f"I look.\n<tool_call>\n{text}\n</tool_call>"
+    engine.will_say(f"{whole}<|im_end|>", "bye<|im_end|>")
+    turn = await engine.episode.chat(conversation, tools=[TOOL])
+    assert turn.tool_calls == ()
+    assert len(turn.invalid_calls) == 1
+    assert problem in turn.invalid_calls[0]
+    assert turn.content == whole
+    conversation.add(user(turn.invalid_calls[0]))
+    await engine.episode.chat(conversation, tools=[TOOL])
+    assert len(conversation.trajectories(1.0)) == 1
+    check_trained(engine, conversation)
+
+
+async def test_a_conversation_that_has_no_room_left_says_so_and_keeps_its_rows() -> None:
+    engine = engine_for(templates.QWEN, max_context_tokens=120)
+    conversation = Conversation("hi there")
+    turns = list[ChatTurn]()
+    while not turns or turns[-1].finish_reason == "stop":
+        engine.will_say("hello<|im_end|>")
+        turns.append(await engine.episode.chat(conversation))
+        conversation.add(user("more, and still more"))
+    assert len(turns) > 2
+    assert (turns[-1].finish_reason, turns[-1].content, turns[-1].num_tokens) == ("context", "", 0)
+    [row] = conversation.trajectories(1.0)
+    assert sum(row.loss_mask) == sum(turn.num_tokens for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "usr", "content": "c"}], "message 0: expected a role of system, .* got 'usr'"),
+        ([user("c"), "d"], "message 1 is 'd': expected"),
+        ([user("c"), {"role": "user"}], "content of message 1 .user. is None"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "message 0: expected tool_calls .* JSON: JSONDecodeError",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}],
+            "message 0: expected tool_calls .* no object",
+        ),
+    ],
+)
+def test_messages_that_a_template_would_misread_are_refused(messages: Any, problem: str) -> None:
+    with pytest.raises(WorkflowError, match=problem):
+        Conversation(messages)
+
+
+async def test_a_turn_that_cannot_be_is_refused() -> None:
+    engine = engine_for(templates.QWEN)
+    with pytest.raises(WorkflowError, match="expected template or keep, got 'drop'"):
+        Conversation("hi there", history="drop")
+    conversation = Conversation("hi there")
+    engine.will_say("hello<|im_end|>")
+    await engine.episode.chat(conversation)
+    with pytest.raises(WorkflowError, match="last message is the assistant's"):
+        await engine.episode.chat(conversation)
+    with pytest.raises(WorkflowError, match="a tool is 'weather': expected"):
+        await engine.episode.chat(Conversation("hi"), tools=cast("Any", ["weather"]))
+    with pytest.raises(WorkflowError, match="does not tell a model of tools"):
+        await engine_for(templates.GEMMA).episode.chat(Conversation("hi"), tools=[TOOL])
+    with_system = Conversation([{"role": "system", "content": "be kind"}, user("hi")])
+    with pytest.raises(WorkflowError, match="refuses the messages: TemplateError: no system"):
+        await engine_for(templates.GEMMA).episode.chat(with_system)
+    without = engine_for(templates.QWEN)
+    without.tokenizer.chat_template = None
+    with pytest.raises(WorkflowError, match="has no chat template, which chat turns need"):
+        await without.episode.chat(Conversation("hi"))
+
+
+async def test_a_turn_that_failed_can_be_tried_again() -> None:
+    engine = engine_for(templates.QWEN)
+    conversation = Conversation("hi there")
+    engine.will_say("hello<|im_end|>")
+    await engine.episode.chat(conversation)
+    conversation.add(user("more"))
+    with pytest.raises(IndexError):  # nothing is left to say
+        await engine.episode.chat(conversation)
+    del engine.sent[-1]
+    engine.will_say("again<|im_end|>")
+    await engine.episode.chat(conversation)
+    check_trained(engine, conversation)
