@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_sc.engines.base import Completion
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.chat_format import Bridge, ChatFormat, Message, Shape, format_of
+from areal_sc.workflows.chat_format import ChatFormat, Message, MessageShape, TurnBridge, format_of
 from areal_sc.workflows.text import ROLES, check_message
 from areal_sc.workflows.tool_calls import ReadAnswer, ToolCall
 from areal_sc.workflows.transcript import Transcript
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from areal_sc.config.schema import GenerationConfig
-    from areal_sc.workflows.base import EpisodeEngine, Trajectory
+    from areal_sc.workflows.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,29 @@ _THINK = "<think>"
 _THOUGHT = "</think>"
 
 
-class History(StrEnum):
+class TokenEngine(Protocol):
+    """An engine by its tokens.
+
+    Attributes:
+        end_token_ids: that end an answer, beside those of its `GenerationConfig`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_context_tokens: int
+    end_token_ids: tuple[int, ...]
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+    ) -> Completion:
+        """Samples one completion; None samples as the run's `generation` section says.
+
+        During an evaluation the worker replaces the temperature by that of the evaluation.
+        Raises: WorkflowError: the prompt leaves no room in the context.
+        """
+        ...
+
+
+class PastTurns(StrEnum):
     """What becomes of earlier turns where the chat template writes them otherwise later on.
 
     template: a new row begins there, with the conversation as the template now writes it.
@@ -85,7 +107,7 @@ class Conversation:
 
     Args:
         messages: that it begins with; a text is one of the user.
-        history: see `History`.
+        history: see `PastTurns`.
         chat_template_arguments: what the model's template reads beside messages and tools, by name,
             such as `{"enable_thinking": False}`.
     Raises: WorkflowError: a message has no known role, no content, or a tool call without JSON.
@@ -95,20 +117,22 @@ class Conversation:
         self,
         messages: str | Sequence[Mapping[str, Any]],
         *,
-        history: History | str = History.template,
+        history: PastTurns | str = PastTurns.template,
         chat_template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        if history not in list(History):
+        if history not in list(PastTurns):
             raise WorkflowError(f"history: expected template or keep, got {history!r}")
-        self._history = History(history)
+        self._history = PastTurns(history)
         self._arguments = dict(chat_template_arguments or {})
         self._messages = list[Message]()
         self._rows = list[Transcript]()
         self._format: ChatFormat | None = None  # that the last row was begun with
-        self._last: tuple[Shape, int | None] | None = None  # the last answer, and its last token
+        self._last: tuple[MessageShape, int | None] | None = (
+            None  # the last answer, and its last token
+        )
         self._num_answered = 0  # messages up to the last answer, with it
-        self._beginning: tuple[Shape, ...] = ()  # before the first answer
-        self._turns = dict[tuple[Shape, ...], None]()  # each answer with what follows it
+        self._beginning: tuple[MessageShape, ...] = ()  # before the first answer
+        self._turns = dict[tuple[MessageShape, ...], None]()  # each answer with what follows it
         self._num_calls = 0
         self._is_answering = False
         if isinstance(messages, str):
@@ -141,7 +165,7 @@ class Conversation:
 
     async def answer(
         self,
-        engine: EpisodeEngine,
+        engine: TokenEngine,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
     ) -> ChatTurn:
@@ -158,7 +182,7 @@ class Conversation:
 
     async def _answer(
         self,
-        engine: EpisodeEngine,
+        engine: TokenEngine,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
     ) -> ChatTurn:
@@ -181,7 +205,7 @@ class Conversation:
         self._format = chat
         return self._take(engine, completion, ends, prompt, tools)
 
-    def _bridge(self, chat: ChatFormat) -> Bridge | None:
+    def _bridge(self, chat: ChatFormat) -> TurnBridge | None:
         """What goes on the row; None: a new one begins."""
         if self._last is None:
             return None
@@ -193,7 +217,7 @@ class Conversation:
         if chat is self._format:
             bridge = chat.bridge(history, self._messages[self._num_answered - 1], added, last_token)
             rewrites = bridge.rewrites if bridge else "what it puts behind an answer is not clear"
-        if not rewrites or (bridge and self._history is History.keep):
+        if not rewrites or (bridge and self._history is PastTurns.keep):
             return bridge
         if not chat.has_told_of_rewriting:
             chat.has_told_of_rewriting = True
@@ -206,7 +230,7 @@ class Conversation:
 
     def _take(
         self,
-        engine: EpisodeEngine,
+        engine: TokenEngine,
         completion: Completion,
         ends: frozenset[int],
         prompt: list[int],
@@ -236,7 +260,7 @@ class Conversation:
         return ChatTurn(message, text, calls, read.problems, completion.finish_reason, len(tokens))
 
     def _note_answer(self, message: Message, last_token: int | None) -> None:
-        added = tuple(map(Shape.of, self._messages[self._num_answered :]))
+        added = tuple(map(MessageShape.of, self._messages[self._num_answered :]))
         if self._last is None:
             self._beginning = added
         else:
@@ -245,7 +269,7 @@ class Conversation:
             self._turns[turn] = None
         self._messages.append(message)
         self._num_answered = len(self._messages)
-        self._last = Shape.of(message), last_token
+        self._last = MessageShape.of(message), last_token
 
 
 def _text_of(

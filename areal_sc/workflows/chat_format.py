@@ -38,7 +38,7 @@ _PLAIN = frozenset(["role", "content", "reasoning_content", "tool_calls", "tool_
 
 
 @dataclass(frozen=True)
-class Shape:
+class MessageShape:
     """What a template may look at in a message, beside its texts."""
 
     role: str
@@ -49,7 +49,7 @@ class Shape:
     others: tuple[str, ...]
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> Shape:
+    def of(cls, message: Mapping[str, Any]) -> MessageShape:
         content = message.get("content")
         return cls(
             role=message["role"],
@@ -94,7 +94,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _TriedAnswer:
     """What is known of a shape of a conversation up to an answer.
 
     Attributes:
@@ -115,7 +115,7 @@ class _Trial:
 
 
 @dataclass(frozen=True)
-class Bridge:
+class TurnBridge:
     """What comes behind an answer, up to where the next one begins.
 
     Attributes:
@@ -164,8 +164,8 @@ class ChatFormat:
         self._thoughts_in_content = self.splits_reasoning and not reads_reasoning
         self._empty: str | None = None
         self._has_text_arguments = False
-        self._trials: dict[tuple[Shape, ...], _Trial | None] = {}
-        self._proved: dict[tuple[Shape, ...], bool] = {}
+        self._trials: dict[tuple[MessageShape, ...], _TriedAnswer | None] = {}
+        self._proved: dict[tuple[MessageShape, ...], bool] = {}
         if self._thoughts_in_content:
             self._thoughts_in_content = self._keeps_thoughts()
         self._around = self._find_around()
@@ -177,11 +177,11 @@ class ChatFormat:
 
     def bridge(
         self,
-        history: Sequence[Shape],
+        history: Sequence[MessageShape],
         answer: Message,
         added: Sequence[Message],
         last_token: int | None,
-    ) -> Bridge | None:
+    ) -> TurnBridge | None:
         """What comes behind an answer.
 
         Args:
@@ -192,7 +192,7 @@ class ChatFormat:
         Returns: None: the template does not show it.
         Raises: WorkflowError: the template refuses the messages.
         """
-        shape = Shape.of(answer)
+        shape = MessageShape.of(answer)
         trial = self._trial((*history, shape))
         if trial is None:
             return None
@@ -201,7 +201,7 @@ class ChatFormat:
         if text is None or not text.startswith(trial.closing):
             return None
         text = _with_ids(text.removeprefix(trial.closing), len(history), answer)
-        proof = (*history, shape, *map(Shape.of, added), shape)
+        proof = (*history, shape, *map(MessageShape.of, added), shape)
         if proof not in self._proved:
             self._proved[proof] = self._is_same(text, proof, answer, added)
         if not self._proved[proof]:
@@ -212,7 +212,7 @@ class ChatFormat:
             rewrites = f"it leaves out the {part} of an answer"
         elif not (whole.startswith(trial.before) and whole.startswith(trial.through)):
             rewrites = "it writes an answer, or what came before it, otherwise"
-        return Bridge(self._encode(text, trial.end, last_token), rewrites)
+        return TurnBridge(self._encode(text, trial.end, last_token), rewrites)
 
     def unwrapped(self, text: str) -> str:
         """An answer without what the template itself puts around its content."""
@@ -239,7 +239,7 @@ class ChatFormat:
     def _tokens(self, text: str) -> list[int]:
         return [int(it) for it in self._tokenizer.encode(text, add_special_tokens=False)]
 
-    def _trial(self, shapes: tuple[Shape, ...]) -> _Trial | None:
+    def _trial(self, shapes: tuple[MessageShape, ...]) -> _TriedAnswer | None:
         if shapes not in self._trials:
             self._trials[shapes] = self._try(shapes)
         return self._trials[shapes]
@@ -254,7 +254,7 @@ class ChatFormat:
         return self._render([*messages, *read], is_open=True)
 
     def _is_same(
-        self, text: str, shapes: tuple[Shape, ...], answer: Message, added: Sequence[Message]
+        self, text: str, shapes: tuple[MessageShape, ...], answer: Message, added: Sequence[Message]
     ) -> bool:
         """Whether the same stands behind an answer after a longer conversation."""
         trial = self._trial(shapes)
@@ -269,12 +269,12 @@ class ChatFormat:
             expected, len(shapes) - 1, answer
         )
 
-    def _sampled(self, shapes: Sequence[Shape]) -> tuple[list[Message], list[str]]:
+    def _sampled(self, shapes: Sequence[MessageShape]) -> tuple[list[Message], list[str]]:
         """A conversation of these shapes, and the marks of its last message."""
         sampled = [shape.sample(number) for number, shape in enumerate(shapes)]
         return [self._as_read(message) for message, _ in sampled], sampled[-1][1]
 
-    def _try(self, shapes: Sequence[Shape]) -> _Trial | None:
+    def _try(self, shapes: Sequence[MessageShape]) -> _TriedAnswer | None:
         messages, marks = self._sampled(shapes)
         try:
             before = self._render(messages[:-1], is_open=True)
@@ -295,7 +295,7 @@ class ChatFormat:
         else:
             closing, end = behind.rstrip(), None
         through = after.removesuffix(behind) + closing
-        return _Trial(messages, before, through, marks, closing, end)
+        return _TriedAnswer(messages, before, through, marks, closing, end)
 
     def _keeps_thoughts(self) -> bool:
         """Whether the template writes a thought that stands in the content of an answer."""
@@ -305,8 +305,8 @@ class ChatFormat:
     def _find_around(self) -> tuple[str, str]:
         """What the template puts before and behind the content of an answer."""
         shapes = [
-            Shape("user", True, False, False, (), ()),
-            Shape("assistant", True, False, False, (), ()),
+            MessageShape("user", True, False, False, (), ()),
+            MessageShape("assistant", True, False, False, (), ()),
         ]
         trial = self._trial(tuple(shapes))
         if trial is None:

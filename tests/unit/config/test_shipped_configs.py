@@ -27,7 +27,7 @@ def test_loads_without_warning(path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def test_run_folders_are_distinct() -> None:
     folders = [load_shipped(path.name, "actor.path=some_model").run_dir for path in SHIPPED]
-    assert len(set(folders)) == len(folders) == 12
+    assert len(set(folders)) == len(folders) == 13
 
 
 def test_letter_sort() -> None:

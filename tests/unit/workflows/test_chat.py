@@ -16,7 +16,7 @@ from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import WorkflowError
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.episodes import WorkerEpisodeEngine
-from areal_sc.workflows.chat import ChatTurn, Conversation, History
+from areal_sc.workflows.chat import ChatTurn, Conversation, PastTurns
 
 TOOL = {
     "type": "function",
@@ -257,7 +257,7 @@ async def test_an_empty_thought_that_is_not_written_again_begins_a_row() -> None
 
 async def test_a_sampled_thought_that_is_kept_stays_in_the_row() -> None:
     engine = engine_for(templates.QWEN_THINKING)
-    conversation = Conversation("hi there", history=History.keep)
+    conversation = Conversation("hi there", history=PastTurns.keep)
     first, second = "<think>\nhm one\n</think>\n\nhello<|im_end|>", "again<|im_end|>"
     engine.will_say(first, second)
     await engine.episode.chat(conversation)
@@ -272,7 +272,7 @@ async def test_a_sampled_thought_that_is_kept_stays_in_the_row() -> None:
 
 
 async def test_text_that_depends_on_the_history_begins_a_row_with_each_turn() -> None:
-    for history in History:
+    for history in PastTurns:
         engine = engine_for(templates.NUMBERED)
         conversation = Conversation("hi there", history=history)
         for _ in range(3):
