@@ -56,7 +56,7 @@ SPECIAL = ("<|tool|>", "<|user|>", "<|assistant|>", "<|end|>", "<pad>")
 WORDS = ("<tool_call>", "</tool_call>", "look_up", "name", "arguments", "key", "none")
 VOCABULARY = (*SPECIAL, *WORDS, *KEYS, *string.digits, *' {}":,')
 
-WARM_UP_STEPS, WARM_UP_ROWS = 400, 32
+WARM_UP_ROWS = 32
 SHARE_RIGHT_KEY, SHARE_RIGHT_ANSWER = 0.45, 0.4
 
 
@@ -175,7 +175,7 @@ def write_untrained_folder(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(model, indent=2))
 
 
-def warm_up(config: ActorConfig, seed: int, scheduler: Scheduler) -> None:
+def warm_up(config: ActorConfig, num_steps: int, seed: int, scheduler: Scheduler) -> None:
     """Imitates the demonstrations, and writes the model to `actor.path`."""
     untrained = Path(scheduler.config.run_dir) / "untrained"
     write_untrained_folder(untrained)
@@ -183,14 +183,14 @@ def warm_up(config: ActorConfig, seed: int, scheduler: Scheduler) -> None:
         lr=2e-3,
         beta2=0.98,
         schedule=LrSchedule.cosine,
-        warmup_steps=WARM_UP_STEPS // 20,
-        total_steps=WARM_UP_STEPS,
+        warmup_steps=num_steps // 20,
+        total_steps=num_steps,
     )
     imitation = replace(config, path=str(untrained), random_init=True, optimizer=optimizer)
     actor = TrainController(make_actor(imitation), scheduler)
     demonstrations = Demonstrations(seed, str(untrained.resolve()))
     with start(actor):
-        for step in range(WARM_UP_STEPS):
+        for step in range(num_steps):
             first = step * WARM_UP_ROWS
             actor.sft_update(demonstrations, range(first, first + WARM_UP_ROWS))
         actor.save_hf(config.path)
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> None:
     with PPOTrainer(config) as trainer:
         if not Path(config.actor.path, "config.json").is_file():
             with trainer.display.phase("warm-up"):
-                warm_up(config.actor, config.seed, trainer.scheduler)
+                warm_up(config.actor, config.task["warm_up_steps"], config.seed, trainer.scheduler)
         trainer.fit(
             LookUp(), Keys(config.seed), evaluation_prompts=Keys(config.seed + 1_000_003, size=256)
         )
