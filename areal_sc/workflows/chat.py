@@ -264,7 +264,8 @@ class Conversation:
         if self._last is None:
             self._beginning = added
         else:
-            turn = (self._last[0], *added)
+            past = [shape.of_past for shape in (self._last[0], *added)]
+            turn = tuple(dict.fromkeys(past))  # several results are as one
             self._turns.pop(turn, None)  # the newest ones stand last
             self._turns[turn] = None
         self._messages.append(message)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +34,9 @@ Message = dict[str, Any]
 
 _ID: Final = "zq{:05d}{:02d}"
 """The id of a call in a trial, by its message and its place; some templates want nine letters."""
+_MAX_TRIALS: Final = 256
+"""Shapes that are remembered; conversations of one kind have about ten."""
+
 _PLAIN = frozenset(["role", "content", "reasoning_content", "tool_calls", "tool_call_id"])
 
 
@@ -63,6 +66,11 @@ class MessageShape:
                 )
             ),
         )
+
+    @property
+    def of_past(self) -> MessageShape:
+        """The shape without what matters only while it is the newest: which tools, how many."""
+        return replace(self, calls=self.calls and ("tool",))
 
     def sample(self, number: int) -> tuple[Message, list[str]]:
         """A message of this shape, and the marks that stand for its texts."""
@@ -185,8 +193,8 @@ class ChatFormat:
         """What comes behind an answer.
 
         Args:
-            history: shapes of the messages before the answer; of turns that are alike, one is
-                enough.
+            history: shapes of the messages before the answer; of past turns that are alike, one
+                is enough.
             added: messages behind it.
             last_token: of the answer.
         Returns: None: the template does not show it.
@@ -202,9 +210,10 @@ class ChatFormat:
             return None
         text = _with_ids(text.removeprefix(trial.closing), len(history), answer)
         proof = (*history, shape, *map(MessageShape.of, added), shape)
-        if proof not in self._proved:
-            self._proved[proof] = self._is_same(text, proof, answer, added)
-        if not self._proved[proof]:
+        is_same = self._proved.get(proof)
+        if is_same is None:
+            is_same = self._proved[proof] = self._is_same(text, proof, answer, added)
+        if not is_same:
             return None
         rewrites = ""
         if lost := [mark for mark in trial.marks if mark not in whole]:
@@ -241,6 +250,9 @@ class ChatFormat:
 
     def _trial(self, shapes: tuple[MessageShape, ...]) -> _TriedAnswer | None:
         if shapes not in self._trials:
+            if len(self._trials) >= _MAX_TRIALS:
+                self._trials.clear()
+                self._proved.clear()
             self._trials[shapes] = self._try(shapes)
         return self._trials[shapes]
 
