@@ -19,7 +19,7 @@ OWN_ARGUMENTS: Final = frozenset(
 """What `encode_chat` gives a chat template itself."""
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-"""Those who speak in a conversation."""
+"""The roles in which messages of a conversation may be."""
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = True) -> list[int]:
