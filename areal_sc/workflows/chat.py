@@ -127,9 +127,8 @@ class Conversation:
         self._messages = list[Message]()
         self._rows = list[Transcript]()
         self._format: ChatFormat | None = None  # that the last row was begun with
-        self._last: tuple[MessageShape, int | None] | None = (
-            None  # the last answer, and its last token
-        )
+        # of the last answer: its shape, and its last token
+        self._last: tuple[MessageShape, int | None] | None = None
         self._num_answered = 0  # messages up to the last answer, with it
         self._beginning: tuple[MessageShape, ...] = ()  # before the first answer
         self._turns = dict[tuple[MessageShape, ...], None]()  # each answer with what follows it
@@ -214,7 +213,7 @@ class Conversation:
         history = [*self._beginning, *chain.from_iterable(self._turns)]
         bridge = None
         rewrites = "it got other tools or arguments"
-        if chat is self._format:
+        if self._format is not None and chat.key == self._format.key:
             bridge = chat.bridge(history, self._messages[self._num_answered - 1], added, last_token)
             rewrites = bridge.rewrites if bridge else "what it puts behind an answer is not clear"
         if not rewrites or (bridge and self._history is PastTurns.keep):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product, takewhile
@@ -142,6 +142,7 @@ class ChatFormat:
         ends: tokens that end an answer.
 
     Attributes:
+        key: two formats with equal ones are the same.
         splits_reasoning: the template knows that an answer may begin with reasoning.
         tool_format: how it writes calls; None: there are no tools.
     Raises: WorkflowError: there is no template, it refuses a plain conversation, or calls have a
@@ -153,17 +154,18 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[dict[str, Any]],
         arguments: Mapping[str, Any],
-        ends: Iterable[int],
+        ends: frozenset[int],
     ) -> None:
         if not tokenizer.chat_template:
             raise WorkflowError(
                 "the model's tokenizer has no chat template, which chat turns need: use a chat "
                 "model, or engine.generate"
             )
+        self.key = (json.dumps(tools), json.dumps(arguments), ends)
         self.has_told_of_rewriting = False
         self._tokenizer = tokenizer
         self._arguments = {"tools": list(tools), **arguments} if tools else dict(arguments)
-        self._ends = {token: _text(tokenizer, token) for token in ends}
+        self._ends = {token: _text(tokenizer, token) for token in sorted(ends)}
         template = tokenizer.get_chat_template(tools=list(tools) or None)
         if tools and not re.search(r"\btools\b", template):
             raise WorkflowError("the model's chat template does not tell a model of tools")
@@ -394,7 +396,7 @@ class ChatFormat:
         return str(text)
 
 
-@lru_cache(maxsize=32)  # the episodes of a run have few different ones
+@lru_cache(maxsize=64)  # the episodes of a run have few different ones
 def _format_of(
     tokenizer: PreTrainedTokenizerBase, tools: str, arguments: str, ends: frozenset[int]
 ) -> ChatFormat:
@@ -405,14 +407,14 @@ def format_of(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
-    ends: Iterable[int],
+    ends: frozenset[int],
 ) -> ChatFormat:
     """The format of these arguments, which is made once."""
     try:
         texts = json.dumps(list(tools)), json.dumps(dict(arguments))
     except (TypeError, ValueError) as error:
         raise WorkflowError(f"tools and chat_template_arguments must be JSON: {error}") from error
-    return _format_of(tokenizer, *texts, frozenset(ends))
+    return _format_of(tokenizer, *texts, ends)
 
 
 def _call(name: str, arguments: Mapping[str, Any], call_id: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class ScriptedEngine:
         prefix_group: str | None = None,
     ) -> Completion:
         self.sent.append(list(input_ids))
+        await asyncio.sleep(0)
         tokens, reason = self.answers.pop(0), "length"
         if tokens and tokens[-1] in self.end_token_ids:
             reason = "stop"
@@ -454,6 +456,10 @@ async def test_a_turn_that_cannot_be_is_refused() -> None:
         await engine.episode.chat(Conversation("hi"), tools=cast("Any", ["weather"]))
     with pytest.raises(WorkflowError, match="does not tell a model of tools"):
         await engine_for(templates.GEMMA).episode.chat(Conversation("hi"), tools=[TOOL])
+    waiting = Conversation("hi there")
+    engine.will_say("hello<|im_end|>")
+    with pytest.raises(WorkflowError, match="it has one turn at a time"):
+        await asyncio.gather(engine.episode.chat(waiting), engine.episode.chat(waiting))
     with_system = Conversation([{"role": "system", "content": "be kind"}, user("hi")])
     with pytest.raises(WorkflowError, match="refuses the messages: TemplateError: no system"):
         await engine_for(templates.GEMMA).episode.chat(with_system)

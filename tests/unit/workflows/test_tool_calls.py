@@ -25,7 +25,9 @@ ONE = TWO[1:]
 
 def format_for(template: str) -> ToolFormat:
     tokenizer = templates.tokenizer_for(template)
-    found = format_of(tokenizer, [WEATHER], {}, templates.end_token_ids(tokenizer)).tool_format
+    found = format_of(
+        tokenizer, [WEATHER], {}, frozenset(templates.end_token_ids(tokenizer))
+    ).tool_format
     assert found is not None
     return found
 
