@@ -19,7 +19,7 @@ from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workflows.chat import Conversation
 
-NUM_TURNS, NUM_UPDATES, MAX_CONTEXT = 50, 20, 2048
+NUM_TURNS, NUM_UPDATES, MAX_CONTEXT = 50, 20, 1536
 
 
 class Recorded(WorkerEpisodeEngine):
@@ -67,7 +67,7 @@ async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled
         path="", max_context_tokens=MAX_CONTEXT, max_running_sequences=2, max_prefill_tokens=4096
     )
     engine = LocalEngine.from_model(copy.deepcopy(versions[0]), tokenizer, config)
-    sampling = GenerationConfig(max_new_tokens=8, stop_token_ids=[tokenizer.eos_token_id])
+    sampling = GenerationConfig(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
     episode = Recorded(engine, cast("RewardPool", None), "g", sampling, None)
     conversation = Conversation("How is the weather?")
     published = iter(range(1, NUM_UPDATES + 1))
@@ -84,7 +84,7 @@ async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled
             for _ in range((turn + 1) * NUM_UPDATES // NUM_TURNS - turn * NUM_UPDATES // NUM_TURNS):
                 await update()
             await answered
-            conversation.add({"role": "user", "content": f"And on day {turn}?"})
+            conversation.add({"role": "user", "content": f"{turn}?"})
     finally:
         await engine.close()
 
