@@ -111,8 +111,15 @@ class _Model:
         asked: the tokens of the first prompt, once the episode has asked for an answer.
     """
 
-    def __init__(self, tokenizer: Any, max_context_tokens: int, answer: list[int] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        max_context_tokens: int,
+        answer: list[int] | None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.end_token_ids = tuple(ends)
         self.max_context_tokens = max_context_tokens
         self.answer = answer
         self.asked: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -321,7 +328,7 @@ class TaskLook:
         return await await_user_code(run, EPISODE_LIMIT_S)
 
     def _model(self, answer: list[int] | None) -> _Model:
-        return _Model(self._tokenizer, self._config.max_context_tokens, answer)
+        return _Model(self._tokenizer, self._ends, self._config.max_context_tokens, answer)
 
     def _show(self, index: int, tokens: list[int]) -> None:
         text = self._tokenizer.decode(tokens)[:_SHOWN_CHARS]

@@ -80,10 +80,14 @@ class GenerationEngine(Protocol):
 
     What else a worker asks of it stands in the protocols below, each of which is a subject of its
     own. An engine has those that a run needs: `able` refuses the others by name.
+
+    Attributes:
+        end_token_ids: that end a completion, beside those of its `GenerationConfig`.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
+    end_token_ids: tuple[int, ...]
 
     async def generate(
         self,
