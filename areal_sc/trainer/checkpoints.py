@@ -95,6 +95,19 @@ class Checkpoints(KeepsSnapshots):
             self._start("snapshot", step)
             self.collect()
 
+    def export(self) -> None:
+        """Begins to write the present step's model to `models/step-<n>`, if nothing did yet."""
+        step = self._actor.version
+        begun, _ = self._running.get("model", (None, None))
+        if begun != step and not self._model_folder(step).exists():
+            self.collect(wait=begun is not None)
+            self._start("model", step)
+
+    def has_model(self, step: int) -> bool:
+        """Whether the model of a step is there, as a whole."""
+        begun, _ = self._running.get("model", (None, None))
+        return begun != step and self._model_folder(step).exists()
+
     def collect(self, *, wait: bool = True) -> None:
         """Ends with what was begun; without `wait`, with what is complete."""
         for kind, (step, ended) in list(self._running.items()):
