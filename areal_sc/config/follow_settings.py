@@ -33,10 +33,10 @@ class EvaluationSetConfig:
         None, "of its answers, 0 is greedy; null: generation.temperature"
     )
     reward: str = setting(
-        "", "package.module:name of a reward in place of the workflow's; empty: the workflow's own"
+        "", "package.module:name of a reward, or its class, in place of that of the workflow"
     )
     workflow: str = setting(
-        "", "package.module:name of a workflow, or of what makes it; empty: that of the run"
+        "", "package.module:name of a workflow, or of what makes it, in place of that of the run"
     )
 
 

@@ -67,7 +67,7 @@ class ExactMatch(Referable):
     def vote(self, completion: str) -> str | None:
         """The normalized answer; None: there is none."""
         given = _given(completion, self.tag)
-        return None if given is None else normalized_words(given)
+        return None if given is None else normalized_words(given) or None
 
 
 class WordF1(Referable):

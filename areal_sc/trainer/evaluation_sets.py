@@ -9,8 +9,9 @@ from pkgutil import resolve_name
 from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationConfig, EvaluationSetConfig
-from areal_sc.controller.rollout.evaluation import EvaluationSet
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.errors import ConfigError, WorkflowError
+from areal_sc.records.metrics import EvaluationResult
 from areal_sc.sources.load_prompts import load_prompts
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.user_code import blame
@@ -75,6 +76,31 @@ def configured_sets(config: EvaluationConfig, workflow: Workflow) -> dict[str, E
     }
 
 
+def evaluation_result(
+    outcome: EvaluationOutcome, name: str, step: int = 0, temperature: float = 1.0
+) -> EvaluationResult:
+    """What is recorded of an outcome."""
+    low, high = outcome.accuracy_interval or (None, None)
+    return EvaluationResult(
+        name=name,
+        step=step,
+        temperature=temperature,
+        reward=outcome.reward,
+        num_prompts=outcome.num_prompts,
+        num_rejected=outcome.num_rejected,
+        rejected_answers=outcome.rejected,
+        num_cut=outcome.num_cut,
+        num_samples=outcome.num_samples,
+        accuracy_low=low,
+        accuracy_high=high,
+        pass_at={str(k): value for k, value in outcome.pass_at_k.items()},
+        majority=outcome.majority,
+        version_min=outcome.versions[0],
+        version_max=outcome.versions[1],
+        workflow=outcome.metrics,
+    )
+
+
 def _given_sets(given: Given, config: EvaluationConfig) -> dict[str, EvaluationSet]:
     if given is None:
         return {}
@@ -123,7 +149,8 @@ def _workflow_of(one: EvaluationSetConfig, workflow: Workflow) -> Workflow:
         workflow = made
     if not one.reward:
         return workflow
-    return _with_reward(workflow, _named(f"{where}: reward", one.reward), where)
+    reward = _named(f"{where}: reward", one.reward)
+    return _with_reward(workflow, reward() if isinstance(reward, type) else reward, where)
 
 
 def _with_reward(workflow: Workflow, reward: Any, where: str) -> Workflow:

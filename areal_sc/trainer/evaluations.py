@@ -21,7 +21,12 @@ from areal_sc.records.metrics_log import History
 from areal_sc.rejection import describe_counts
 from areal_sc.trainer.beside import BesideTraining
 from areal_sc.trainer.best_model import BestModel
-from areal_sc.trainer.evaluation_sets import Given, configured_sets, evaluation_sets
+from areal_sc.trainer.evaluation_sets import (
+    Given,
+    configured_sets,
+    evaluation_result,
+    evaluation_sets,
+)
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
 
@@ -151,37 +156,15 @@ class Evaluations(BesideTraining):
             usual if one.temperature is None else one.temperature
             for one in self._at(self._asked_temperature)
         ]
+        step = self._named["step"]
         results = [
-            self._result(outcome, self._full(name, kind), temperature)
+            evaluation_result(outcome, self._full(name, kind), step, temperature)
             for name, outcome, temperature in zip(self._sets, outcomes, temperatures, strict=True)
             if name
         ]
         whole = outcomes[0] if len(outcomes) == 1 else EvaluationOutcome.together(outcomes)
         common = temperatures[0] if len(set(temperatures)) == 1 else math.nan
-        return [*results, self._result(whole, self._named["name"], common)]
-
-    def _result(
-        self, outcome: EvaluationOutcome, name: str, temperature: float
-    ) -> EvaluationResult:
-        low, high = outcome.accuracy_interval or (None, None)
-        return EvaluationResult(
-            name=name,
-            step=self._named["step"],
-            temperature=temperature,
-            reward=outcome.reward,
-            num_prompts=outcome.num_prompts,
-            num_rejected=outcome.num_rejected,
-            rejected_answers=outcome.rejected,
-            num_cut=outcome.num_cut,
-            num_samples=outcome.num_samples,
-            accuracy_low=low,
-            accuracy_high=high,
-            pass_at={str(k): value for k, value in outcome.pass_at_k.items()},
-            majority=outcome.majority,
-            version_min=outcome.versions[0],
-            version_max=outcome.versions[1],
-            workflow=outcome.metrics,
-        )
+        return [*results, evaluation_result(whole, self._named["name"], step, common)]
 
     def _warn(self, outcomes: Sequence[EvaluationOutcome]) -> None:
         """Of answers that count as wrong because something went wrong with them."""

@@ -95,21 +95,24 @@ def check_settings(folder: Path, settings: Mapping[str, Any], *, may_differ: str
     """Notes what the answers of the folder come from; or compares it with what was noted.
 
     Args:
-        may_differ: a key whose value may be another one, which is noted.
+        may_differ: settings whose names begin so may have changed; "": none.
     Raises: CommandError: the answers come from other settings. RunFolderError: they cannot be read
         or written.
     """
     path = folder / SETTINGS
     noted = _read_settings(path)
-    differing = [key for key in {**noted, **settings} if noted.get(key) != settings.get(key)]
-    if noted and set(differing) - {may_differ}:
-        shown = "; ".join(f"{key}: {noted.get(key)} -> {settings.get(key)}" for key in differing)
-        raise CommandError(
-            f"the answers in {folder} come from other settings ({shown}): name another --out, or "
-            "delete them by --overwrite; where the rewards alone are others, --rescore"
-        )
+    differing = [
+        f"{key}: {noted[key]} -> {value}"
+        for key, value in settings.items()
+        if noted.get(key, value) != value and not (may_differ and key.startswith(may_differ))
+    ]
     if differing:
-        write_file(path, msgspec.json.format(to_json(settings)) + b"\n")
+        raise CommandError(
+            f"the answers in {folder} come from other settings ({'; '.join(differing)}): name "
+            "another --out, or delete them by --overwrite; where the rewards alone are others, "
+            "--rescore"
+        )
+    write_file(path, msgspec.json.format(to_json({**noted, **settings})) + b"\n")
 
 
 def write_file(path: Path, content: bytes) -> None:
