@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
+    from areal_sc.controller.rollout.evaluation import EvaluationSet as EvaluationSet
     from areal_sc.controller.rollout.rollout_controller import (
         RolloutController as RolloutController,
     )
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
     "DPOTrainer": "areal_sc.trainer.dpo_trainer",
+    "EvaluationSet": "areal_sc.controller.rollout.evaluation",
     "Evaluations": "areal_sc.trainer.evaluations",
     "Run": "areal_sc.trainer.run",
     "Tracker": "areal_sc.records.trackers.base",

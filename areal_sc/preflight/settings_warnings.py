@@ -31,6 +31,7 @@ _IDLE = (
     ),
     ("actor.ppo.kl_coefficient", 0, ["actor.ppo.kl_estimator", "actor.ppo.kl_place"], ""),
     ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
+    ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
         "rollout.max_rejection_rate",

@@ -167,7 +167,7 @@ class Evaluations(BesideTraining):
         return [*results, evaluation_result(whole, self._named["name"], step, common)]
 
     def _warn(self, outcomes: Sequence[EvaluationOutcome]) -> None:
-        """Of answers that count as wrong because something went wrong with them."""
+        """Warns of answers that count as wrong for another reason than what they say."""
         for name, one in zip(self._sets, outcomes, strict=True):
             num_answers = one.num_prompts * one.num_samples
             what = f"{num_answers} answers of the evaluation{f' of {name}' if name else ''}"

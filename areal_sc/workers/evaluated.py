@@ -36,7 +36,7 @@ class EvaluatedEpisode:
 
     @property
     def vote(self) -> str | None:
-        """As of `EvaluationReply`."""
+        """What the scored text answers, see `EvaluationReply`."""
         return None if self.scored is None else vote_of(*self.scored)
 
 

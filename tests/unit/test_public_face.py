@@ -22,6 +22,7 @@ PUBLIC = {
     "DPOTrainer",
     # the parts of a loop of one's own
     "Checkpoints",
+    "EvaluationSet",
     "Evaluations",
     "Run",
     "Tracker",
