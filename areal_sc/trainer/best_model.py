@@ -8,6 +8,7 @@ What is the best follows from the results in the metrics file, so a run that goe
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -78,7 +79,8 @@ class BestModel:
         """
         for result in filter(self._is_compared, results):
             if result.value(self._metric) is None:
-                known = ", ".join(["accuracy", "reward", *result.workflow])
+                numbers = ["reward", *result.workflow, *(f"{PASS_AT}{k}" for k in result.pass_at)]
+                known = ", ".join(numbers)
                 raise ConfigError(
                     f"checkpoint.keep_best={self._number}: the evaluation has no such number; it "
                     f"has {known}"
@@ -131,6 +133,8 @@ class BestModel:
 
     def _score(self, result: EvaluationResult) -> float:
         value = float(result.value(self._metric))
+        if math.isnan(value):
+            return -math.inf
         return -value if self._metric in _LOWER_IS_BETTER else value
 
 
