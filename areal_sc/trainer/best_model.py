@@ -86,7 +86,8 @@ class BestModel:
                     f"has {known}"
                 )
             before, is_enough = self.best, self.has_enough
-            self.results.append(result)
+            # a start that was killed while it told the results of sets may have told this one
+            self.results = [it for it in self.results if it.step != result.step] + [result]
             if self.best is not before:
                 value = result.value(self._metric)
                 self._run.log.event("best", step=result.step, number=self._number, value=value)

@@ -115,10 +115,12 @@ def _given_sets(given: Given, config: EvaluationConfig) -> dict[str, EvaluationS
     for name, one in given.items():
         if not isinstance(name, str) or not name:
             raise ConfigError(f"evaluation set {name!r}: expected a name")
-        sets[name] = one if isinstance(one, EvaluationSet) else EvaluationSet(one)
-        prompts = sets[name].prompts
-        if isinstance(prompts, Sized) and not len(prompts):
+        made = one if isinstance(one, EvaluationSet) else EvaluationSet(one)
+        if not isinstance(made.prompts, Sized):  # a stream does not say how many there are
+            made = replace(made, num_prompts=made.num_prompts or config.num_prompts)
+        elif not len(made.prompts):
             raise WorkflowError(f"evaluation set {name!r} is empty: expected at least 1 prompt")
+        sets[name] = made
     return sets
 
 

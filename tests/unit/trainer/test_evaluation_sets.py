@@ -106,6 +106,9 @@ def test_the_scripts_own_prompts_have_a_name_where_there_are_others(workflow: Wo
     both = evaluation_sets(rows, more, workflow, config)
     assert list(both) == ["held_out", "aime"]
     assert both["aime"].num_samples == 16
+    streams = {"s": iter(rows), "t": EvaluationSet(iter(rows), num_prompts=2), "rows": rows}
+    named = evaluation_sets(streams, {}, workflow, config)
+    assert [it.num_prompts for it in named.values()] == [7, 2, None], "all, where that is known"
     greedy = {"g": EvaluationSet(rows, temperature=0.0)}
     assert evaluation_sets(greedy, {}, workflow, config)["g"].num_samples == 1
     with pytest.raises(ConfigError, match="the script has a set 'aime', too"):
