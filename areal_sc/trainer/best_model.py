@@ -77,7 +77,9 @@ class BestModel:
 
         Raises: ConfigError: an evaluation does not have the number.
         """
-        for result in filter(self._is_compared, results):
+        for result in results:
+            if not self._is_of_set(result):
+                continue
             if result.value(self._metric) is None:
                 numbers = ["reward", *result.workflow, *(f"{PASS_AT}{k}" for k in result.pass_at)]
                 known = ", ".join(numbers)
@@ -85,6 +87,8 @@ class BestModel:
                     f"checkpoint.keep_best={self._number}: the evaluation has no such number; it "
                     f"has {known}"
                 )
+            if not self._is_compared(result):
+                continue
             before, is_enough = self.best, self.has_enough
             # a start that was killed while it told the results of sets may have told this one
             self.results = [it for it in self.results if it.step != result.step] + [result]
@@ -93,8 +97,8 @@ class BestModel:
                 self._run.log.event("best", step=result.step, number=self._number, value=value)
             if self.has_enough and not is_enough and before is not None:
                 self._run.display.note(
-                    f"{self._run.config.evaluation.stop_after} evaluations have not raised "
-                    f"{self._number} above {before.value(self._metric):.4g} of step "
+                    f"{self._run.config.evaluation.stop_after} evaluations had no better "
+                    f"{self._number} than {before.value(self._metric):.4g} of step "
                     f"{before.step}: training ends"
                 )
 
@@ -128,9 +132,11 @@ class BestModel:
             f"best model: step {best.step} ({self._number} {value:.4g}), in models/best"
         )
 
+    def _is_of_set(self, result: EvaluationResult) -> bool:
+        return bool(self._number) and result.name.rpartition("/")[0] == self._set
+
     def _is_compared(self, result: EvaluationResult) -> bool:
-        its_set, _, kind = result.name.rpartition("/")
-        return bool(self._number) and its_set == self._set and kind in _COMPARED
+        return self._is_of_set(result) and result.name.rpartition("/")[2] in _COMPARED
 
     def _score(self, result: EvaluationResult) -> float:
         value = float(result.value(self._metric))
