@@ -76,6 +76,8 @@ NOT_RUN_HERE = {
     "class Noted(SingleTurnWorkflow)": "tests/integration/test_any_update.py, which runs it",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
     "from areal_sc import DPOTrainer": "tests/integration/test_row_trainers.py",
+    "from areal_sc import RewardModelTrainer": "tests/integration/test_row_trainers.py",
+    "# learned_reward.py": "tests/integration/test_row_trainers.py, which runs these lines",
     "from areal_sc import SFTTrainer": "tests/integration/test_row_trainers.py",
     "python examples/sft.py --config configs/sft.yaml actor.path=<model> task.dataset=<file>": (
         "tests/integration/test_row_trainers.py"
@@ -83,6 +85,8 @@ NOT_RUN_HERE = {
     "python examples/dpo.py --config configs/dpo.yaml actor.path=<model> task.dataset=<file>": (
         "tests/integration/test_row_trainers.py"
     ),
+    "python examples/reward_model.py --config configs/reward_model.yaml actor.path=<model> "
+    "task.dataset=<file>": "tests/integration/test_row_trainers.py",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
     "scheduler.slurm.nodes=2": "tests/integration/slurm/test_slurm_run.py",
