@@ -78,8 +78,8 @@ class BestModel:
         Raises: ConfigError: an evaluation does not have the number.
         """
         for result in results:
-            if not self._is_of_set(result):
-                continue
+            if not self._is_of_kind(result, "before", *_COMPARED):
+                continue  # a greedy one has a single answer a prompt
             if result.value(self._metric) is None:
                 numbers = ["reward", *result.workflow, *(f"{PASS_AT}{k}" for k in result.pass_at)]
                 known = ", ".join(numbers)
@@ -132,11 +132,13 @@ class BestModel:
             f"best model: step {best.step} ({self._number} {value:.4g}), in models/best"
         )
 
-    def _is_of_set(self, result: EvaluationResult) -> bool:
-        return bool(self._number) and result.name.rpartition("/")[0] == self._set
-
     def _is_compared(self, result: EvaluationResult) -> bool:
-        return self._is_of_set(result) and result.name.rpartition("/")[2] in _COMPARED
+        return self._is_of_kind(result, *_COMPARED)
+
+    def _is_of_kind(self, result: EvaluationResult, *kinds: str) -> bool:
+        """Whether it is one of the set that decides."""
+        its_set, _, kind = result.name.rpartition("/")
+        return bool(self._number) and its_set == self._set and kind in kinds
 
     def _score(self, result: EvaluationResult) -> float:
         value = float(result.value(self._metric))
