@@ -34,6 +34,12 @@ _IDLE = (
     ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
+        "rollout.soft_length.limit_tokens",
+        0,
+        ["rollout.soft_length.margin_tokens", "rollout.soft_length.penalty"],
+        "",
+    ),
+    (
         "rollout.max_rejection_rate",
         1,
         ["rollout.rejection_window"],

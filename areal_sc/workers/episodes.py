@@ -17,6 +17,7 @@ from areal_sc.rewards.base import Reward, RewardFunction, Score
 from areal_sc.rewards.functions import name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
+from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
 
@@ -91,7 +92,7 @@ class WorkerEpisodeEngine:
         if self._evaluated is not None:
             self._evaluated.scored = reward, completion
         if not isinstance(reward, Mapping):
-            return Score(await self._score_one(reward, name_of(reward), prompt, completion))
+            return await self._score_one(reward, name_of(reward), prompt, completion)
         try:
             async with asyncio.TaskGroup() as tasks:
                 numbers = {
@@ -102,12 +103,24 @@ class WorkerEpisodeEngine:
                 }
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the first one; the others were cancelled
-        parts = {name: number.result() for name, number in numbers.items()}
+        scores = {name: number.result() for name, number in numbers.items()}
+        parts = {
+            f"{name}_{part}": value
+            for name, score in scores.items()
+            for part, value in score.parts.items()
+        }
+        parts |= {name: float(score) for name, score in scores.items()}
         return Score(sum(weight * parts[name] for name, (_, weight) in functions.items()), parts)
+
+    async def run_code(
+        self, code: str | Program, stdin: str = "", limits: Limits | None = None
+    ) -> Ended:
+        with self._waiting("the sandbox"):
+            return await self._rewards.run_code(code, stdin, limits)
 
     async def _score_one(
         self, reward: RewardFunction, name: str, prompt: Mapping[str, Any], completion: str
-    ) -> float:
+    ) -> Score:
         try:
             with self._waiting(f"the reward {name}"):
                 return await self._rewards.score(reward, dict(prompt), completion, name=name)

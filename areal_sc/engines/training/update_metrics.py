@@ -137,7 +137,7 @@ class UpdateMetrics:
         given = [metric.value.to(device)[None] for metric in self.metrics.values()]
         numbers = torch.cat([*given, *self.worst]).cpu().tolist()
         values, worst = numbers[: len(given)], numbers[len(given) :]
-        metrics = {
+        metrics: dict[str, _Numbers] = {
             name: (metric.combine, value, metric.weight)
             for (name, metric), value in zip(self.metrics.items(), values, strict=True)
         }
