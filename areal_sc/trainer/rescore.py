@@ -17,6 +17,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.hub import local_model
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.trainer.kept_answers import KeptAnswer
@@ -89,12 +90,16 @@ async def _rescored(
 ) -> list[KeptAnswer]:
     from areal_sc.engines.tokenizer import load_tokenizer
 
+    run_code = CodeRunner(config.sandbox)
     pool = RewardPool(
         rewards,
         num_processes=config.num_reward_processes,
         timeout_s=config.reward_timeout_s,
         log_path=log_path,
         sources=log_path.parent,
+        run_code=run_code,
+        isolation=config.sandbox.isolation,
+        hides=(log_path.parent.parent,),
     )
     slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -113,6 +118,7 @@ async def _rescored(
         return [task.result() for task in found]
     finally:
         await pool.close()
+        await run_code.close()
         await rewards.close()
 
 
