@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
+    from areal_sc.controller.rollout.evaluation import EvaluationSet as EvaluationSet
     from areal_sc.controller.rollout.rollout_controller import (
         RolloutController as RolloutController,
     )
@@ -49,6 +50,7 @@ _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
     "Conversation": "areal_sc.workflows.chat",
     "DPOTrainer": "areal_sc.trainer.dpo_trainer",
+    "EvaluationSet": "areal_sc.controller.rollout.evaluation",
     "Evaluations": "areal_sc.trainer.evaluations",
     "RewardModelTrainer": "areal_sc.trainer.reward_model_trainer",
     "Run": "areal_sc.trainer.run",

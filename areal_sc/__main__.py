@@ -12,7 +12,9 @@ from typing import Final, NoReturn
 from areal_sc.errors import CommandError
 from areal_sc.trainer.failure import run_script
 
-COMMANDS: Final = ("new", "status", "samples", "curve", "export", "plan", "ledger", "stop")
+COMMANDS: Final = (
+    *("new", "status", "samples", "curve", "evaluate", "export", "plan", "ledger", "stop"),
+)
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -34,7 +36,13 @@ def main(argv: list[str]) -> None:
     # one that is named is imported alone, so that it answers quickly
     for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
         import_module(f"areal_sc.commands.{name}").add_to(commands)
-    parsed = parser.parse_args(argv)
+    parsed, others = parser.parse_known_args(argv)
+    takes_settings = hasattr(parsed, "overrides")
+    unknown = [word for word in others if not takes_settings or word[0] == "-" or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if others:  # key=value may stand between flags
+        parsed.overrides += others
     if parsed.command is None:
         parser.print_help()
         return

@@ -13,7 +13,7 @@ from letter_sort_job import HELD_OUT_SEED, LetterSortJob, Step, training_steps
 from letter_sort_task import LetterSortPrompts, letter_sort_reward
 
 from areal_sc import GRPOConfig, RolloutController, SingleTurnWorkflow, Workflow
-from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.metadata import BatchMetadata
 
 
@@ -140,13 +140,13 @@ class _Evaluator:
         self._rollout = rollout
         self._prompts = LetterSortPrompts(seed + HELD_OUT_SEED, **lengths)
         self._workflow = SingleTurnWorkflow(letter_sort_reward)
-        self._pending: tuple[float, Future[EvaluationOutcome]] | None = None
+        self._pending: tuple[float, Future[list[EvaluationOutcome]]] | None = None
 
     def begin(self, at_s: float, num_prompts: int) -> None:
         """Evaluates the weights that the rollout worker holds."""
         self.collect()
         outcome = self._rollout.begin_evaluation(
-            self._prompts, self._workflow, num_prompts=num_prompts
+            [EvaluationSet(self._prompts, self._workflow, num_prompts)]
         )
         self._pending = (at_s, outcome)
 
@@ -156,7 +156,7 @@ class _Evaluator:
             return
         at_s, pending = self._pending
         self._pending = None
-        outcome = pending.result()
+        (outcome,) = pending.result()
         self.curve.append(Point(at_s, outcome.reward))
         self.num_generated_tokens += outcome.num_prompts * outcome.metrics["completion_tokens"]
 

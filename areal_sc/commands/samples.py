@@ -14,6 +14,7 @@ from areal_sc.commands.run_dir import check_is_folder
 from areal_sc.errors import CommandError
 from areal_sc.records.samples import Place, Sample, read_samples
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.trainer.kept_answers import as_samples, read_answers
 from areal_sc.trainer.sample_view import sample_view
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Shows prompts of a run with the best and the worst answer of the model to "
         "each, and their rewards: those of the newest step, unless --step or --last says "
         "otherwise. A run keeps some of each step in samples.jsonl (samples.groups_per_step); it "
-        "may go on meanwhile.",
+        "may go on meanwhile. Of a folder of `evaluate` it shows all answers.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
     parser.add_argument("--step", type=int, metavar="N", help="those of training step N")
@@ -79,7 +80,7 @@ def chosen(samples: Sequence[Sample], arguments: argparse.Namespace) -> Sequence
 def _samples_of(run_dir: Path) -> Sequence[Sample]:
     check_is_folder(run_dir)
     path = RunFolder(run_dir).samples_path
-    samples = read_samples(path) if path.exists() else []
+    samples = read_samples(path) if path.exists() else as_samples(read_answers(run_dir))
     if not samples:
         raise CommandError(
             f"there are no samples in {run_dir}: the run has not begun its first training step, "

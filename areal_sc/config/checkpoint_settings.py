@@ -26,3 +26,6 @@ class CheckpointConfig:
     export_every_steps: int = setting(
         0, "training steps between exported models, all kept; 0: only the final one", ge=0
     )
+    keep_best: str = setting(
+        "", "the number of evaluations that tells the best model, such as accuracy or aime/pass@4"
+    )

@@ -17,15 +17,50 @@ class TrackerKind(StrEnum):
 
 
 @dataclass
+class EvaluationSetConfig:
+    """One of several sets of held-out prompts, in the list `evaluation.sets`."""
+
+    name: str = setting("", "begins the names of its results: NAME/before")
+    prompts: str = setting("", "JSONL, JSON, CSV or Parquet file, or a name of the hub")
+    subset: str = setting("", "which part, where a data set of the hub has several")
+    split: str = setting("train", "of the data set; that of a file is train")
+    prompt_key: str = setting("prompt", "column with the question")
+    answer_key: str = setting("answer", "column with the right answer; empty: there is none")
+    template: str = setting("", "the prompt, with columns in braces: 'Q: {question} A:'")
+    num_prompts: int = setting(0, "first prompts of it; 0: all", ge=0)
+    num_samples: int = setting(0, "answers a prompt; 0: evaluation.num_samples", ge=0, le=1024)
+    temperature: float | None = setting(
+        None, "of its answers, 0 is greedy; null: generation.temperature"
+    )
+    reward: str = setting(
+        "", "package.module:name of a reward, or its class, in place of that of the workflow"
+    )
+    workflow: str = setting(
+        "", "package.module:name of a workflow, or of what makes it, in place of that of the run"
+    )
+
+
+@dataclass
 class EvaluationConfig:
     """When the policy is evaluated, and on how much."""
 
     every_steps: int = setting(0, "steps between two; 0: only before and after training", ge=0)
-    num_prompts: int = setting(256, "held-out prompts of one evaluation", ge=1)
+    num_prompts: int = setting(
+        256, "held-out prompts of one evaluation; a set of `sets` has its own number", ge=1
+    )
     num_samples: int = setting(
         1, "answers a prompt; the greedy evaluation takes one", ge=1, le=1024
     )
     greedy: bool = setting(True, "also evaluate at temperature 0 at the end")
+    sets: list[EvaluationSetConfig] = setting(
+        list, "sets of prompts beside those of the script: [{name: ..., prompts: ...}, ...]"
+    )
+    cut_is_wrong: bool = setting(
+        True, "an answer that max_new_tokens cuts counts as wrong, whatever its reward"
+    )
+    stop_after: int = setting(
+        0, "training ends after so many evaluations without a better one; 0: never", ge=0
+    )
 
 
 @dataclass

@@ -319,7 +319,7 @@ class TaskLook:
         self, workflow: Workflow, row: dict[str, Any], pool: RewardPool, model: _Model
     ) -> list[Trajectory] | Rejection:
         engine: Any = model  # as far as episodes use one
-        seen = WorkerEpisodeEngine(engine, pool, "dry run", self._config.generation, None)
+        seen = WorkerEpisodeEngine(engine, pool, "dry run", self._config.generation)
 
         async def run() -> list[Trajectory] | Rejection:
             returned = await workflow.run_episode(dict(row), seen)

@@ -38,6 +38,7 @@ from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
+from areal_sc.preflight.evaluation_checks import check_evaluation
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
@@ -75,6 +76,7 @@ def check_config(
         if not is_met:
             raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
     _check_store(config)
+    check_evaluation(config)
     is_local = config.scheduler.type == SchedulerType.local
     for model in _trained_models(config).values():
         make_actor(model).check(count_devices if is_local else None)

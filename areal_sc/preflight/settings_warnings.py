@@ -37,6 +37,7 @@ _IDLE = (
         [f"actor.lora.{name}" for name in ("alpha", "targets", "dropout", "path", "save_merged")],
         "all parameters are trained",
     ),
+    ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
         "rollout.soft_length.limit_tokens",

@@ -23,6 +23,10 @@ MAX_WAITING_SHARE = 0.2
 """Share of a step that the trainer may wait for its batch before generation counts as the bound."""
 
 
+PASS_AT = "pass@"
+"""Before the number of answers, in the names of numbers of an evaluation."""
+
+
 @cache
 def _names(record_type: type[Any]) -> tuple[str, ...]:
     """The fields of a dataclass, and its properties."""
@@ -195,21 +199,25 @@ class StepMetrics(_Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(_Record):
-    """One evaluation on held-out prompts.
+    """One evaluation on a set of held-out prompts, or on all sets together.
 
     Attributes:
-        name: `before`, `after`, `greedy`, or `periodic`.
+        name: `before`, `after`, `greedy`, or `periodic`: of all sets together, in whose numbers
+            each set counts alike; of one of them behind its name, `NAME/before`.
         step: training steps done when it began.
         reward: mean over answers that were not rejected; so are the workflow's metrics, but for
-            `accuracy`, in which a rejected answer is wrong.
+            `accuracy`, in which an answer that was rejected or cut is wrong.
         num_prompts: that were evaluated.
         num_rejected: answers whose episode was rejected.
-        num_samples: answers a prompt.
+        rejected_answers: their number by cause.
+        num_cut: answers that did not end by themselves, as far as the workflow tells.
+        num_samples: answers a prompt; 0: sets have different numbers.
         accuracy_low, accuracy_high: hold the accuracy over all such prompts with 95 % confidence.
         pass_at: "k" -> estimated share of prompts of which one of k answers is right.
+        majority: accuracy of the most frequent answer to each prompt; None: rewards tell no votes.
         version_min: oldest policy version that sampled a token of it.
         version_max: newest one; the same as `version_min` where no publication fell into it.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; not a number where sets have different ones.
     """
 
     name: str
@@ -220,11 +228,19 @@ class EvaluationResult(_Record):
     version_max: int
     temperature: float
     num_rejected: int = 0
+    rejected_answers: Mapping[str, int] = field(default_factory=dict)
+    num_cut: int = 0
     num_samples: int = 1
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     pass_at: Mapping[str, float] = field(default_factory=dict)
+    majority: float | None = None
     workflow: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, name: str) -> Any:
+        """Also `pass@K`."""
+        k = name.removeprefix(PASS_AT)
+        return self.pass_at.get(k) if k != name else super().value(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,11 @@ class ExactMatch(Referable):
             return float(any(f" {it} " in f" {words} " for it in references if it))
         return float(words in references)
 
+    def vote(self, completion: str) -> str | None:
+        """The normalized answer; None: there is none."""
+        given = _given(completion, self.tag)
+        return None if given is None else normalized_words(given) or None
+
 
 class WordF1(Referable):
     """F1 of the words that the answer of the completion shares with a reference, 0.0 to 1.0.
@@ -109,6 +114,10 @@ class MultipleChoice(Referable):
             if len(text) != 1 or text not in self.letters:
                 raise ValueError(f"answer {text!r}: expected one letter of {self.letters}")
         return float(self.chosen(completion) in references)
+
+    def vote(self, completion: str) -> str | None:
+        """The letter that a completion chooses."""
+        return self.chosen(completion)
 
     def chosen(self, completion: str) -> str | None:
         """The letter that a completion chooses; None: it chooses none."""

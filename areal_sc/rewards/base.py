@@ -101,6 +101,21 @@ class RewardDeclaration:
 declare_reward = RewardDeclaration
 
 
+def vote_of(reward: Reward, completion: str) -> str | None:
+    """What a completion answers, in words that equal answers share: for the most frequent answer.
+
+    A reward tells it by a method, or an attribute, `vote(completion) -> str | None`; of several
+    functions the first one that has it does.
+    """
+    functions = reward.values() if isinstance(reward, Mapping) else [reward]
+    for given in functions:
+        vote = getattr(given[0] if isinstance(given, tuple) else given, "vote", None)
+        if vote is not None:
+            told: str | None = vote(completion)
+            return told
+    return None
+
+
 class Score(float):
     """A reward that knows what it is made of; a float like any other.
 

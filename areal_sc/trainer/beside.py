@@ -26,3 +26,15 @@ class KeepsSnapshots(BesideTraining, ABC):
     @abstractmethod
     def finish(self) -> None:
         """Leaves a snapshot of the present step; returns when it is on the disk."""
+
+    @abstractmethod
+    def collect(self, *, wait: bool = True) -> None:
+        """Ends with what was begun; without `wait`, with what is complete."""
+
+    @abstractmethod
+    def export(self) -> None:
+        """Begins to write the present step's model to `models/step-<n>`, if nothing did yet."""
+
+    @abstractmethod
+    def has_model(self, step: int) -> bool:
+        """Whether the model of a step is there, as a whole."""

@@ -66,6 +66,7 @@ class Checkpoints(KeepsSnapshots):
         run.checkpoints = self
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._running: dict[_Kind, tuple[int, Future[None]]] = {}
+        self._exported: set[int] = set()  # steps whose models were begun, since the run went back
         run.beside.append(self)
 
     def after_step(self) -> None:
@@ -86,6 +87,7 @@ class Checkpoints(KeepsSnapshots):
     def before_going_back(self) -> None:
         """Ends what was begun."""
         self.collect()
+        self._exported.clear()  # the same steps will have other models
 
     def finish(self) -> None:
         """Ends what was begun, and leaves a snapshot of the present step."""
@@ -94,6 +96,18 @@ class Checkpoints(KeepsSnapshots):
         if not self._run.folder.snapshot_path(step).exists():
             self._start("snapshot", step)
             self.collect()
+
+    def export(self) -> None:
+        """Begins to write the present step's model to `models/step-<n>`, if nothing did yet."""
+        step = self._actor.version
+        if step not in self._exported:
+            self.collect(wait="model" in self._running)
+            self._start("model", step)
+
+    def has_model(self, step: int) -> bool:
+        """Whether the model of a step is there, as a whole."""
+        begun, _ = self._running.get("model", (None, None))
+        return begun != step and self._model_folder(step).exists()
 
     def collect(self, *, wait: bool = True) -> None:
         """Ends with what was begun; without `wait`, with what is complete."""
@@ -125,6 +139,8 @@ class Checkpoints(KeepsSnapshots):
         return due
 
     def _start(self, kind: _Kind, step: int) -> None:
+        if kind == "model":
+            self._exported.add(step)
         try:
             written = self._begin(kind, step)
         except _FAILURES as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,6 +170,10 @@ class Display(Tracker):
         names = ("accuracy", "reward", "num_prompts", "temperature", "version_min", "version_max")
         values = {name: getattr(result, name) for name in names} | result.reward_parts()
         values |= {f"pass@{k}": value for k, value in result.pass_at.items() if k != "1"}
+        values |= {"majority": result.majority}
+        values |= {"rejected": result.num_rejected or None, "cut": result.num_cut or None}
+        if math.isnan(result.temperature):  # sets have different ones
+            del values["temperature"]
         if "loss" in result.workflow:  # of rows, which have no rewards
             values = {"loss": result.workflow["loss"], **values, "reward": None}
         self._line(evaluation=result.name, step=result.step, **values)
@@ -306,6 +311,8 @@ class LiveDisplay(Display):
             most = max(result.pass_at, key=int, default="1")
             if most != "1":
                 line.append(f"pass@{most} {short_number(result.pass_at[most])}, ")
+            if result.majority is not None:
+                line.append(f"majority {short_number(result.majority)}, ")
         if "loss" in result.workflow:  # of rows, which have no rewards
             line.append(f"loss {short_number(result.workflow['loss'])}, ")
         elif result.accuracy != result.reward:
@@ -315,6 +322,9 @@ class LiveDisplay(Display):
         line.append(f"{result.num_prompts} prompts")
         if result.num_samples > 1:
             line.append(f" x {result.num_samples} answers")
+        for count, what in ((result.num_rejected, "rejected"), (result.num_cut, "cut")):
+            if count:
+                line.append(f", {count} {what}", style="yellow")
         versions = f"version {result.version_min}"
         if result.version_max != result.version_min:
             versions += f" to {result.version_max}"

@@ -1,47 +1,67 @@
-"""Evaluations of a run on held-out prompts, one at a time, beside training."""
+"""Evaluations of a run on held-out prompts, one at a time, beside training.
+
+consumes     the policy of the step that has just been made, every so many steps
+waits for    nothing: an evaluation that is due while another one goes on begins when that ends
+unblocked by the end of the run, which waits for the last ones
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
-from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.errors import ConfigError, StepsLost
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
-from areal_sc.sources.row_file import PromptSource
+from areal_sc.rejection import describe_counts
 from areal_sc.trainer.beside import BesideTraining
+from areal_sc.trainer.best_model import BestModel
+from areal_sc.trainer.evaluation_sets import (
+    Given,
+    configured_sets,
+    evaluation_result,
+    evaluation_sets,
+)
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow
+
+MAX_CUT: Final = 0.5
+"""Share of cut answers from which on a warning says so: the limit of tokens decides then."""
 
 
 class Evaluations(BesideTraining):
     """Begins evaluations, and tells what they gave to everybody who follows the run.
 
+    Each set of prompts has results of its own, `SET/periodic`; all sets together have `periodic`.
+
     Args:
         run: its settings say how many prompts, how often, and whether greedily at the end.
-        prompts: held-out ones; None: nothing is ever evaluated.
+        prompts: held-out ones: one set, or several by name, each alone or as an `EvaluationSet`;
+            None: there are none beside those of `evaluation.sets`.
+        workflow: of the sets that have none of their own.
         name: of these prompts, before that of each result (`NAME/periodic`): further evaluations
-            of one run need one.
+            of one run need one. Those of `evaluation.sets` belong to the one without a name.
         num_samples: answers a prompt; None: `evaluation.num_samples`. A greedy evaluation has one.
-    Raises: ConfigError: another one of the run has this name. WorkflowError: a worker could not
-        build the prompts or the workflow.
+    Raises: ConfigError: another one of the run has this name, or settings of evaluations are wrong.
+        WorkflowError: a set is empty, or a worker could not build the prompts or the workflow.
     """
 
     def __init__(
         self,
         run: Run,
         rollout: RolloutController,
-        prompts: PromptSource | None,
+        prompts: Given,
         workflow: Workflow,
         *,
         name: str = "",
         num_samples: int | None = None,
     ) -> None:
         self._name: str = name
-        self._num_samples = num_samples or run.config.evaluation.num_samples
         if any(isinstance(it, Evaluations) and it._name == name for it in run.beside):
             raise ConfigError(
                 f"Evaluations: expected a name of its own for each of a run, got {name!r} twice: "
@@ -49,91 +69,132 @@ class Evaluations(BesideTraining):
             )
         self._run = run
         self._rollout = rollout
-        is_empty = isinstance(prompts, Sized) and not len(prompts)
-        self._prompts = prompts = None if is_empty else prompts
-        self._workflow = workflow
-        self._running: Future[EvaluationOutcome] | None = None
+        settings = run.config.evaluation
+        configured = {} if name else configured_sets(settings, workflow)
+        if num_samples is not None:
+            settings = replace(settings, num_samples=num_samples)
+        self._sets = evaluation_sets(prompts, configured, workflow, settings)
+        self._best = BestModel(run, name, {n: it.num_samples or 1 for n, it in self._sets.items()})
+        self._running: Future[list[EvaluationOutcome]] | None = None
         self._named: dict[str, Any] = {}  # what is known of its result
         self._asked_temperature: float | None = None
         self._is_lost = False  # it gave nothing, and is to be begun again
+        self._is_due = False  # one that waits for the one before to end
         self._recorded: set[tuple[str, int]] = set()
         run.beside.append(self)
-        if prompts is not None:
-            rollout.register(prompts, workflow)  # what is wrong shows before a worker is started
+        for one in self._sets.values():  # what is wrong shows before a worker is started
+            assert one.workflow is not None
+            rollout.register(one.prompts, one.workflow)
 
     def begin(self, name: str, temperature: float | None = None) -> None:
         """Evaluates the current policy; the evaluation before is waited for.
 
         Args:
             name: as of `EvaluationResult`.
-            temperature: None: that of the run.
+            temperature: None: that of each set, or else of the run.
         """
         self.collect()
-        name = self._full(name)
-        if self._prompts is None or (name, self._rollout.version) in self._recorded:
+        name, sets = self._full(name), self._at(temperature)
+        if not sets or (name, self._rollout.version) in self._recorded:
             return
         self._running = self._rollout.begin_evaluation(
-            self._prompts,
-            self._workflow,
-            num_prompts=self._run.config.evaluation.num_prompts,
-            num_samples=1 if temperature == 0 else self._num_samples,
-            temperature=temperature,
+            sets, cut_is_wrong=self._run.config.evaluation.cut_is_wrong
         )
         self._asked_temperature = temperature
-        if temperature is None:
-            temperature = self._run.config.generation.temperature
-        self._named = {"name": name, "step": self._rollout.version, "temperature": temperature}
+        self._named = {"name": name, "step": self._rollout.version}
 
-    def _full(self, name: str) -> str:
-        return f"{self._name}/{name}" if self._name else name
+    def _full(self, *names: str) -> str:
+        return "/".join(filter(None, [self._name, *names]))
+
+    def _at(self, temperature: float | None) -> list[EvaluationSet]:
+        """The sets at a temperature; none where all of them are greedy already."""
+        sets = list(self._sets.values())
+        if temperature is None:
+            return sets
+        if temperature == 0 and all(one.temperature == 0 for one in sets):
+            return []
+        return [
+            replace(
+                one,
+                temperature=temperature,
+                num_samples=1 if temperature == 0 else one.num_samples,
+            )
+            for one in sets
+        ]
 
     def collect(self, *, wait: bool = True) -> None:
         """Ends with the evaluation that was begun, if any; without `wait`, if it is complete.
 
-        Raises: what the evaluation raised.
+        Raises: what the evaluation raised. ConfigError: it lacks the number of
+            `checkpoint.keep_best`.
         """
         if self._running is None or not (wait or self._running.done()):
             return
         running, self._running = self._running, None
         try:
-            outcome = running.result()  # bounded by the groups' own time limit
+            outcomes = running.result()  # bounded by the groups' own time limit
         except StepsLost as error:  # the next call that trains says so, and the run goes back
             self._is_lost = True
             self._run.display.warning(
                 f"the evaluation of step {self._named['step']} is lost: {error}"
             )
             return
-        if outcome.first_rejection is not None:
-            self._run.display.warning(
-                f"{outcome.num_rejected} of {outcome.num_prompts * outcome.num_samples} answers of "
-                "the evaluation were rejected: they count as wrong in its accuracy, and are in no "
-                f"other mean; for example: {outcome.first_rejection.describe()}"
-            )
-        low, high = outcome.accuracy_interval or (None, None)
-        result = EvaluationResult(
-            **self._named,
-            reward=outcome.reward,
-            num_prompts=outcome.num_prompts,
-            num_rejected=outcome.num_rejected,
-            num_samples=outcome.num_samples,
-            accuracy_low=low,
-            accuracy_high=high,
-            pass_at={str(k): value for k, value in outcome.pass_at_k.items()},
-            version_min=outcome.versions[0],
-            version_max=outcome.versions[1],
-            workflow=outcome.metrics,
-        )
+        results = self._results(outcomes)
+        self._warn(outcomes)
+        for result in results:
+            self._tell(result)
+        self._best.note(results)
+
+    def _tell(self, result: EvaluationResult) -> None:
         self._run.tell(lambda tracker: tracker.on_evaluation(result))
+
+    def _results(self, outcomes: Sequence[EvaluationOutcome]) -> list[EvaluationResult]:
+        """The result of each set that has a name, then that of all together."""
+        kind = self._named["name"].rpartition("/")[2]
+        usual = self._run.config.generation.temperature
+        temperatures = [
+            usual if one.temperature is None else one.temperature
+            for one in self._at(self._asked_temperature)
+        ]
+        step = self._named["step"]
+        results = [
+            evaluation_result(outcome, self._full(name, kind), step, temperature)
+            for name, outcome, temperature in zip(self._sets, outcomes, temperatures, strict=True)
+            if name
+        ]
+        whole = outcomes[0] if len(outcomes) == 1 else EvaluationOutcome.together(outcomes)
+        common = temperatures[0] if len(set(temperatures)) == 1 else math.nan
+        return [*results, evaluation_result(whole, self._named["name"], step, common)]
+
+    def _warn(self, outcomes: Sequence[EvaluationOutcome]) -> None:
+        """Warns of answers that count as wrong for another reason than what they say."""
+        for name, one in zip(self._sets, outcomes, strict=True):
+            num_answers = one.num_prompts * one.num_samples
+            what = f"{num_answers} answers of the evaluation{f' of {name}' if name else ''}"
+            if one.first_rejection is not None:
+                causes = describe_counts(one.rejected)
+                self._run.display.warning(
+                    f"{one.num_rejected} of {what} were rejected ({causes}): they count as wrong "
+                    "in its accuracy, and are in no other mean; for example: "
+                    f"{one.first_rejection.describe()}"
+                )
+            if one.num_cut > MAX_CUT * num_answers and self._run.config.evaluation.cut_is_wrong:
+                self._run.display.warning(
+                    f"{one.num_cut} of {what} were cut by generation.max_new_tokens, or by the "
+                    "context, and count as wrong; where answers need no end of their own, set "
+                    "evaluation.cut_is_wrong=false"
+                )
 
     def take_over(self, history: History) -> None:
         """What an earlier start has recorded is not done again; what it had begun, or lost, is."""
         evaluations = history.evaluations
         self._recorded = {(result.name, result.step) for result in evaluations}
+        self._best.remember(evaluations)
         version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
         due = version - version % every_steps if every_steps else 0
         is_done = any(r.name == self._full("periodic") and r.step >= due for r in evaluations)
         if due > 0 and not is_done and version < self._run.config.total_steps:
-            self.begin("periodic")
+            self._begin_periodic()
 
     def gone_back(self, step: int) -> None:
         """The run has gone back to a step.
@@ -141,6 +202,7 @@ class Evaluations(BesideTraining):
         An evaluation that went on, or was lost on the way, begins again: at once, or, if it was of
         a later step, when that step is made. The policy of an earlier step is nowhere any more.
         """
+        self._is_due = False
         if self._running is not None and self._named["step"] <= step:
             self.collect(wait=False)
         if self._running is not None:
@@ -148,6 +210,7 @@ class Evaluations(BesideTraining):
             self._running, self._is_lost = None, True
         is_lost, self._is_lost = self._is_lost, False
         self._recorded = {(name, at) for name, at in self._recorded if at <= step}
+        self._best.remember(self._best.results, step)
         if is_lost and self._named["step"] == step:
             self.begin(self._named["name"].rpartition("/")[2], self._asked_temperature)
         elif is_lost and self._named["step"] < step:
@@ -160,15 +223,29 @@ class Evaluations(BesideTraining):
         """Every `evaluation.every_steps` steps but the last begins one."""
         version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
         is_last = version == self._run.config.total_steps
-        if every_steps and version % every_steps == 0 and not is_last:
-            self.begin("periodic")
+        self._is_due |= bool(every_steps) and version % every_steps == 0 and not is_last
         self.collect(wait=is_last)
+        if self._is_due and self._running is None and not is_last:
+            self._begin_periodic()
+        self._best.settle()
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether training is to end: see `evaluation.stop_after`."""
+        return self._best.has_enough
 
     def finish(self) -> None:
         """Evaluates the trained model, at the run's temperature and, by default, greedily."""
         self._run.keep_last_step()
         self._rollout.wait_for_weights()
+        self._best.begin()
         self.begin("after")
         if self._run.config.evaluation.greedy:
             self.begin("greedy", temperature=0.0)
         self.collect()
+        self._best.finish()
+
+    def _begin_periodic(self) -> None:
+        self._is_due = False
+        self._best.begin()
+        self.begin("periodic")

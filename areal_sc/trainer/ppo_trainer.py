@@ -25,6 +25,7 @@ from areal_sc.errors import ConfigError, StepLost
 from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
+from areal_sc.trainer.evaluation_sets import Given
 from areal_sc.trainer.evaluations import Evaluations
 from areal_sc.trainer.models_beside import ModelsBeside
 from areal_sc.trainer.run import Run
@@ -43,7 +44,7 @@ class PPOTrainer(Run):
         workflow: Workflow,
         prompts: PromptSource,
         *,
-        evaluation_prompts: PromptSource | None = None,
+        evaluation_prompts: Given = None,
         evaluation_workflow: Workflow | None = None,
     ) -> Summary:
         """Trains for `total_steps` steps and leaves the model in `<run_dir>/model`.
@@ -51,8 +52,9 @@ class PPOTrainer(Run):
         Args:
             workflow: the episode; run `rollout.group_size` times a prompt.
             prompts: a dataset, a list of dicts, or a stream of dicts.
-            evaluation_prompts: held-out prompts; None, or none of them: nothing is evaluated.
-            evaluation_workflow: None: as for training.
+            evaluation_prompts: held-out prompts, beside those of `evaluation.sets`; or several
+                sets by name, each of them prompts or an `EvaluationSet`.
+            evaluation_workflow: of sets that have none of their own; None: as for training.
         Returns: the numbers of `summary.json`.
         Raises: ConfigError: the policy is to be trained with dropout.
         """
@@ -77,6 +79,8 @@ class PPOTrainer(Run):
                 if actor.version == 0:
                     evaluations.begin("before")
                 for step in steps:
+                    if evaluations.has_enough:
+                        break
                     try:
                         with step.timed("wait"):
                             batch = rollout.prepare_batch(prompts, workflow)
@@ -86,7 +90,8 @@ class PPOTrainer(Run):
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)
                             stats |= beside.update(batch, actor.version)
-                        evaluations.collect(wait=step.number == 1)  # the first sees no publication
+                        if step.number == 1 and not rollout.keeps_evaluated_weights:
+                            evaluations.collect()  # the only worker sees no publication meanwhile
                         with step.timed("sync"):
                             actor.publish_weights(rollout)
                     except StepLost as error:  # its rows went with the memory of a node

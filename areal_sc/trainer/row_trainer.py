@@ -36,6 +36,7 @@ from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import Opening
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.system.process import process_age_s
+from areal_sc.trainer.best_model import BestModel
 from areal_sc.trainer.checkpoints import Checkpoints
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.outages import Outages
@@ -120,15 +121,19 @@ class RowTrainer(Run):
         retreats = Retreats(self.config.scheduler.max_deaths)
         every_steps, total = self.config.evaluation.every_steps, self.config.total_steps
         done = {(it.name, it.step) for it in History.read(self.folder.metrics_path).evaluations}
+        best = BestModel(self, "", {})
 
         def evaluate(name: str) -> None:
             if judged and (name, actor.version) not in done:
-                self._tell_evaluation(name, actor.version, judge(actor))
+                if name != "before":
+                    best.begin()
+                best.note([self._tell_evaluation(name, actor.version, judge(actor))])
 
         with self._workers(actor, rollout) as next_step:
+            best.remember(History.read(self.folder.metrics_path).evaluations)
             if actor.version == 0:
                 evaluate("before")
-            while next_step():
+            while next_step() and not best.has_enough:
                 began, version = time.monotonic(), actor.version
                 places = range(version * batch_size, (version + 1) * batch_size)
                 indices = [prompt_at(place, len(items), self.config.seed) for place in places]
@@ -138,6 +143,7 @@ class RowTrainer(Run):
                     retreats.note(version, lost)
                     checkpoints.before_going_back()
                     step = self._load_newest(actor, rollout)
+                    best.remember(best.results, step)
                     self.log.event("went_back", from_step=version, step=step, cause=str(lost))
                     self.display.warning(f"went back from step {version} to step {step}: {lost}")
                     continue
@@ -145,8 +151,10 @@ class RowTrainer(Run):
                 checkpoints.after_step()
                 if every_steps and actor.version % every_steps == 0 and actor.version < total:
                     evaluate("periodic")
+                best.settle()
             self.keep_last_step()
             evaluate("after")
+            best.finish()
             return self._finish_rows(actor)
 
     @contextmanager
@@ -213,7 +221,9 @@ class RowTrainer(Run):
         )
         self.tell(lambda tracker: tracker.on_step(metrics))
 
-    def _tell_evaluation(self, name: str, version: int, found: Mapping[str, float]) -> None:
+    def _tell_evaluation(
+        self, name: str, version: int, found: Mapping[str, float]
+    ) -> EvaluationResult:
         result = EvaluationResult(
             name=name,
             step=version,
@@ -225,6 +235,7 @@ class RowTrainer(Run):
             workflow={key: value for key, value in found.items() if key != "num_rows"},
         )
         self.tell(lambda tracker: tracker.on_evaluation(result))
+        return result
 
     def _finish_rows(self, actor: TrainController) -> Summary:
         """Writes the model and, last, the summary: the run is finished."""

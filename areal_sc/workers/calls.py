@@ -129,15 +129,43 @@ class GroupReply(Struct, frozen=True, array_like=True):
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):
-    """One episode of which nothing is kept.
+    """One episode that is not trained.
 
     Attributes:
         temperature: replaces that of the run; None keeps it.
+        keeps_text: the reply has what the model read and wrote.
     """
 
     prompt: PromptReference
     workflow: int
     temperature: float | None = None
+    keeps_text: bool = False
+
+
+class KeptCompletion(Struct, frozen=True):
+    """What the model wrote in one call: with it the episode can be played again without a model.
+
+    Attributes: as of `engines.base.Completion`.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    temperature: float
+    stop: tuple[str, ...] = ()
+
+
+class EvaluatedText(Struct, frozen=True):
+    """What the model read and wrote in an episode.
+
+    Attributes:
+        prompt: what it read first, with special tokens.
+        answer: what it wrote, all calls together, with special tokens.
+        completions: in the order in which they ended.
+    """
+
+    prompt: str
+    answer: str
+    completions: tuple[KeptCompletion, ...]
 
 
 class EvaluationReply(Struct, frozen=True, array_like=True):
@@ -146,12 +174,16 @@ class EvaluationReply(Struct, frozen=True, array_like=True):
     Attributes:
         reward: None where the episode was rejected.
         versions: lowest and highest policy version that sampled a token.
+        vote: what was answered, in words that equal answers share; None where the reward does not
+            tell, or nothing was answered.
     """
 
     reward: float | None
     metrics: dict[str, float] = {}
     versions: tuple[int, int] = (0, 0)
     rejection: Rejection | None = None
+    vote: str | None = None
+    text: EvaluatedText | None = None
 
 
 class Waiting(Struct, frozen=True, array_like=True):

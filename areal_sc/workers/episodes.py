@@ -19,6 +19,7 @@ from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
+from areal_sc.workers.evaluated import EvaluatedEpisode
 from areal_sc.workflows.chat import ChatTurn, Conversation
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -26,6 +27,9 @@ OWN_CODE: Final = "the workflow's own code, or a tool"
 
 class WorkerEpisodeEngine:
     """What one episode sees of its worker.
+
+    Args:
+        evaluated: notes what the episode asks for; None: it is trained.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -37,7 +41,7 @@ class WorkerEpisodeEngine:
         rewards: RewardPool,
         group: str,
         sampling: GenerationConfig,
-        temperature: float | None,
+        evaluated: EvaluatedEpisode | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -47,7 +51,7 @@ class WorkerEpisodeEngine:
         self._rewards = rewards
         self._group = group
         self._sampling = sampling
-        self._temperature = temperature
+        self._evaluated = evaluated
         self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
@@ -64,11 +68,15 @@ class WorkerEpisodeEngine:
         if not isinstance(sampling, GenerationConfig):
             found = type(sampling).__name__
             raise WorkflowError(f"expected a GenerationConfig or None to sample by, got {found}")
-        if self._temperature is not None:
-            sampling = replace(sampling, temperature=self._temperature)
+        evaluated = self._evaluated
+        if evaluated is not None and evaluated.temperature is not None:
+            sampling = replace(sampling, temperature=evaluated.temperature)
         try:
             with self._waiting("generation"):
                 answer = await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+            if evaluated is not None:
+                evaluated.first_prompt = evaluated.first_prompt or tuple(input_ids)
+                evaluated.completions.append(answer)
             self._has_answered = True
             return answer
         except PromptTooLong as error:
@@ -96,6 +104,8 @@ class WorkerEpisodeEngine:
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)
+        if self._evaluated is not None:
+            self._evaluated.scored = reward, completion
         if not isinstance(reward, Mapping):
             return await self._score_one(reward, name_of(reward), prompt, completion)
         try:

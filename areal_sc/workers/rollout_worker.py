@@ -15,10 +15,9 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,6 +62,13 @@ from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.base import Worker
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
+from areal_sc.workers.evaluated import (
+    EvaluatedEpisode,
+    episode_metrics,
+    evaluated_text,
+    evaluation_reply,
+    version_spans,
+)
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
 from areal_sc.workers.row_texts import RowTexts
@@ -191,7 +197,7 @@ class RolloutWorker(Worker):
                 rejected.setdefault(episode.cause, []).append(episode)
                 continue
             kept[number] = episode
-            for name, value in _mean_metrics(episode).items():
+            for name, value in episode_metrics(episode).items():
                 metrics.setdefault(name, []).append(value)
         batch = self._seal(group, kept) if kept else None
         if batch is not None and group.group_id >= 0:  # of training
@@ -205,14 +211,11 @@ class RolloutWorker(Worker):
         return calls.GroupReply(run, batch, causes, sums, warning, num_waiting)
 
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
-        """One episode, reward and metrics only; nothing is stored."""
-        name = f"evaluation.0.{wanted.prompt.index}"
-        (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, wanted)
-        if isinstance(rows, Rejection):
-            return calls.EvaluationReply(None, rejection=rows)
-        sampled = [version for row in rows for version, _ in _version_spans(row)]
-        reward = sum(float(row.reward) for row in rows) / len(rows)
-        return calls.EvaluationReply(reward, _mean_metrics(rows), (min(sampled), max(sampled)))
+        """One episode, of which nothing is stored."""
+        name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
+        (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
+        return evaluation_reply(rows, seen, text)
 
     async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
         return await self._texts.read(wanted, self.engine.tokenizer)
@@ -309,7 +312,7 @@ class RolloutWorker(Worker):
         workflow_number: int,
         name: str,
         num_episodes: int,
-        evaluation: calls.RunEvaluation | None = None,
+        evaluated: EvaluatedEpisode | None = None,
     ) -> list[Episode | Rejection]:
         for number in (workflow_number, reference.dataset):
             await self.files.bring_source(number)
@@ -327,7 +330,7 @@ class RolloutWorker(Worker):
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
                     tasks.create_task(
-                        self._episode(workflow, row_of(wire, where), reference, name, evaluation)
+                        self._episode(workflow, row_of(wire, where), reference, name, evaluated)
                     )
                     for _ in range(num_episodes)
                 ]
@@ -341,7 +344,7 @@ class RolloutWorker(Worker):
         prompt: dict[str, Any],
         reference: PromptReference,
         group: str,
-        evaluation: calls.RunEvaluation | None,
+        evaluated: EvaluatedEpisode | None,
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         engine = WorkerEpisodeEngine(
@@ -349,13 +352,13 @@ class RolloutWorker(Worker):
             self._rewards,
             group,
             config.generation,
-            None if evaluation is None else evaluation.temperature,
+            evaluated,
         )
         limit_s = config.group_timeout_s
 
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)
-            is_trained = evaluation is None
+            is_trained = evaluated is None
             return checked_episode(returned, config, workflow.fields, is_trained=is_trained)
 
         episode: Episode | Rejection
@@ -432,7 +435,7 @@ class RolloutWorker(Worker):
                 sequence_length=length,
                 reward=float(row.reward),
                 admitted_version=group.admitted_version,
-                version_spans=_version_spans(row),
+                version_spans=version_spans(row),
                 episode=number,
             )
             for (number, row), length in zip(numbered, lengths, strict=True)
@@ -449,17 +452,3 @@ def _of_tokens(row: Trajectory, name: str, field: TensorMetadata) -> Any:
     """[T, *shape] of a checked row."""
     values = row.fields[name]
     return np.broadcast_to(values, (len(row.input_ids), *field.shape)) if field.per_row else values
-
-
-def _mean_metrics(episode: Episode) -> dict[str, float]:
-    """Means over the rows that name the metric."""
-    values: dict[str, list[float]] = {}
-    for row in episode:
-        for name, value in row.metrics.items():
-            values.setdefault(name, []).append(float(value))
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-
-
-def _version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
-    """(version, number of trained tokens that it sampled), ascending."""
-    return tuple(sorted(Counter(compress(trajectory.versions, trajectory.loss_mask)).items()))

@@ -58,6 +58,13 @@ class NumericMatch(Referable):
         except Exception:  # sympy raises whatever it likes over what a model writes
             return 0.0
 
+    def vote(self, completion: str) -> str | None:
+        """The final answer as it was read; equal ones in other words are other votes."""
+        for part, _ in candidates(final_answer(completion)[0]):
+            if (answer := read_answer(part)) is not None:
+                return f"{answer.kind} {answer.latex}"
+        return None
+
 
 numeric_match = NumericMatch()
 """The strict reading."""

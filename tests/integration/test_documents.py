@@ -69,6 +69,14 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
+    "PPOTrainer(config).fit(": "tests/unit/trainer/test_evaluations.py has such sets",
+    "python -m areal_sc evaluate MODEL --config x.yaml --out evaluations/a --set aime": (
+        "tests/integration/test_evaluate.py"
+    ),
+    "python -m areal_sc evaluate MODEL --out evaluations/b "
+    "--set name=mine,prompts=mine.jsonl,reward=my_task:reward": (
+        "tests/integration/test_evaluate.py"
+    ),
     "def gspo(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "batch = actor.compute_advantages": "tests/integration/test_any_update.py",

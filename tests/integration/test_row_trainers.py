@@ -158,7 +158,8 @@ def sorting_rows(count: int) -> list[dict[str, Any]]:
 def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_path: Path) -> None:
     rows, run_dir = sorting_rows(80), tmp_path / "run"
     for total in (10, 20):  # the second start goes on from the snapshot of step 10
-        config = config_of(chat_model, run_dir, f"total_steps={total}")
+        best = "checkpoint.keep_best=loss"
+        config = config_of(chat_model, run_dir, f"total_steps={total}", best)
         SFTTrainer(config).fit(rows[:64], batch_size=16, held_out=rows[64:])
     history = History.read(RunFolder(run_dir).metrics_path)
     assert [it.step for it in history.steps] == list(range(1, 21))
@@ -166,6 +167,9 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_
     assert losses[0] == pytest.approx(3.7, abs=0.1)  # log 39: nothing is known
     assert losses[20] < losses[10] < losses[0]
     assert (run_dir / "model" / "model.safetensors").is_file()
+    lowest = min((step for step in losses if step), key=lambda step: losses[step])
+    assert (run_dir / "models" / "best").resolve().name == f"step-{lowest}"
+    assert {it.name for it in (run_dir / "models").iterdir()} == {f"step-{lowest}", "best"}
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["num_steps"] == 20
     assert summary["metrics_before"] == {"loss": losses[0]}

@@ -78,7 +78,11 @@ def test_the_run_folder_is_complete(finished_run: RunProcess) -> None:
     ]
     assert finished_run.steps() == [1, 2, 3, 4]
     names = [(r["name"], r["step"]) for r in finished_run.records("evaluation")]
-    assert names == [("before", 0), ("periodic", 2), ("after", 4), ("greedy", 4)]
+    assert [name for name in names if name[0] != "periodic"] == [
+        *(("before", 0), ("after", 4), ("greedy", 4))
+    ]
+    # it begins late where the one before takes longer than two steps
+    assert {name for name in names if name[0] == "periodic"} <= {("periodic", 2), ("periodic", 3)}
     finished_run.wait_until_gone()
 
 

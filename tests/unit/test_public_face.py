@@ -23,6 +23,7 @@ PUBLIC = {
     "RewardModelTrainer",
     # the parts of a loop of one's own
     "Checkpoints",
+    "EvaluationSet",
     "Evaluations",
     "Run",
     "Tracker",

@@ -36,11 +36,12 @@ MAX_SUGGESTIONS = 3
 _LIKE_ACTOR = ("reference.", "critic.", "teacher.")
 """Sections whose settings have the names of the actor's, which are suggested in their place."""
 
-_TYPE_NAMES = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "a string",
+    float | None: "a number, or null",
 }
 
 _FORMER = {

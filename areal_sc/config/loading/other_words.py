@@ -106,6 +106,8 @@ evaluation.num_prompts = val_batch_size eval_batch_size per_device_eval_batch_si
     valid_dataset.batch_size
 checkpoint.every_steps = save_steps save_freq saver. checkpointer. recover_freq
     save_interval save_strategy
+evaluation.stop_after = early_stopping_patience
+checkpoint.keep_best = metric_for_best_model load_best_model_at_end
 checkpoint.keep = save_total_limit max_actor_ckpt_to_keep
 run_dir (snapshots are in its checkpoints/) = checkpoint_dir save_path ckpt_path logging_dir
     load_checkpoint

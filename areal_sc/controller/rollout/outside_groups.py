@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from areal_sc.controller.events import RoomFreed
 from areal_sc.controller.ledger.group import Group, RolloutSource
-from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import Keep, Known
 from areal_sc.controller.rollout.groups import Groups, GroupTools
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
@@ -31,6 +33,16 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RegisteredSet:
+    """An `EvaluationSet` as workers know it."""
+
+    source: RolloutSource
+    num_prompts: int
+    num_samples: int
+    temperature: float | None
 
 
 class OutsideGroups(Groups):
@@ -130,14 +142,23 @@ class OutsideGroups(Groups):
         self._needed[group.group_id] = group.attempt
 
     async def evaluate(
-        self, source: RolloutSource, num_prompts: int, num_samples: int, temperature: float | None
-    ) -> EvaluationOutcome:
-        """Runs episodes for `RolloutController.evaluate_async`."""
+        self, sets: Sequence[RegisteredSet], *, keep: Keep | None, known: Known
+    ) -> list[list[EvaluationReply]]:
+        """Runs episodes for `RolloutController.evaluate_async`, all sets on one held worker.
+
+        Returns: for each set, the replies to all answers of its first prompt, then of the next one.
+        """
         async with self._workers.updates.held_for_evaluation() as held:
 
-            async def run(number: int) -> EvaluationReply:
-                prompt = source.prompt(number // num_samples, self._config.seed)
-                episode = RunEvaluation(prompt, source.workflow, temperature)
+            async def run(place: tuple[int, int, int]) -> EvaluationReply:
+                number, index, sample = place
+                if place in known:
+                    return known[place]
+                one = sets[number]
+                prompt = one.source.prompt(index, self._config.seed)
+                episode = RunEvaluation(
+                    prompt, one.source.workflow, one.temperature, keeps_text=keep is not None
+                )
 
                 async def evaluate(worker: RolloutWorkerState) -> EvaluationReply:
                     reply = await self._workers.evaluate(worker, episode)
@@ -152,10 +173,18 @@ class OutsideGroups(Groups):
                     self.num_finished += 1
                 else:
                     self._rejections.note(reply.rejection)
+                if keep is not None:
+                    keep(number, index, sample, reply)
                 return reply
 
-            replies = await self._for_each(range(num_prompts * num_samples), run)
-            return EvaluationOutcome.of(replies, num_samples)
+            places = [
+                (number, index, sample)
+                for number, one in enumerate(sets)
+                for index in range(one.num_prompts)
+                for sample in range(one.num_samples)
+            ]
+            replies = iter(await self._for_each(places, run))
+            return [list(islice(replies, it.num_prompts * it.num_samples)) for it in sets]
 
     async def _for_each(self, items: Iterable[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
         """Results in order, at most `max_concurrent_groups` of them at a time.

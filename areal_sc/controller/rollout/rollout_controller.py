@@ -14,7 +14,9 @@ what fails meanwhile is raised by the next call that waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
@@ -27,9 +29,14 @@ from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
-from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import (
+    EvaluationOutcome,
+    EvaluationSet,
+    Keep,
+    Known,
+)
 from areal_sc.controller.rollout.groups import GroupTools
-from areal_sc.controller.rollout.outside_groups import OutsideGroups
+from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
 from areal_sc.controller.rollout.progress import ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
@@ -226,6 +233,7 @@ class RolloutController(WeightsReader):
         num_prompts: int | None = None,
         num_samples: int = 1,
         temperature: float | None = None,
+        cut_is_wrong: bool = True,
     ) -> EvaluationOutcome:
         """Runs episodes and averages rewards and metrics; trains on nothing.
 
@@ -239,37 +247,57 @@ class RolloutController(WeightsReader):
             num_prompts: None: all; a stream has no such number, so it has to be given.
             num_samples: episodes a prompt, >= 1.
             temperature: replaces that of the run; 0 is greedy; None keeps it.
+            cut_is_wrong: see `EvaluationOutcome.of`.
         Raises: WorkflowError: every answer was rejected, or a stream ended. WorkerLost: a worker
             died too often. StepsLost: as of `prepare_batch`. ValueError: a number is below 1.
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples={num_samples}: expected >= 1")
-        source = await self._register_async(prompts, workflow)
-        num_wanted = source.num_wanted(num_prompts, "num_prompts")
-        return await self._outside.evaluate(
-            source, min(num_wanted, source.num_prompts or num_wanted), num_samples, temperature
-        )
+        wanted = EvaluationSet(prompts, workflow, num_prompts, num_samples, temperature)
+        (outcome,) = await self.evaluate_sets_async([wanted], cut_is_wrong=cut_is_wrong)
+        return outcome
+
+    async def evaluate_sets_async(
+        self,
+        sets: Sequence[EvaluationSet],
+        *,
+        cut_is_wrong: bool = True,
+        keep: Keep | None = None,
+        known: Known = MappingProxyType({}),
+    ) -> list[EvaluationOutcome]:
+        """`evaluate` for several sets beside each other, all of them on one worker.
+
+        Args:
+            sets: each has a workflow; without `num_samples` it has one answer a prompt.
+            keep: gets each reply with its text, as soon as it is there.
+            known: answers that are not generated.
+        Raises: as `evaluate`.
+        """
+        registered = []
+        for one in sets:
+            num_samples = 1 if one.num_samples is None else one.num_samples
+            if num_samples < 1:
+                raise ValueError(f"num_samples={num_samples}: expected >= 1")
+            assert one.workflow is not None
+            source = await self._register_async(one.prompts, one.workflow)
+            num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
+            num_prompts = min(num_wanted, source.num_prompts or num_wanted)
+            registered.append(RegisteredSet(source, num_prompts, num_samples, one.temperature))
+        of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
+        return [
+            EvaluationOutcome.of(replies, it.num_samples, cut_is_wrong=cut_is_wrong)
+            for it, replies in zip(registered, of_sets, strict=True)
+        ]
 
     def begin_evaluation(
-        self,
-        prompts: PromptSource,
-        workflow: Workflow,
-        *,
-        num_prompts: int | None = None,
-        num_samples: int = 1,
-        temperature: float | None = None,
-    ) -> Future[EvaluationOutcome]:
-        """`evaluate` beside training: returns at once; the result is in the future."""
-        self.register(prompts, workflow)
-        return self._submit(
-            self.evaluate_async(
-                prompts,
-                workflow,
-                num_prompts=num_prompts,
-                num_samples=num_samples,
-                temperature=temperature,
-            )
-        )
+        self, sets: Sequence[EvaluationSet], *, cut_is_wrong: bool = True
+    ) -> Future[list[EvaluationOutcome]]:
+        """`evaluate_sets` beside training: returns at once; the results are in the future."""
+        self._register_sets(sets)
+        return self._submit(self.evaluate_sets_async(sets, cut_is_wrong=cut_is_wrong))
+
+    @property
+    def keeps_evaluated_weights(self) -> bool:
+        """Whether an evaluation sees one version, while others are published."""
+        return self._workers.updates.keeps_weights
 
     async def take_over_async(self, *, goes_on: bool) -> FoundRuns:
         """Finds out what workers of an earlier start do and hold; to be called after `start_async`.
@@ -395,6 +423,11 @@ class RolloutController(WeightsReader):
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)
 
+    def _register_sets(self, sets: Sequence[EvaluationSet], **_: Any) -> None:
+        for one in sets:
+            assert one.workflow is not None
+            self.register(one.prompts, one.workflow)
+
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         self._check_loop()
         await self._sources.register_prompts_async(prompts)
@@ -403,6 +436,7 @@ class RolloutController(WeightsReader):
     prepare_batch = blocking(prepare_batch_async, before=_register)
     rollout_batch = blocking(rollout_batch_async, before=_register)
     evaluate = blocking(evaluate_async, before=_register)
+    evaluate_sets = blocking(evaluate_sets_async, before=_register_sets)
     scale = blocking(scale_async)
     pause = blocking(pause_async)
     resume = blocking(resume_async)

@@ -223,15 +223,18 @@ class WeightUpdates:
 
         It does not if it is the only one, or if weights are broadcast, which needs all of them.
         """
-        is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
-        held = HeldWorker(
-            self, self._background, keeps_weights=self._num_staying > 1 and not is_broadcast
-        )
+        held = HeldWorker(self, self._background, keeps_weights=self.keeps_weights)
         try:
             yield held
         finally:
             held.release()
             self.begin_all()
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a worker is held for an evaluation."""
+        is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
+        return self._num_staying > 1 and not is_broadcast
 
     @property
     def _num_staying(self) -> int:

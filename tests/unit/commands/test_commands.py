@@ -510,3 +510,29 @@ def test_a_plan_judges_what_was_forecast_from_other_settings(
     (earlier,) = json.loads(capsys.readouterr().out)["earlier"]
     assert earlier["measured_s"] == pytest.approx(1.0)
     assert earlier["error"] == pytest.approx(earlier["forecast"]["step_s"] - 1)
+
+
+def test_evaluate_says_what_it_needs(tmp_path: Path, tiny_model_folder: Path, capsys: Told) -> None:
+    def said(*words: object) -> str:
+        out = tmp_path / "out"
+        small = ("generation.max_new_tokens=4", "--out", out)
+        assert call("evaluate", tiny_model_folder, *words, *small) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    prompts = tmp_path / "rows.jsonl"
+    prompts.write_text('{"prompt": "a=", "answer": "a"}\n')
+    a_set = f"name=a,prompts={prompts}"
+    reward = "reward=areal_sc.workflows.math_reward:exact_match"
+    assert "expected --set, or evaluation.sets in the settings" in said()
+    assert "--set aime: evaluation.sets has none" in said("--set", "aime")
+    assert "set a: expected reward=package.module:name, or a workflow" in said("--set", a_set)
+    assert "expected key=value between commas, got 'x'" in said("--set", f"{a_set},x")
+    assert "--limit: expected a number above 0, got 0" in said("--limit", "0")
+    assert "unrecognized arguments: x" in said("--set", a_set, "x")
+    wrong = said("--set", f"{a_set},reward=no_such:reward")
+    assert "evaluation.sets, a: reward: expected package.module:name, got 'no_such:reward'" in wrong
+    rescored = said("--set", f"{a_set},{reward}", "--rescore")
+    assert "there are no answers in" in rescored
+    other = said("--set", f"{a_set},reward=areal_sc.rewards.answers:ExactMatch")
+    assert "come from other settings (rewards of a: " in other
+    assert "--overwrite; where the rewards alone are others, --rescore" in other

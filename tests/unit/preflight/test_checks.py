@@ -68,6 +68,35 @@ Load = Callable[..., GRPOConfig]
             "generation.stop: expected at most 16 strings of 1 to 64 characte",
         ),
         ("generation.stop_token_ids=[-3]", "generation.stop_token_ids: expected token ids of at"),
+        (
+            "evaluation.sets=[{name:a,prompts:b},{name:a,prompts:c}]",
+            "evaluation.sets: expected different names, got 'a' twice",
+        ),
+        (
+            "evaluation.sets=[{prompts:b}]",
+            "evaluation.sets, number 1: name: expected one without '/', got ''",
+        ),
+        (
+            "evaluation.sets=[{name:a/b,prompts:b}]",
+            "evaluation.sets, a/b: name: expected one without '/'",
+        ),
+        ("evaluation.sets=[{name:a}]", "evaluation.sets, a: prompts: expected a file, or a name"),
+        (
+            "evaluation.sets=[{name:a,prompts:b,num_samples:4,temperature:0}]",
+            "evaluation.sets, a: num_samples: expected 1 with temperature 0",
+        ),
+        (
+            "evaluation.sets=[{name:a,prompts:b,num_samples:-1}]",
+            "evaluation.sets, a: num_samples: expected an integer at least 0 and at most 1024",
+        ),
+        (
+            "evaluation.sets=[{name:a,prompts:b,temperature:-1}]",
+            "evaluation.sets, a: temperature: expected a finite number at least 0",
+        ),
+        (
+            "evaluation.stop_after=2",
+            "evaluation.stop_after=2: expected checkpoint.keep_best, the number that is to get",
+        ),
         ("run_dir=''", "run_dir: expected a name, got an empty one"),
         ("scheduler.type=kubernetes", "expected local, slurm, ray or package.module:Class, got '"),
         ("scheduler.type=no_such:Scheduler", "'no_such:Scheduler': ModuleNotFoundError: No module"),
@@ -392,6 +421,10 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "checkpoint.every_minutes=5.0 has no effect with checkpoint.every_steps=0",
         ),
         ("actor.optimizer.warmup_steps=10", "actor.optimizer.warmup_steps=10 is not below"),
+        (
+            "checkpoint.keep_best=accuracy",
+            "checkpoint.keep_best=accuracy has no effect with evaluation.every_steps=0",
+        ),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
         (

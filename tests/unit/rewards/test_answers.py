@@ -94,3 +94,11 @@ def test_the_number_of_choices_is_bounded() -> None:
     assert MultipleChoice(10).chosen("The answer is J") == "J"
     with pytest.raises(ValueError, match="choices=1"):
         MultipleChoice(1)
+
+
+def test_votes_are_what_equal_answers_share() -> None:
+    words, choice = ExactMatch(tag="answer"), MultipleChoice()
+    assert words.vote("so <answer>The Nile.</answer>") == words.vote("<answer>nile</answer>")
+    assert words.vote("the Nile") is None
+    assert ExactMatch().vote("...") is None
+    assert choice.vote("The answer is (B).") == "B"

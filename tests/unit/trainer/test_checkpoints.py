@@ -257,6 +257,33 @@ def test_a_model_on_the_way_is_told_with_its_folder(
     assert "the run goes on without this model" in shown(run)
 
 
+def test_a_model_is_exported_once_a_step_and_anew_after_going_back(
+    run: Run, folder: RunFolder, writer: Writer
+) -> None:
+    checkpoints, asked = writer.checkpoints, list[Path]()
+
+    def save(path: Path) -> Future[None]:
+        path.mkdir(parents=True, exist_ok=True)
+        asked.append(path)
+        return writer.actor.written
+
+    writer.actor.begin_save_hf = save  # type: ignore[method-assign]
+    writer.actor.version = 3
+    checkpoints.export()
+    checkpoints.export()
+    path = folder.path / "models" / "step-3"
+    assert asked == [path]
+    assert not checkpoints.has_model(3), "it is being written"
+    writer.actor.written.set_result(None)
+    checkpoints.collect()
+    assert checkpoints.has_model(3)
+    checkpoints.export()
+    assert asked == [path]
+    checkpoints.before_going_back()
+    checkpoints.export()
+    assert asked == [path, path], "the step has another model now"
+
+
 def test_the_last_step_is_on_the_disk_before_what_follows(
     folder: RunFolder, writer: Writer
 ) -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from unit.trainer.conftest import Follower, shown
 
-from areal_sc.controller.rollout.evaluation import EvaluationOutcome
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.errors import ConfigError, StepsLost, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
@@ -22,6 +24,8 @@ OUTCOME = EvaluationOutcome(
     metrics={"accuracy": 0.25, "turns": 1.5},
     versions=(2, 4),
     num_samples=4,
+    num_cut=2,
+    rejected={"reward_error": 1},
     accuracy_interval=(0.125, 0.5),
     pass_at_k={1: 0.25, 2: 0.375, 4: 0.75},
     first_rejection=Rejection(RejectionKind.reward_error, "boom"),
@@ -34,10 +38,11 @@ class Rollout:
     def __init__(self, outcome: EvaluationOutcome | None = None) -> None:
         self.registered: list[tuple[Any, Any]] = []
         self.asked: list[tuple[int | None, float | None]] = []
-        self.num_samples: list[int] = []
+        self.num_samples: list[int | None] = []
+        self.sets: list[EvaluationSet] = []
         self.version = 4
         self._outcome = outcome
-        self.running: Future[EvaluationOutcome] = Future()
+        self.running: Future[list[EvaluationOutcome]] = Future()
 
     def register(self, prompts: Any, workflow: Any) -> None:
         self.registered.append((prompts, workflow))
@@ -46,19 +51,15 @@ class Rollout:
         self.asked.append((0, None))
 
     def begin_evaluation(
-        self,
-        prompts: Any,
-        workflow: Any,
-        *,
-        num_prompts: int | None,
-        num_samples: int,
-        temperature: float | None,
-    ) -> Future[EvaluationOutcome]:
-        self.asked.append((num_prompts, temperature))
-        self.num_samples.append(num_samples)
+        self, sets: list[EvaluationSet], *, cut_is_wrong: bool
+    ) -> Future[list[EvaluationOutcome]]:
+        assert cut_is_wrong
+        self.sets = sets
+        self.asked.append((sets[0].num_prompts, sets[0].temperature))
+        self.num_samples.append(sets[0].num_samples)
         self.running = Future()
         if self._outcome is not None:
-            self.running.set_result(self._outcome)
+            self.running.set_result([self._outcome] * len(sets))
         return self.running
 
 
@@ -78,7 +79,7 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
     assert rollout.asked == [(7, None)]
     beside.collect(wait=False)
     assert follower.told == []
-    rollout.running.set_result(OUTCOME)
+    rollout.running.set_result([OUTCOME])
     beside.collect(wait=False)
     beside.collect()  # once
     result = EvaluationResult(
@@ -90,6 +91,8 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
         version_max=4,
         temperature=0.75,
         num_rejected=1,
+        rejected_answers={"reward_error": 1},
+        num_cut=2,
         num_samples=4,
         accuracy_low=0.125,
         accuracy_high=0.5,
@@ -99,10 +102,10 @@ def test_a_result_is_told_when_the_evaluation_is_done(run: Run, follower: Follow
     assert follower.told == [result]
     assert History.read(run.folder.metrics_path).evaluations == [result]
     assert (
-        "1 of 12 answers of the evaluation were rejected: they count as wrong in its accuracy, and "
-        "are in no other mean; for example: reward_error"
+        "1 of 12 answers of the evaluation were rejected (reward_error x1): they count as wrong in "
+        "its accuracy, and are in no other mean; for example: reward_error"
     ) in shown(run)
-    assert "pass@2=0.375 pass@4=0.75" in shown(run)
+    assert "pass@2=0.375 pass@4=0.75 rejected=1 cut=2" in shown(run)
     assert "evaluation=periodic step=4 accuracy=0.25" in shown(run)
 
 
@@ -178,7 +181,6 @@ def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: F
 
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
     rollout = Rollout()
-    assert evaluations(run, rollout, prompts=[])._prompts is None
     beside = evaluations(run, rollout, prompts=None)
     beside.begin("before")
     beside.collect()
@@ -209,12 +211,12 @@ def test_an_evaluation_of_the_step_that_a_run_goes_back_to_is_not_lost(
     if state == "was lost":
         beside.collect()
     if state == "is done":
-        first.set_result(OUTCOME)
+        first.set_result([OUTCOME])
     rollout.version = 4
     beside.gone_back(4)
     if state != "is done":
         assert rollout.asked == [(7, 0.5)] * 2
-        rollout.running.set_result(OUTCOME)
+        rollout.running.set_result([OUTCOME])
     beside.collect()
     assert [(result.name, result.step, result.temperature) for result in follower.told] == [
         ("mine", 4, 0.5)
@@ -253,3 +255,81 @@ def test_a_resumed_run_does_an_evaluation_that_was_begun_and_not_recorded(
         run.beside[:] = [beside]
         run._resume(actor, rollout)
     assert rollout.asked == ([] if has_result else [(7, None)])
+
+
+def test_sets_have_results_of_their_own_and_one_together(run: Run, follower: Follower) -> None:
+    rollout: Any = Rollout()
+    run.config.evaluation.num_samples = 2
+    workflow: Any = "workflow"
+    sets: Any = {
+        "easy": [{"prompt": "1"}],
+        "hard": EvaluationSet("rows", "its own", num_samples=8),  # type: ignore[arg-type]
+    }
+    run.beside.clear()
+    beside = Evaluations(run, rollout, sets, workflow)
+    assert rollout.registered == [([{"prompt": "1"}], "workflow"), ("rows", "its own")]
+    beside.begin("before")
+    assert [(it.num_samples, it.num_prompts) for it in rollout.sets] == [(2, None), (8, None)]
+    hard = replace(OUTCOME, metrics={"accuracy": 0.75}, accuracy_interval=(0.5, 0.8), num_samples=8)
+    rollout.running.set_result([OUTCOME, hard])
+    beside.collect()
+    told = {result.name: result for result in follower.told}
+    assert list(told) == ["easy/before", "hard/before", "before"]
+    together = told["before"]
+    assert together.accuracy == 0.5, "each set counts alike"
+    assert (together.num_prompts, together.num_samples, together.num_rejected) == (6, 0, 2)
+    low = 0.5 - math.hypot(0.25 - 0.125, 0.75 - 0.5) / 2
+    assert together.accuracy_low == pytest.approx(low)
+    assert together.workflow == {"accuracy": 0.5}, "the hard one tells no turns"
+
+
+def test_sets_may_have_temperatures_of_their_own(run: Run, follower: Follower) -> None:
+    rollout: Any = Rollout(OUTCOME)
+    run.config.evaluation.num_samples = 4
+    workflow: Any = "workflow"
+    run.beside.clear()
+    sets = {"a": EvaluationSet("rows"), "b": EvaluationSet("rows", temperature=0.0)}  # type: ignore[arg-type]
+    beside = Evaluations(run, rollout, sets, workflow)
+    beside.finish()
+    found = {result.name: result.temperature for result in follower.told}
+    assert math.isnan(found.pop("after"))
+    assert found == {"a/after": 0.75, "b/after": 0.0, "a/greedy": 0, "b/greedy": 0, "greedy": 0}
+    assert "nan" not in shown(run)
+    assert rollout.num_samples == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "set of prompts is empty"),
+        ({"a": []}, "'a' is empty"),
+        ({"a": EvaluationSet([])}, "'a' is empty"),
+        ({"": ["rows"]}, "expected a name"),
+        ({"a/b": ["rows"]}, "without '/'"),
+    ],
+)
+def test_a_set_that_cannot_be_evaluated_is_told_before_the_start(
+    run: Run, prompts: Any, message: str
+) -> None:
+    with pytest.raises((ConfigError, WorkflowError), match=message):
+        evaluations(run, Rollout(), prompts)
+
+
+def test_no_step_waits_for_an_evaluation_that_goes_on(run: Run, follower: Follower) -> None:
+    """One that is due meanwhile begins when that ends, of the policy of that time."""
+    run.config.evaluation.every_steps = 2
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    rollout.version = 2
+    beside.after_step()
+    first = rollout.running
+    for rollout.version in (3, 4, 5):
+        beside.after_step()
+    assert (len(rollout.asked), rollout.running) == (1, first)
+    first.set_result([OUTCOME])
+    rollout.version = 7
+    beside.after_step()
+    assert len(rollout.asked) == 2
+    rollout.running.set_result([OUTCOME])
+    beside.collect()
+    assert [(it.name, it.step) for it in follower.told] == [("periodic", 2), ("periodic", 7)]

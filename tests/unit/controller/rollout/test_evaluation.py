@@ -25,6 +25,8 @@ def test_rejected_answers_are_wrong_and_in_no_other_mean() -> None:
         reward=4 / 3,
         metrics={"accuracy": 0.5, "turns": 4.0},
         versions=(3, 6),
+        rejected={"timeout": 1},
+        right=((1.0,), (0.0,), (0.0,), (1.0,)),
         accuracy_interval=accuracy_interval([[1.0], [0.0], [0.0], [1.0]]),
         first_rejection=REJECTED.rejection,
     )
@@ -49,3 +51,32 @@ def test_without_an_accuracy_there_is_no_interval() -> None:
 def test_all_rejected() -> None:
     with pytest.raises(WorkflowError, match=r"all 2 answers .* were rejected.*too slow"):
         EvaluationOutcome.of([REJECTED, REJECTED], 2)
+
+
+def cut(accuracy: float) -> EvaluationReply:
+    return EvaluationReply(1.0, {"accuracy": accuracy, "stopped": 0.0}, (3, 3), vote="7")
+
+
+def test_a_cut_answer_is_wrong_and_has_no_vote_unless_the_reward_is_to_decide() -> None:
+    whole = EvaluationReply(1.0, {"accuracy": 1.0, "stopped": 1.0}, (3, 3), vote="7")
+    wrong = EvaluationReply(0.0, {"accuracy": 0.0, "stopped": 1.0}, (3, 3), vote="8")
+    replies = [cut(1.0), whole, wrong, wrong]
+    outcome = EvaluationOutcome.of(replies, 4)
+    assert (outcome.metrics["accuracy"], outcome.num_cut) == (0.25, 1)
+    assert outcome.majority == 0.0, "8 has two votes, and 7 one"
+    outcome = EvaluationOutcome.of(replies, 4, cut_is_wrong=False)
+    assert (outcome.metrics["accuracy"], outcome.num_cut) == (0.5, 1)
+    assert outcome.majority == 0.5
+
+
+def test_together_has_only_what_every_set_has() -> None:
+    one = EvaluationOutcome.of([answer(1.0), answer(0.0)], 2)
+    other = EvaluationOutcome.of([EvaluationReply(4.0, {"turns": 1.0}, (1, 1)), REJECTED])
+    together = EvaluationOutcome.together([one, other])
+    assert together.metrics == {"turns": 2.5}
+    assert together.reward == (1.0 + 4.0) / 2
+    assert together.versions == (1, 4)
+    assert (together.num_prompts, together.rejected) == (3, {"timeout": 1})
+    assert (together.accuracy_interval, together.pass_at_k, together.majority) == (None, {}, None)
+    both = EvaluationOutcome.together([one, EvaluationOutcome.of([answer(1.0)] * 4, 4)])
+    assert both.pass_at_k == pytest.approx({1: 0.75, 2: 1.0})

@@ -1,0 +1,218 @@
+"""`evaluate MODEL`: accuracy of a model on sets of prompts, with a run's engines and rewards."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_sc.config.follow_settings import EvaluationSetConfig
+from areal_sc.config.schema import GRPOConfig
+from areal_sc.controller.rollout.evaluation import EvaluationSet
+from areal_sc.errors import CommandError
+from areal_sc.hub import is_hub_name, local_model
+from areal_sc.preflight.load import load_config
+from areal_sc.run.run_begin import content_of
+from areal_sc.system.durable import remove
+from areal_sc.trainer.display import make_display
+from areal_sc.trainer.evaluation_sets import configured_sets, evaluation_sets
+from areal_sc.trainer.kept_answers import ANSWERS, SETTINGS, SUMMARY, check_settings
+from areal_sc.trainer.model_evaluation import ModelEvaluation
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_RUN = "run"
+"""Folder in the output's, for what the engines write."""
+
+_REWARDS = "rewards of "
+"""Before a set's name, among the settings that answers come from: what --rescore may change."""
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="evaluate any model on sets of prompts",
+        usage="python -m areal_sc evaluate MODEL [key=value ...] --out DIR [--config FILE.yaml] "
+        "[--set SET] [--limit N] [--rescore] [--against DIR] [--overwrite]",
+        description="Has a model answer the sets of prompts of evaluation.sets, or those of --set, "
+        "with the engines and settings of a run. Each answer is a line of DIR/answers.jsonl as "
+        "soon as it is there, so the same command goes on after it was stopped or killed; "
+        "`samples DIR` shows them. The numbers are in DIR/summary.json.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name of the hub")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces one setting")
+    parser.add_argument("--config", metavar="FILE.yaml", help="the settings of a run")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where all lies")
+    parser.add_argument("--revision", default="", help="branch, tag or commit of a hub's model")
+    parser.add_argument(
+        "--set",
+        metavar="SET",
+        action="append",
+        dest="sets",
+        help="the name of one of evaluation.sets; or a set, as name=aime,prompts=aime.jsonl,"
+        "reward=areal_sc.workflows.math_reward:numeric_match; may be repeated; default: all",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N prompts of each set")
+    parser.add_argument(
+        "--rescore",
+        action="store_true",
+        help="judge the answers that are there by the present rewards; nothing is generated",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="DIR",
+        type=Path,
+        help="also tell the difference to the accuracies there, of another model or checkpoint",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete the answers that are there"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: words that do not fit, or answers of other settings. ConfigError,
+    ModelError, WorkflowError, WorkerError: as of a run."""
+    if arguments.limit is not None and arguments.limit < 1:
+        raise CommandError(f"--limit: expected a number above 0, got {arguments.limit}")
+    out = arguments.out.expanduser().absolute()
+    config = _config(arguments, out)
+    default = SingleTurnWorkflow(_no_reward, use_chat_template=_has_chat_template(config))
+    sets = evaluation_sets(
+        None, configured_sets(config.evaluation, default), default, config.evaluation
+    )
+    if arguments.limit is not None:
+        sets = {name: _limited(one, arguments.limit) for name, one in sets.items()}
+    _prepare(out, config, arguments)
+    display = make_display(run_dir=out)
+    try:
+        evaluation = ModelEvaluation(config, sets, out, display)
+        if arguments.rescore:
+            evaluation.rescore()
+        else:
+            evaluation.generate()
+        results = evaluation.results()
+        differences = {}
+        if arguments.against is not None:
+            differences = evaluation.differences(arguments.against.expanduser())
+        path = evaluation.write_summary(results, differences)
+        for result in results:
+            display.on_evaluation(result)
+        for name, one in differences.items():
+            display.note(
+                f"{name}: accuracy {one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f}) against "
+                f"{arguments.against}"
+            )
+    finally:
+        display.close()
+    sys.stdout.write(f"{path}\n")
+
+
+def _config(arguments: argparse.Namespace, out: Path) -> GRPOConfig:
+    """The settings of a run that generates with this model, and its sets."""
+    model = arguments.model
+    if not is_hub_name(model):
+        model = str(Path(model).expanduser().absolute())
+    values: dict[str, Any] = {
+        "run_dir": str(out / _RUN),
+        "overwrite": True,
+        "checkpoint.keep_best": "",
+        "evaluation.stop_after": 0,
+        **{f"{role}.path": "" for role in ("reference", "critic", "teacher")},
+    }
+    for section in ("actor", "rollout"):
+        values |= {
+            f"{section}.path": model,
+            f"{section}.revision": arguments.revision,
+            f"{section}.random_init": False,
+        }
+    flags = ["--config", arguments.config] if arguments.config else []
+    if not arguments.config:
+        values["total_steps"] = 1  # which none of it goes by
+    given = [dict(_pairs(text)) for text in arguments.sets or () if "=" in text]
+    if given:
+        values["evaluation.sets"] = given
+    config = load_config(values, GRPOConfig, *flags, *arguments.overrides)
+    config.evaluation.sets = _chosen(config.evaluation.sets, arguments.sets or ())
+    for one in config.evaluation.sets:
+        if not (one.reward or one.workflow):
+            raise CommandError(
+                f"set {one.name}: expected reward=package.module:name, or a workflow: here there "
+                "is no script that has one"
+            )
+    return config
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Raises: CommandError: a part of it is no `key=value`."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if bad := [key for key, equals, _ in parts if not equals]:
+        raise CommandError(
+            f"--set {text}: expected key=value between commas, got {bad[0]!r}; what has commas "
+            "stands in evaluation.sets of a YAML"
+        )
+    return [(key.strip(), value) for key, _, value in parts]
+
+
+def _chosen(sets: Sequence[EvaluationSetConfig], words: Sequence[str]) -> list[EvaluationSetConfig]:
+    """Raises: CommandError: there is none, or not that one."""
+    names = [word for word in words if "=" not in word]
+    known = {one.name: one for one in sets}
+    for name in names:
+        if name not in known:
+            raise CommandError(
+                f"--set {name}: evaluation.sets has {', '.join(known) or 'none'}; or describe the "
+                "set: --set name=...,prompts=...,reward=..."
+            )
+    if not sets:
+        raise CommandError("expected --set, or evaluation.sets in the settings of --config")
+    return [known[name] for name in names] if names else list(sets)
+
+
+def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> None:
+    """Makes the folder, unless its answers come from something else.
+
+    Raises: CommandError: they do.
+    """
+    if arguments.overwrite:
+        for name in (ANSWERS, SETTINGS, SUMMARY):
+            remove(out / name)
+    out.mkdir(parents=True, exist_ok=True)
+    folder = local_model(config.rollout.path, config.rollout.revision)
+    settings: dict[str, Any] = {
+        "model": arguments.model,
+        "files of the model": content_of(folder),
+        "generation": asdict(config.generation),
+    }
+    for one in config.evaluation.sets:
+        described = asdict(one)
+        rewards: dict[str, Any] = {key: described.pop(key) for key in ("reward", "workflow")}
+        prompts = Path(one.prompts).expanduser()
+        rewards["prompts"] = content_of(prompts) if prompts.exists() else ""
+        for key in ("num_prompts", "num_samples"):  # there may be more of them each time
+            del described[key]
+        settings |= {f"set {one.name}": described, f"{_REWARDS}{one.name}": rewards}
+    check_settings(out, settings, may_differ=_REWARDS if arguments.rescore else "")
+
+
+def _limited(one: EvaluationSet, limit: int) -> EvaluationSet:
+    return replace(one, num_prompts=min(limit, one.num_prompts or limit))
+
+
+def _has_chat_template(config: GRPOConfig) -> bool:
+    folder = local_model(config.rollout.path, config.rollout.revision)
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.exists() and b'"chat_template"' in path.read_bytes()
+
+
+def _no_reward(prompt: Mapping[str, Any], completion: str) -> float:
+    """Stands where the reward of a set will be."""
+    raise NotImplementedError

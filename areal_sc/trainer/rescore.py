@@ -1,0 +1,151 @@
+"""Kept answers with other rewards: their episodes are played again, and nothing is generated.
+
+kept completions ──► in place of a model ──► the workflow ──► its reward, in killable processes
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.controller.rollout.evaluation import EvaluationSet
+from areal_sc.engines.base import Completion
+from areal_sc.errors import WorkflowError
+from areal_sc.hub import local_model
+from areal_sc.rejection import Rejection
+from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
+from areal_sc.sources.prompts import row_of, row_to_wire
+from areal_sc.system.fork_server import ForkServer
+from areal_sc.trainer.kept_answers import KeptAnswer
+from areal_sc.user_code import Raised, await_user_code
+from areal_sc.workers.calls import KeptCompletion
+from areal_sc.workers.episodes import WorkerEpisodeEngine
+from areal_sc.workers.evaluated import EvaluatedEpisode, evaluation_reply
+from areal_sc.workers.trajectory_checks import checked_episode
+from areal_sc.workflows.base import Trajectory
+
+_AT_ONCE: Final = 64
+"""Episodes that are played beside each other: enough for any number of reward processes."""
+
+
+class _Replay:
+    """Stands for an engine that writes again what it wrote before."""
+
+    def __init__(
+        self, tokenizer: Any, max_context_tokens: int, kept: Iterable[KeptCompletion]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_context_tokens = max_context_tokens
+        self._left = iter(kept)
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str | None = None,
+    ) -> Completion:
+        kept = next(self._left, None)
+        if kept is None:
+            raise WorkflowError("the workflow asks for more completions than are kept")
+        zeros = [0.0] * len(kept.token_ids)
+        versions = [0] * len(kept.token_ids)
+        return Completion(
+            kept.token_ids, zeros, versions, kept.finish_reason, kept.temperature, kept.stop
+        )
+
+
+def rescored(
+    answers: Sequence[KeptAnswer],
+    sets: Mapping[str, EvaluationSet],
+    config: RolloutConfig,
+    log_path: Path,
+    on_each: Callable[[], None],
+) -> list[KeptAnswer]:
+    """The same answers, with what the workflows of these sets make of them now.
+
+    Answers of other sets, and those of which no text is there, stay as they are.
+
+    Args:
+        log_path: of the reward processes.
+        on_each: called after each answer.
+    Raises: WorkerStartError: no reward process can be started. ModelError: there is no tokenizer.
+    """
+    # before the tokenizer is read: that loads torch, which begins threads
+    rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
+    return asyncio.run(_rescored(answers, sets, config, log_path, on_each, rewards))
+
+
+async def _rescored(
+    answers: Sequence[KeptAnswer],
+    sets: Mapping[str, EvaluationSet],
+    config: RolloutConfig,
+    log_path: Path,
+    on_each: Callable[[], None],
+    rewards: ForkServer,
+) -> list[KeptAnswer]:
+    from areal_sc.engines.tokenizer import load_tokenizer
+
+    run_code = CodeRunner(config.sandbox)
+    pool = RewardPool(
+        rewards,
+        num_processes=config.num_reward_processes,
+        timeout_s=config.reward_timeout_s,
+        log_path=log_path,
+        sources=log_path.parent,
+        run_code=run_code,
+        isolation=config.sandbox.isolation,
+        hides=(log_path.parent.parent,),
+    )
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(answer: KeptAnswer, tokenizer: Any) -> KeptAnswer:
+        if answer.text is None or answer.set not in sets:
+            return answer
+        async with slots:
+            played = await _replayed(answer, sets[answer.set], config, tokenizer, pool)
+        on_each()
+        return played
+
+    try:
+        tokenizer = load_tokenizer(local_model(config.path, config.revision))
+        async with asyncio.TaskGroup() as tasks:
+            found = [tasks.create_task(one(answer, tokenizer)) for answer in answers]
+        return [task.result() for task in found]
+    finally:
+        await pool.close()
+        await run_code.close()
+        await rewards.close()
+
+
+async def _replayed(
+    answer: KeptAnswer, one: EvaluationSet, config: RolloutConfig, tokenizer: Any, pool: RewardPool
+) -> KeptAnswer:
+    workflow, prompts = one.workflow, one.prompts
+    assert workflow is not None
+    assert answer.text is not None
+    where = f"prompt {answer.prompt} of {answer.set}"
+    given: Any = prompts[answer.prompt]  # type: ignore[index]  # sets of settings have numbers
+    row = row_of(row_to_wire(given, answer.prompt, where), where)
+    model: Any = _Replay(tokenizer, config.max_context_tokens, answer.text.completions)
+    seen = EvaluatedEpisode()
+    engine = WorkerEpisodeEngine(model, pool, "rescoring", config.generation, seen)
+
+    async def run() -> list[Trajectory] | Rejection:
+        returned = await workflow.run_episode(dict(row), engine)
+        return checked_episode(returned, config, workflow.fields, is_trained=False)
+
+    try:
+        rows = await await_user_code(run, config.group_timeout_s)
+    except Raised as raised:
+        rows = Rejection.of(raised.error)
+    if engine.failure is not None:
+        raise engine.failure
+    if isinstance(rows, Rejection):
+        rows = rows.of_prompt(answer.prompt, row, "")
+    reply = evaluation_reply(rows, seen, answer.text)
+    return KeptAnswer.of(answer.set, answer.prompt, answer.sample, reply)

@@ -1,0 +1,85 @@
+"""What an episode comes to: metrics, versions, and the reply of one that is evaluated. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import TYPE_CHECKING
+
+from areal_sc.engines.base import Completion
+from areal_sc.rejection import Rejection
+from areal_sc.rewards.base import Reward, vote_of
+from areal_sc.workers.calls import EvaluatedText, EvaluationReply, KeptCompletion
+from areal_sc.workflows.base import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class EvaluatedEpisode:
+    """An episode of an evaluation, and what it asked its worker for.
+
+    Attributes:
+        temperature: replaces that of the run; None keeps it.
+        first_prompt: tokens that the model read first.
+        completions: what the model wrote, in the order in which it ended.
+        scored: the reward and the text that were scored last.
+    """
+
+    temperature: float | None = None
+    first_prompt: Sequence[int] = ()
+    completions: list[Completion] = field(default_factory=list)
+    scored: tuple[Reward, str] | None = None
+
+    @property
+    def vote(self) -> str | None:
+        """What the scored text answers, see `EvaluationReply`."""
+        return None if self.scored is None else vote_of(*self.scored)
+
+
+def evaluation_reply(
+    rows: Sequence[Trajectory] | Rejection, seen: EvaluatedEpisode, text: EvaluatedText | None
+) -> EvaluationReply:
+    """What an evaluated episode gave.
+
+    Args:
+        rows: of the episode, checked; or why there are none.
+        text: as of the reply.
+    """
+    if isinstance(rows, Rejection):
+        return EvaluationReply(None, rejection=rows, text=text)
+    sampled = [version for row in rows for version, _ in version_spans(row)]
+    reward = sum(float(row.reward) for row in rows) / len(rows)
+    versions = min(sampled), max(sampled)
+    return EvaluationReply(reward, episode_metrics(rows), versions, vote=seen.vote, text=text)
+
+
+def evaluated_text(seen: EvaluatedEpisode, tokenizer: PreTrainedTokenizerBase) -> EvaluatedText:
+    """What the model read and wrote, as text and as tokens."""
+    written = list(chain.from_iterable(it.token_ids for it in seen.completions))
+    prompt, answer = (
+        str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        for tokens in (list(seen.first_prompt), written)
+    )
+    completions = (
+        KeptCompletion(it.token_ids, it.finish_reason, it.temperature, it.stop)
+        for it in seen.completions
+    )
+    return EvaluatedText(prompt, answer, tuple(completions))
+
+
+def episode_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over the rows that name the metric."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.metrics.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
+    """(version, number of trained tokens that it sampled), ascending."""
+    return tuple(sorted(Counter(compress(trajectory.versions, trajectory.loss_mask)).items()))
