@@ -12,7 +12,9 @@ from typing import Final, NoReturn
 from areal_sc.errors import CommandError
 from areal_sc.trainer.failure import run_script
 
-COMMANDS: Final = ("new", "status", "samples", "curve", "export", "plan", "ledger", "stop")
+COMMANDS: Final = (
+    *("new", "status", "page", "samples", "curve", "export", "plan", "ledger", "stop"),
+)
 
 
 class _CommandParser(argparse.ArgumentParser):

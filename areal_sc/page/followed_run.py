@@ -1,0 +1,161 @@
+"""One run of the page: its folder, read as far as somebody looks at it.
+
+consumes     the files of a run folder, which other processes write
+waits for    nothing; each view reads what is new when it is asked for
+
+Views are made on threads; a lock lets one at a time read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from areal_sc.config.loading.differences import settings_of
+from areal_sc.config.schema import Dtype
+from areal_sc.errors import RunFolderError
+from areal_sc.page.fleet_view import fleet_view, log_end
+from areal_sc.page.followed_health import FollowedHealth
+from areal_sc.page.group_book import GroupBook, GroupQuery
+from areal_sc.page.metric_columns import MetricColumns
+from areal_sc.page.sample_rows import RowQuery, SampleRows
+from areal_sc.run.run_checks import check_is_run
+from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+
+_KEPT_SETTINGS: Final = 64 << 20
+"""Largest `config.yaml` that is read, in bytes."""
+
+
+class FollowedRun:
+    """Views of a run, as plain data.
+
+    Args:
+        name: as the page calls it.
+    Raises: CommandError: it is not the folder of a run.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self.folder = RunFolder(path)
+        check_is_run(self.folder)
+        self._lock = Lock()
+        self._columns = MetricColumns(self.folder.metrics_path)
+        self._rows = SampleRows(self.folder.samples_path)
+        self._groups = GroupBook(self.folder.ledger)
+        self._health = FollowedHealth()
+
+    def signature(self) -> dict[str, Any]:
+        """A value for each part of the run; it changes when the part does."""
+        folder = self.folder
+        return {
+            "steps": _stamp(folder.metrics_path),
+            "rows": _stamp(folder.samples_path),
+            "groups": _stamp(folder.ledger, *_entries(folder.ledger)),
+            "fleet": _stamp(folder.status_path, folder.summary_path, *_entries(folder.logs)),
+        }
+
+    def about(self) -> dict[str, Any]:
+        """Its name, folder, and settings; `notes` say what is particular about it."""
+        notes = []
+        marker = self.folder.marker()
+        if marker is None:
+            notes.append("run.json is gone or damaged")
+        elif marker.format_version != FORMAT_VERSION:
+            notes.append(
+                f"an earlier areal_sc wrote this folder (format {marker.format_version}, now "
+                f"{FORMAT_VERSION}): what it did not record is missing"
+            )
+        settings, failure = self._settings()
+        return {
+            "name": self.name,
+            "path": str(self.folder.path),
+            "settings": settings,
+            "notes": [*notes, failure] if failure else notes,
+        }
+
+    def steps(self, epoch: int = 0, first: int = 0, *, with_counters: bool = False) -> Any:
+        """As `MetricColumns.since`."""
+        with self._lock:
+            self._columns.follow()
+            return self._columns.since(epoch, first, with_counters=with_counters)
+
+    def health(self) -> dict[str, Any]:
+        """Returns: `complaints`, what is wrong with the learning now, by the names of the rules."""
+        with self._lock:
+            self._columns.follow()
+            columns = self._columns
+            told = self._health.complaints(columns.epoch, columns.history, self._dtype())
+            return {"complaints": told, "num_steps": columns.num_steps}
+
+    def rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
+        """As `SampleRows.found`."""
+        with self._lock:
+            self._rows.follow()
+            return self._rows.found(query, at, limit)
+
+    def row(self, offset: int) -> dict[str, Any] | None:
+        """As `SampleRows.row`."""
+        with self._lock:
+            self._rows.follow()
+            return self._rows.row(offset)
+
+    def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
+        """As `GroupBook.found`."""
+        with self._lock:
+            return self._groups.found(query, at, limit)
+
+    def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
+        """As `GroupBook.lives`, with the `rows` of each group that were kept as samples."""
+        with self._lock:
+            lives = self._groups.lives(groups)
+            self._rows.follow()
+            for group, life in lives.items():
+                life["rows"] = self._rows.of_group(group)
+            return lives
+
+    def fleet(self) -> dict[str, Any]:
+        """As `fleet_view`."""
+        return fleet_view(self.folder)
+
+    def log(self, name: str) -> str | None:
+        """As `log_end`."""
+        return log_end(self.folder, name)
+
+    def _settings(self) -> tuple[dict[str, Any], str]:
+        path = self.folder.config_path
+        try:
+            if path.stat().st_size > _KEPT_SETTINGS:
+                return {}, "config.yaml is too large to be settings"
+            settings = settings_of(path.read_text(errors="replace"))
+        except FileNotFoundError:
+            return {}, ""
+        except OSError as error:
+            return {}, f"config.yaml cannot be read: {error.strerror}"
+        except RunFolderError as error:
+            return {}, f"config.yaml cannot be read: {error.__cause__ or 'it is not a mapping'}"
+        return {name: str(value) for name, value in settings.items()}, ""
+
+    def _dtype(self) -> Dtype:
+        name = self._settings()[0].get("actor.dtype", "")
+        return Dtype(name) if name in list(Dtype) else Dtype.float32
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _stamp(*paths: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of those that are there."""
+    found = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return found
