@@ -109,12 +109,13 @@ class FollowedLines(Generic[T]):
         try:
             whole = self._decode(line.decode(errors="replace").encode())
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-            self._note_bad(f"is left out: {cause}")
+            self.note_bad(f"is left out: {cause}")
         else:
-            self._note_bad("is no valid UTF-8: \N{REPLACEMENT CHARACTER} stands for what is not")
+            self.note_bad("is no valid UTF-8: \N{REPLACEMENT CHARACTER} stands for what is not")
             yield whole
 
-    def _note_bad(self, text: str) -> None:
+    def note_bad(self, text: str) -> None:
+        """The line that was read last is bad, in words that follow its number."""
         self._num_bad += 1
         if len(self._told) < _MAX_TOLD:
             self._told.append(f"{self.path.name}, line {self._num_lines} {text}")

@@ -3,7 +3,8 @@
 consumes     the files of a run folder, which other processes write
 waits for    nothing; each view reads what is new when it is asked for
 
-Views are made on threads; a lock lets one at a time read.
+Views are made on threads, and one at a time follows the files; the ledger, whose reading may take
+long, has a lock of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FollowedRun:
         self.name = name
         self.folder = RunFolder(path)
         check_is_run(self.folder)
-        self._lock = Lock()
+        self._lock, self._lock_of_groups = Lock(), Lock()
         self._columns = MetricColumns(self.folder.metrics_path)
         self._rows = SampleRows(self.folder.samples_path)
         self._groups = GroupBook(self.folder.ledger)
@@ -103,13 +104,14 @@ class FollowedRun:
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
         """As `GroupBook.found`."""
-        with self._lock:
+        with self._lock_of_groups:
             return self._groups.found(query, at, limit)
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
         """As `GroupBook.lives`, with the `rows` of each group that were kept as samples."""
-        with self._lock:
+        with self._lock_of_groups:
             lives = self._groups.lives(groups)
+        with self._lock:
             self._rows.follow()
             for group, life in lives.items():
                 life["rows"] = self._rows.of_group(group)

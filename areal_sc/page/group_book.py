@@ -1,10 +1,15 @@
-"""What became of every group of a run, and the life of one: from the ledger's journal."""
+"""What became of every group of a run, and the life of one: from the ledger's journal.
+
+The ledger numbers a step by the version that it begins from; the page by the one that it makes, as
+`metrics.jsonl` and `samples.jsonl` do.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +19,7 @@ from areal_sc.controller.ledger.journal import segment_paths
 from areal_sc.controller.ledger.journal_file import read_segment
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
 from areal_sc.controller.ledger.ledger_records import Record
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import JournalDamaged, RunFolderError
 from areal_sc.metadata import RowMetadata
 from areal_sc.system.disk import Disk
 
@@ -48,7 +53,7 @@ class GroupQuery:
             self.outcome in ("", outcome)
             and self.cause in ("", account.cause)
             and self.worker in ("", account.worker)
-            and self.step in (None, account.step)
+            and self.step in (None, _made_version(account.step))
             and self.group in (None, account.group)
         )
 
@@ -63,6 +68,7 @@ class GroupBook:
         self._groups: list[GroupAccount] = []
         self._account: RunAccount | None = None
         self._failure = ""
+        self._disk = Disk()
 
     def found(self, query: GroupQuery, at: int = 0, limit: int = 100) -> dict[str, Any]:
         """Some groups, the newest first, and the totals of the run.
@@ -78,7 +84,7 @@ class GroupBook:
         end = max(at, 0) + max(1, min(limit, MAX_GROUPS))
         outcomes = Counter("undone" if it.is_undone else it.outcome for it in self._groups)
         return {
-            "groups": [asdict(account) for account in fitting[max(at, 0) : end]],
+            "groups": [_told(account) for account in fitting[max(at, 0) : end]],
             "next": end if end < len(fitting) else None,
             "num_fitting": len(fitting),
             "outcomes": outcomes,
@@ -96,11 +102,11 @@ class GroupBook:
         self._follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
         lives = {group: _Life() for group in accounts}
-        for record in _records(self._ledger) if lives else ():
+        for record in _records(self._ledger, self._disk) if lives else ():
             for life in _concerned(record, lives):
                 life.read(record)
         return {
-            group: {"account": asdict(account), "events": lives[group].events}
+            group: {"account": _told(account), "events": lives[group].events}
             for group, account in accounts.items()
         }
 
@@ -110,9 +116,15 @@ class GroupBook:
             return
         began = time.monotonic()
         groups: list[GroupAccount] = []
-        self._account, self._failure = None, ""
+        self._account, self._failure, self._disk = None, "", Disk()
         try:
             self._account = read_account(self._ledger, groups.append)
+        except JournalDamaged as error:
+            self._failure = str(error)
+            self._disk = _DiskUpTo(error.path, error.at)
+            groups.clear()
+            with suppress(RunFolderError):  # there is a second damage: what is before it was told
+                read_account(self._ledger, groups.append, self._disk)
         except RunFolderError as error:
             self._failure = str(error)
         except OSError as error:
@@ -121,6 +133,14 @@ class GroupBook:
         self._read_of = is_of
         ended = time.monotonic()
         self._read_again_at = ended + _REST * (ended - began)
+
+
+def _made_version(step: int) -> int | None:
+    return None if step < 0 else step + 1
+
+
+def _told(account: GroupAccount) -> dict[str, Any]:
+    return {**asdict(account), "step": _made_version(account.step)}
 
 
 def _state_of(ledger: Path) -> object:
@@ -132,8 +152,20 @@ def _state_of(ledger: Path) -> object:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def _records(ledger: Path) -> Iterator[Record]:
-    disk = Disk()
+class _DiskUpTo(Disk):
+    """Reads one file as if it ended before what is damaged in it."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        super().__init__()
+        self._path, self._at = path, at
+
+    def read(self, path: Path) -> bytes:
+        """Blocks."""
+        content = super().read(path)
+        return content[: self._at] if path == self._path else content
+
+
+def _records(ledger: Path, disk: Disk) -> Iterator[Record]:
     for path in segment_paths(ledger, disk):
         try:
             content = disk.read(path)
@@ -188,13 +220,13 @@ class _Life:
                 self._note("rejected", cause=reason, returns_prompt=returns)
             case kinds.Consume(step=step, lineage=lineage):
                 self._consumed_by = step
-                self._note("consumed", step=step, lineage=lineage)
+                self._note("consumed", step=_made_version(step), lineage=lineage)
             case kinds.TakeBack(step=step) if step == self._consumed_by:
                 self._consumed_by = -1
-                self._note("taken back", step=step)
+                self._note("taken back", step=_made_version(step))
             case kinds.Trained(step=step):
                 self._trains = True
-                self._note("trained", step=step)
+                self._note("trained", step=_made_version(step))
             case kinds.Publish(version=version) if self._trains:
                 self._trains = False
                 self._note("published", version=version)

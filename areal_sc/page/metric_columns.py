@@ -32,14 +32,12 @@ class MetricColumns:
     def __init__(self, path: Path) -> None:
         self._lines = FollowedLines(path, msgspec.json.Decoder(dict[str, Any]).decode)
         self._num_begun = 0
-        self._bad: list[str] = []
         self.epoch = 0
         self._begin_again()
 
     def _begin_again(self) -> None:
         self._num_begun = self._lines.num_begun
         self.epoch += 1
-        self._bad = []
         self.history = History()
         self.columns: dict[str, Column] = {}
         self.events: list[dict[str, Any]] = []
@@ -51,9 +49,7 @@ class MetricColumns:
     @property
     def damage(self) -> list[str]:
         """What cannot be read, in sentences."""
-        few = self._bad[:3]
-        more = [f"metrics.jsonl: {len(self._bad) - 3} more such records"] if self._bad[3:] else []
-        return [*self._lines.damage, *few, *more]
+        return self._lines.damage
 
     def follow(self) -> None:
         """Reads what is new."""
@@ -75,9 +71,7 @@ class MetricColumns:
                 return
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             del self.history.steps[before:]
-            self._bad.append(
-                f"metrics.jsonl: a record of kind {record.get('kind')!r} is left out: {error!r}"
-            )
+            self._lines.note_bad(f"is left out, as it is no record of a run's metrics: {error}")
             return
         if record["kind"] == "event":
             num_abandoned = before - self.num_steps

@@ -31,7 +31,7 @@ let runs = [];
 
 function frame(view, run) {
   const copy = el("button", { type: "button", on: { click: () => copyAddress(copy) } }, "copy link");
-  header.replaceChildren(
+  const parts = [
     el("b", { class: "brand" }, "areal_sc"),
     el(
       "nav",
@@ -45,7 +45,8 @@ function frame(view, run) {
       : null,
     live,
     isFile ? null : copy,
-  );
+  ];
+  header.replaceChildren(...parts.filter(Boolean));
   document.title = `${VIEWS[view].title}: ${VIEWS[view].ofAll ? runs.map((it) => it.name).join(", ") : run.name}`;
 }
 

@@ -1,6 +1,6 @@
 // Curves over steps: uPlot, with intervals, events, and a legend that is never empty.
 
-import { el, short } from "./dom.js";
+import { el, short, tick } from "./dom.js";
 
 const LIGHT = ["#1f5fa8", "#c2601f", "#2a8f5c", "#8a4fb0", "#b03a5b", "#5b7083", "#8a7a12", "#0f8a96"];
 const DARK = ["#6fb1f5", "#f0a060", "#62cf98", "#c79bf0", "#f08aa8", "#a9bccd", "#d8c860", "#5fd3de"];
@@ -37,7 +37,8 @@ const HEIGHT = 190;
  * A chart that draws itself once it is in sight.
  *
  * title, note: words above it.
- * curves: {label, x, y, color, faint, dash, fill, isPoints, low, high}, where x is ascending.
+ * curves: {label, x, y, color, faint, dash, isPoints, isDerived, low, high}, where x is ascending; a derived one
+ * stands in no legend.
  * marks: {x, label}: vertical lines.
  * xLabel: of the axis. max, min: of the values, where they are known.
  */
@@ -77,11 +78,11 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
   };
   const series = curves.map((curve) => ({
     label: curve.label,
+    class: curve.isDerived ? "derived" : undefined,
     stroke: curve.color,
     width: curve.isPoints ? 0 : curve.faint ? 1 : 1.75,
     alpha: curve.faint ? 0.35 : 1,
     dash: curve.dash,
-    fill: curve.fill,
     spanGaps: true,
     ...(curve.isPoints && { paths: () => null }),
     points: { size: curve.isPoints ? 7 : 5, ...((curve.isPoints || curve.x.length < 3) && { show: true }) },
@@ -96,8 +97,8 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
       y: { range: (_, low, high) => rangeOf(curves, low, high, min, max) },
     },
     axes: [
-      { ...axis, size: 26, values: (_, ticks) => ticks.map(short) },
-      { ...axis, size: 52, values: (_, ticks) => ticks.map(short) },
+      { ...axis, size: 26, values: (_, ticks) => ticks.map(tick) },
+      { ...axis, size: 52, values: (_, ticks) => ticks.map(tick) },
     ],
     series: [{ label: xLabel, value: (_, value) => short(value) }, ...series],
     cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, dist: 6 } },
@@ -151,6 +152,8 @@ function drawMarks(plot, marks) {
   pen.save();
   pen.strokeStyle = styleOf("--mark");
   pen.fillStyle = styleOf("--mark");
+  pen.textAlign = "left";
+  pen.textBaseline = "alphabetic";
   pen.font = `${10 * devicePixelRatio}px system-ui`;
   pen.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
   let free = left;

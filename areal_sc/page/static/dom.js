@@ -59,11 +59,18 @@ export function textBox(text, label) {
 export function short(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e6) return value.toExponential(2);
   if (size < 1e-3) return value.toExponential(1);
   return String(Number(value.toPrecision(4)));
+}
+
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+/** A number beside an axis. */
+export function tick(value) {
+  return Math.abs(value) >= 1e4 ? COMPACT.format(value) : short(value);
 }
 
 /** A number that tells all of itself under the pointer. */

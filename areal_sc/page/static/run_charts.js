@@ -108,13 +108,13 @@ function oneChart(spec, runs, xName, isSmooth) {
       if (several && nth > 0 && !spec.prefix) continue; // one curve a run
       const label = several ? name : column.replace(/^[a-z_]+\//, "");
       const own = color(several ? index : nth);
-      let values = columns[column];
+      const values = columns[column];
       const size = Math.max(1, Math.round(values.length / 15));
       if (isSmooth && size > 2) {
-        curves.push({ label: `${label}, each step`, x: xs, y: values, color: own, faint: true });
-        values = smoothed(values, size);
+        curves.push({ label: `${label}, smoothed`, x: xs, y: smoothed(values, size), color: own, isDerived: true });
       }
-      curves.push({ label, x: xs, y: values, color: own, dash: several && spec.prefix && nth ? [6, 3] : undefined });
+      const faint = isSmooth && size > 2;
+      curves.push({ label, x: xs, y: values, color: own, faint, dash: several && spec.prefix && nth ? [6, 3] : undefined });
     }
     if (spec.evaluated) curves.push(...evaluationCurves(spec.evaluated, told, xs, several ? name : "", several ? index : place));
   }

@@ -94,13 +94,13 @@ function groupLine(run, account) {
   const cells = [
     el("a", { href: linkTo("group", { run: run.name, group: account.group }) }, short(account.group)),
     el("span", { class: `outcome ${account.outcome}` }, shown(outcomeOf(account))),
-    account.step < 0 ? "–" : number(account.step),
+    number(account.step),
     number(account.admitted_version),
     account.versions ? span(...account.versions) : "–",
     number(account.num_rows),
     number(account.attempt + 1),
     shown(account.worker || "–"),
-    `${short(account.dataset)}: ${short(account.index)}`,
+    String(account.index),
   ];
   return el("tr", {}, cells.map((cell) => el("td", {}, cell)));
 }
@@ -111,8 +111,8 @@ const SAID = {
   finished: (it) => `Attempt ${it.attempt + 1} gave ${it.rows.length} rows.`,
   requeued: (it) => `Queued again for attempt ${it.attempt + 1}: ${it.cause}.`,
   rejected: (it) => `Rejected: ${it.cause}.${it.returns_prompt ? " Its prompt is admitted again, as another group." : ""}`,
-  consumed: (it) => `Taken into the batch of the step that begins at version ${it.step}.`,
-  "taken back": () => "That step was taken back; the group is finished again.",
+  consumed: (it) => `Taken into the batch of step ${it.step}.`,
+  "taken back": () => "That step was taken back; the group waits again.",
   trained: () => "Its rows were trained.",
   published: (it) => `The step made policy version ${it.version}.`,
   "went back": (it) => `The run went back to version ${it.version} (lineage ${it.lineage}): this does not count any more.`,
@@ -128,7 +128,7 @@ export async function showGroup({ run, words }) {
       "nav",
       { class: "ways" },
       el("a", { href: linkTo("groups", { run: run.name }) }, "all groups"),
-      account.step >= 0 ? el("a", { href: linkTo("groups", { run: run.name, step: account.step }) }, "groups of the same step") : null,
+      account.step !== null ? el("a", { href: linkTo("groups", { run: run.name, step: account.step }) }, "groups of the same step") : null,
     ),
     el("h2", {}, `Group ${short(account.group)}: `, shown(outcomeOf(account))),
     el("ol", { class: "life" }, events.map((event) => el("li", {}, shown((SAID[event.what] || JSON.stringify)(event))))),
