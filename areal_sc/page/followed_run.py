@@ -76,11 +76,11 @@ class FollowedRun:
             "notes": [*notes, failure] if failure else notes,
         }
 
-    def steps(self, epoch: int = 0, first: int = 0, *, with_counters: bool = False) -> Any:
+    def steps(self, epoch: int = 0, first: int = 0) -> dict[str, Any]:
         """As `MetricColumns.since`."""
         with self._lock:
             self._columns.follow()
-            return self._columns.since(epoch, first, with_counters=with_counters)
+            return self._columns.since(epoch, first)
 
     def health(self) -> dict[str, Any]:
         """Returns: `complaints`, what is wrong with the learning now, by the names of the rules."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from areal_sc.page.followed_lines import FollowedLines
+from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History
 
-COUNTERS = "counters"
-
-Column = list[float | str | None]
+_SECTIONS: Final = ("workflow", "train", "rejected_episodes")
+_LEFT_OUT: Final = "counters"
 
 
 class MetricColumns:
@@ -23,10 +23,8 @@ class MetricColumns:
         epoch: grows when steps that were told are gone: the run went back, or its file was
             replaced. Then all columns are to be asked for anew.
         history: what the records tell. A step that cannot be shown is not in it.
-        columns: name -> one value a step; None where it has none. Numbers of a section are called
-            `train/NAME`, `workflow/NAME`, `counters/NAME`, `rejected_episodes/CAUSE`.
-        events: in order; `num_abandoned` of one that went back is the number of steps that
-            no longer count.
+        events: in order, each with `after_step`; `num_abandoned` of one that went back is the
+            number of steps that no longer count.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,17 +37,12 @@ class MetricColumns:
         self._num_begun = self._lines.num_begun
         self.epoch += 1
         self.history = History()
-        self.columns: dict[str, Column] = {}
         self.events: list[dict[str, Any]] = []
+        self._times: list[float | None] = []
 
     @property
     def num_steps(self) -> int:
         return len(self.history.steps)
-
-    @property
-    def damage(self) -> list[str]:
-        """What cannot be read, in sentences."""
-        return self._lines.damage
 
     def follow(self) -> None:
         """Reads what is new."""
@@ -65,10 +58,8 @@ class MetricColumns:
         try:
             self.history.add(record)
             if self.num_steps > before:
-                numbers = _flat(self.history.steps[-1].to_record())
-                numbers["time"] = record.get("time")
-                self._append(numbers)
-                return
+                self.history.steps[-1].to_record()  # raises where something is no number
+                self._times.append(record.get("time"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             del self.history.steps[before:]
             self._lines.note_bad(f"is left out, as it is no record of a run's metrics: {error}")
@@ -77,53 +68,38 @@ class MetricColumns:
             num_abandoned = before - self.num_steps
             if num_abandoned:
                 self.epoch += 1
-                for column in self.columns.values():
-                    del column[self.num_steps :]
+                del self._times[self.num_steps :]
                 record = {**record, "num_abandoned": num_abandoned}
-            self.events.append({**record, "after_step": self._last_step()})
+            last = self.history.steps[-1].step if self.history.steps else 0
+            self.events.append({**record, "after_step": last})
 
-    def _append(self, numbers: Mapping[str, Any]) -> None:
-        index = self.num_steps - 1
-        for name, value in numbers.items():
-            column = self.columns.get(name)
-            if column is None:
-                column = self.columns[name] = [None] * index
-            column.append(value)
-        for column in self.columns.values():
-            if len(column) == index:
-                column.append(None)
+    def since(self, epoch: int, first: int) -> dict[str, Any]:
+        """What a page that knows `first` steps of an epoch does not know.
 
-    def _last_step(self) -> int:
-        return self.history.steps[-1].step if self.history.steps else 0
-
-    def since(self, epoch: int, first: int, *, with_counters: bool) -> dict[str, Any]:
-        """What a page that knows `first` steps of an epoch does not know."""
+        Returns: `epoch`; `first`, of the steps that are told, from 0; `num_steps`; `columns`, name
+            -> one value for each of these steps, None where it has none; `evaluations`; `events`;
+            `damage`. The numbers of a section are called `train/NAME`, `workflow/NAME`,
+            `rejected_episodes/CAUSE`.
+        """
         first = min(max(first, 0), self.num_steps) if epoch == self.epoch else 0
         return {
             "epoch": self.epoch,
             "first": first,
             "num_steps": self.num_steps,
-            "columns": {
-                name: column[first:]
-                for name, column in self.columns.items()
-                if with_counters or not name.startswith(f"{COUNTERS}/")
-            },
+            "columns": {"time": self._times[first:], **_columns(self.history.steps[first:])},
             "evaluations": [result.to_record() for result in self.history.evaluations],
             "events": self.events,
-            "damage": self.damage,
+            "damage": self._lines.damage,
         }
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and words by name, those of a section by `SECTION/NAME`."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}/{key}": it for key, it in value.items() if _is_shown(it)}
-        elif _is_shown(value):
-            flat[name] = value
-    return flat
-
-
-def _is_shown(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | str)
+def _columns(steps: Sequence[StepMetrics]) -> dict[str, list[Any]]:
+    if not steps:
+        return {}
+    names = steps[0].to_record().keys() - {*_SECTIONS, _LEFT_OUT}
+    columns = {name: [getattr(step, name) for step in steps] for name in names}
+    for section in _SECTIONS:
+        numbers: list[Mapping[str, Any]] = [getattr(step, section) for step in steps]
+        for name in dict.fromkeys(name for of_step in numbers for name in of_step):
+            columns[f"{section}/{name}"] = [of_step.get(name) for of_step in numbers]
+    return columns

@@ -38,6 +38,8 @@ NUMBERS: Final = (
 VERSION: Final = "version"
 """Rows are filtered by it, too: that of any of their tokens."""
 
+_WORDS: Final = ("text", "place", "sort", "at", "limit", "key")
+
 _NEWEST: Final = 100
 """Rows that tell which metrics there are."""
 
@@ -77,11 +79,15 @@ class RowQuery:
 
         Raises: ValueError: a name or a range is none.
         """
-        ranges = {
-            name: _range(name, text)
-            for name, text in words.items()
-            if (name in NUMBERS or name == VERSION or name.startswith(METRIC)) and text
-        }
+        ranges = {}
+        for name, text in words.items():
+            if name in NUMBERS or name == VERSION or name.startswith(METRIC):
+                if text:
+                    ranges[name] = _range(name, text)
+            elif name not in _WORDS:
+                raise ValueError(
+                    f"expected {', '.join((*NUMBERS, VERSION))} or metrics.NAME, got {name!r}"
+                )
         sort = words.get("sort") or "-step"
         name = sort.removeprefix("-")
         if name not in NUMBERS and not name.startswith(METRIC):
@@ -213,7 +219,9 @@ class SampleRows:
         of_texts = replace(query, text="")
         if self._order is not None and self._order[:2] == (of_texts, ends_at):
             return self._order[2]
-        rows = [row for row in self._rows if _fits(row, query)]
+        rows = self._rows
+        if query.place or query.ranges:
+            rows = [row for row in rows if _fits(row, query)]
         number = _number(query.sort)
         numbered = [(value, row) for row in rows if (value := number(row)) is not None]
         numbered.sort(key=lambda pair: pair[0], reverse=query.is_descending)

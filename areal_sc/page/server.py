@@ -8,7 +8,7 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks ev
     /                                   the page; `?key=`
     /static/NAME                        its files
     /api/runs                           names, folders, settings, notes
-    /api/runs/N/steps                   columns of numbers; `?epoch=&first=&counters=`
+    /api/runs/N/steps                   columns of numbers; `?epoch=&first=`
     /api/runs/N/health                  what is wrong with the learning
     /api/runs/N/rows                    samples; `?text=&sort=&at=&limit=&reward=0..1` ...
     /api/runs/N/rows/OFFSET             one of them
@@ -163,8 +163,7 @@ async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 def _steps(run: FollowedRun, request: web.Request) -> Any:
-    epoch, first = _number(request, "epoch", 0), _number(request, "first", 0)
-    return run.steps(epoch, first, with_counters="counters" in request.query)
+    return run.steps(_number(request, "epoch", 0), _number(request, "first", 0))
 
 
 def _rows(run: FollowedRun, request: web.Request) -> Any:

@@ -1,7 +1,7 @@
 // The frame: which view of which run is shown, and that it follows the run.
 
 import { address, change, linkTo } from "./address.js";
-import { onScheme, release } from "./charts.js";
+import { drawSeen, onScheme, release, resetZoom } from "./charts.js";
 import { choice, el, field, shown } from "./dom.js";
 import { get, isFile, listen, sharedAddress } from "./source.js";
 import { fleetParts, showFleet } from "./view_fleet.js";
@@ -81,10 +81,16 @@ async function show(isSame = false) {
   }
   if (mine !== turn) return;
   const { scrollX: left, scrollY: top } = window;
+  const open = new Set([...main.querySelectorAll("details[open]")].map((it) => it.dataset.name));
+  const focused = isSame && main.contains(document.activeElement) ? document.activeElement.name : "";
+  if (!isSame) resetZoom();
   release(main);
   main.replaceChildren(made);
   body = made;
+  for (const it of isSame ? main.querySelectorAll("details") : []) it.open = open.has(it.dataset.name);
   window.scrollTo(isSame ? left : 0, isSame ? top : 0);
+  drawSeen(main);
+  if (focused) main.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
 function failure(text) {
@@ -97,7 +103,7 @@ function follow(changed) {
   const isShown = ({ index, name }) => ofAll || name === (words.run || runs[0].name);
   const isTouched = runs.some((run) => isShown(run) && (changed[run.index] || []).some((part) => parts.includes(part)));
   if (!isTouched || waiting) return;
-  if (document.hidden || (body?.isQuiet && !body.isQuiet())) return;
+  if (document.hidden || document.activeElement?.matches("main select") || (body?.isQuiet && !body.isQuiet())) return;
   waiting = true;
   show(true).finally(() => (waiting = false));
 }

@@ -59,6 +59,21 @@ export function chart({ title, note, curves, marks = [], xLabel, min = null, max
   return figure;
 }
 
+/** Draws what is in sight, before the browser shows anything. */
+export function drawSeen(root) {
+  for (const area of root.querySelectorAll(".plot")) {
+    const { top, bottom } = area.getBoundingClientRect();
+    if (!area.plot && bottom > 0 && top < innerHeight) area.draw();
+  }
+}
+
+let zoom = null; // along the axis, kept when a chart is drawn anew
+
+/** Shows all of the axis. */
+export function resetZoom() {
+  zoom = null;
+}
+
 /** Frees what charts hold, before they go. */
 export function release(root) {
   for (const area of root.querySelectorAll(".plot")) {
@@ -104,6 +119,13 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
     cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, dist: 6 } },
     hooks: {
       draw: [(plot) => drawIntervals(plot, curves), (plot) => drawMarks(plot, marks)],
+      setScale: [
+        (plot, name) => {
+          if (name !== "x") return;
+          const { min: from, max: to } = plot.scales.x;
+          zoom = from > data[0][0] || to < data[0][last] ? { from, to } : null;
+        },
+      ],
       setCursor: [
         (plot) => {
           if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: last });
@@ -112,7 +134,10 @@ function plotted(area, { curves, marks, xLabel, min, max }) {
       ready: [(plot) => plot.setLegend({ idx: last })],
     },
   };
-  return new uPlot(options, data, area);
+  const kept = zoom;
+  const plot = new uPlot(options, data, area);
+  if (kept) plot.setScale("x", { min: kept.from, max: kept.to });
+  return plot;
 }
 
 function rangeOf(curves, low, high, min, max) {

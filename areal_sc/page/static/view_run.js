@@ -37,7 +37,7 @@ export async function showRuns({ runs, words }) {
       el(
         "label",
         { class: "check" },
-        el("input", { type: "checkbox", checked: isSmooth, on: { change: (event) => change({ smooth: event.target.checked ? "" : "no" }) } }),
+        el("input", { type: "checkbox", name: "smooth", checked: isSmooth, on: { change: (event) => change({ smooth: event.target.checked ? "" : "no" }) } }),
         "smoothed",
       ),
       runs.length > 1 ? runs.map((run) => runSwitch(run, hidden)) : null,
@@ -60,7 +60,7 @@ function runSwitch(run, hidden) {
   return el(
     "label",
     { class: "check" },
-    el("input", { type: "checkbox", checked: !hidden.has(run.name), on: { change: flip } }),
+    el("input", { type: "checkbox", name: `show ${run.name}`, checked: !hidden.has(run.name), on: { change: flip } }),
     dot(run.index),
     shown(run.name),
   );
@@ -99,7 +99,7 @@ function summary({ name, index, about, told, fleet }, several) {
       told.num_steps ? tile("newest step", duration(fleet.now - last("time")), " ago") : tile("steps", "none yet"),
     ),
     fleet.warnings.length
-      ? el("details", {}, el("summary", {}, `${fleet.warnings.length} warnings in the script's log`), notes(fleet.warnings, "warnings"))
+      ? el("details", { "data-name": `warnings ${name}` }, el("summary", {}, `${fleet.warnings.length} warnings in the script's log`), notes(fleet.warnings, "warnings"))
       : null,
   );
 }
@@ -215,7 +215,7 @@ function settingsTable(told) {
   if (!names.length) return null;
   return el(
     "details",
-    {},
+    { "data-name": "settings" },
     el("summary", {}, `${names.length} settings`),
     table(["setting", "value"], names.map((name) => [name, shown(value(told[0], name))]), { label: "settings" }),
   );
