@@ -56,9 +56,13 @@ export async function steps(run) {
   const before = known.get(run);
   const told = await get(`/api/runs/${run}/steps`, before && { epoch: before.epoch, first: before.num_steps });
   if (before && told.epoch === before.epoch && told.first > 0) {
-    for (const [name, values] of Object.entries(told.columns)) {
-      told.columns[name] = (before.columns[name] || new Array(told.first).fill(null)).concat(values);
-    }
+    const none = (count) => new Array(count).fill(null);
+    const names = new Set([...Object.keys(before.columns), ...Object.keys(told.columns)]);
+    const all = [...names].map((name) => [
+      name,
+      (before.columns[name] || none(told.first)).concat(told.columns[name] || none(told.num_steps - told.first)),
+    ]);
+    told.columns = Object.fromEntries(all);
   }
   known.set(run, told);
   return told;
