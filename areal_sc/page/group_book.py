@@ -63,7 +63,7 @@ class GroupBook:
 
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
-        self._read_of: object = None
+        self._read_of: object = "nothing yet"
         self._read_again_at = 0.0
         self._groups: list[GroupAccount] = []
         self._account: RunAccount | None = None
