@@ -1,4 +1,4 @@
-"""Who is served: requests with the page's key, to a name of this machine, from the page itself.
+"""Access to the page: by its key, under a name of this machine, from the page itself.
 
 the key      in the address that the command prints, then in a cookie; compared in constant time
 Host         an address, `localhost`, or a name of this machine, so that no foreign name which

@@ -12,7 +12,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.verdict import steps_of, verdict
 
 LOG_BYTES: Final = 64 << 10
-"""So much of a log's end is shown."""
+"""The end of a log that is shown, in bytes."""
 _WARNINGS: Final = 20
 _WORDS: Final = (" WARNING ", " ERROR ", " CRITICAL ")
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 _BLOCK_BYTES: Final = 8 << 20
 _HEAD_BYTES: Final = 256
-"""So much of a file's beginning tells it from another one that took its place."""
+"""The beginning of a file that tells it from another one which took its place."""
 _MAX_TOLD: Final = 5
 """Lines that cannot be read, of which the cause is kept."""
 

@@ -77,13 +77,13 @@ class FollowedRun:
         }
 
     def steps(self, epoch: int = 0, first: int = 0) -> dict[str, Any]:
-        """As `MetricColumns.since`."""
+        """New steps, as `MetricColumns.since` tells them."""
         with self._lock:
             self._columns.follow()
             return self._columns.since(epoch, first)
 
     def health(self) -> dict[str, Any]:
-        """Returns: `complaints`, what is wrong with the learning now, by the names of the rules."""
+        """`complaints`: what is wrong with the learning now, by the names of the rules."""
         with self._lock:
             self._columns.follow()
             columns = self._columns
@@ -91,24 +91,24 @@ class FollowedRun:
             return {"complaints": told, "num_steps": columns.num_steps}
 
     def rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
-        """As `SampleRows.found`."""
+        """Samples, as `SampleRows.found` tells them."""
         with self._lock:
             self._rows.follow()
             return self._rows.found(query, at, limit)
 
     def row(self, offset: int) -> dict[str, Any] | None:
-        """As `SampleRows.row`."""
+        """One sample, as `SampleRows.row` tells it."""
         with self._lock:
             self._rows.follow()
             return self._rows.row(offset)
 
     def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
-        """As `GroupBook.found`."""
+        """Groups, as `GroupBook.found` tells them."""
         with self._lock_of_groups:
             return self._groups.found(query, at, limit)
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
-        """As `GroupBook.lives`, with the `rows` of each group that were kept as samples."""
+        """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples."""
         with self._lock_of_groups:
             lives = self._groups.lives(groups)
         with self._lock:
@@ -118,11 +118,11 @@ class FollowedRun:
             return lives
 
     def fleet(self) -> dict[str, Any]:
-        """As `fleet_view`."""
+        """State and workers, as `fleet_view` tells them."""
         return fleet_view(self.folder)
 
     def log(self, name: str) -> str | None:
-        """As `log_end`."""
+        """The end of a log, as `log_end` gives it."""
         return log_end(self.folder, name)
 
     def _settings(self) -> tuple[dict[str, Any], str]:

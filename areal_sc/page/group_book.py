@@ -95,13 +95,13 @@ class GroupBook:
         }
 
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
-        """Of those groups that there are, the `account`, and the `events` in order.
+        """Group -> its `account`, and its `events` in order, of those groups that there are.
 
         Raises: RunFolderError: the journal cannot be read.
         """
         self._follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
-        lives = {group: _Life() for group in accounts}
+        lives = {group: _GroupLife() for group in accounts}
         for record in _records(self._ledger, self._disk) if lives else ():
             for life in _concerned(record, lives):
                 life.read(record)
@@ -174,7 +174,7 @@ def _records(ledger: Path, disk: Disk) -> Iterator[Record]:
         yield from read_segment(content, path).records
 
 
-def _concerned(record: Record, lives: Mapping[int, _Life]) -> Iterable[_Life]:
+def _concerned(record: Record, lives: Mapping[int, _GroupLife]) -> Iterable[_GroupLife]:
     match record:
         case kinds.Consume(group_ids=ids) | kinds.Trained(num_rows=ids):
             return [lives[group] for group in ids if group in lives]
@@ -186,7 +186,7 @@ def _concerned(record: Record, lives: Mapping[int, _Life]) -> Iterable[_Life]:
             return [lives[of_group.group_id]] if of_group.group_id in lives else ()
 
 
-class _Life:
+class _GroupLife:
     """What happened to one group.
 
     Attributes:

@@ -21,7 +21,7 @@ from areal_sc.page.followed_lines import FollowedLines
 from areal_sc.records.samples import Sample, leave_out_replaced
 
 SHOWN_CHARS: Final = 400
-"""So much of a text stands in a list."""
+"""Characters of a text in a list."""
 MAX_ROWS: Final = 500
 """Rows of one answer."""
 SEARCH_S: Final = 1.0
