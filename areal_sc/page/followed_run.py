@@ -25,7 +25,7 @@ from areal_sc.page.sample_rows import RowQuery, SampleRows
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
 
-_KEPT_SETTINGS: Final = 64 << 20
+_MAX_SETTINGS_BYTES: Final = 64 << 20
 """Largest `config.yaml` that is read, in bytes."""
 
 
@@ -128,7 +128,7 @@ class FollowedRun:
     def _settings(self) -> tuple[dict[str, Any], str]:
         path = self.folder.config_path
         try:
-            if path.stat().st_size > _KEPT_SETTINGS:
+            if path.stat().st_size > _MAX_SETTINGS_BYTES:
                 return {}, "config.yaml is too large to be settings"
             settings = settings_of(path.read_text(errors="replace"))
         except FileNotFoundError:
