@@ -33,7 +33,6 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-_YEAR_S: Final = 365 * 24 * 3600
 
 
 class Access:
@@ -72,13 +71,8 @@ class Access:
         if not answer.prepared:  # a stream has them already
             answer.headers.update(HEADERS)
             if is_new:
-                answer.set_cookie(
-                    _cookie_name(request),
-                    self._key.decode(),
-                    max_age=_YEAR_S,
-                    httponly=True,
-                    samesite="Strict",
-                )
+                name, value = _cookie_name(request), self._key.decode()
+                answer.set_cookie(name, value, httponly=True, samesite="Strict")
         return answer
 
     def _has_key(self, told: str | None) -> bool:

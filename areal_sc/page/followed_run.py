@@ -22,6 +22,7 @@ from areal_sc.page.followed_health import FollowedHealth
 from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
 from areal_sc.page.sample_rows import RowQuery, SampleRows
+from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
 
@@ -47,14 +48,14 @@ class FollowedRun:
         self._groups = GroupBook(self.folder.ledger)
         self._health = FollowedHealth()
 
-    def signature(self) -> dict[str, Any]:
-        """A value for each part of the run; it changes when the part does."""
+    def stamps(self) -> dict[str, Stamp]:
+        """A stamp for each part of the run; it changes when the part does."""
         folder = self.folder
         return {
-            "steps": _stamp(folder.metrics_path),
-            "rows": _stamp(folder.samples_path),
-            "groups": _stamp(folder.ledger, *_entries(folder.ledger)),
-            "fleet": _stamp(folder.status_path, folder.summary_path, *_entries(folder.logs)),
+            "steps": stamp_of(folder.metrics_path),
+            "rows": stamp_of(folder.samples_path),
+            "groups": self._groups.stamp(),
+            "fleet": stamp_of(folder.status_path, folder.summary_path),
         }
 
     def about(self) -> dict[str, Any]:
@@ -142,22 +143,3 @@ class FollowedRun:
     def _dtype(self) -> Dtype:
         name = self._settings()[0].get("actor.dtype", "")
         return Dtype(name) if name in list(Dtype) else Dtype.float32
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _stamp(*paths: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of those that are there."""
-    found = []
-    for path in paths:
-        try:
-            stat = path.stat()
-        except OSError:
-            continue
-        found.append((path.name, stat.st_size, stat.st_mtime_ns))
-    return found

@@ -21,6 +21,7 @@ from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, 
 from areal_sc.controller.ledger.ledger_records import Record
 from areal_sc.errors import JournalDamaged, RunFolderError
 from areal_sc.metadata import RowMetadata
+from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.system.disk import Disk
 
 MAX_GROUPS: Final = 500
@@ -63,12 +64,18 @@ class GroupBook:
 
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
-        self._read_of: object = "nothing yet"
+        self._read_of: Stamp | None = None
         self._read_again_at = 0.0
         self._groups: list[GroupAccount] = []
         self._account: RunAccount | None = None
         self._failure = ""
         self._disk = Disk()
+
+    def stamp(self) -> Stamp:
+        """Changes when there is something new, and it is time to read it."""
+        if self._read_of is not None and time.monotonic() < self._read_again_at:
+            return self._read_of
+        return stamp_of(self._ledger)
 
     def found(self, query: GroupQuery, at: int = 0, limit: int = 100) -> dict[str, Any]:
         """Some groups, the newest first, and the totals of the run.
@@ -111,8 +118,8 @@ class GroupBook:
         }
 
     def _follow(self) -> None:
-        is_of = _state_of(self._ledger)
-        if is_of == self._read_of or time.monotonic() < self._read_again_at:
+        stamp = self.stamp()
+        if stamp == self._read_of:
             return
         began = time.monotonic()
         groups: list[GroupAccount] = []
@@ -130,7 +137,7 @@ class GroupBook:
         except OSError as error:
             self._failure = f"{self._ledger} cannot be read: {error.strerror}"
         self._groups = sorted(groups, key=lambda it: it.group, reverse=True)
-        self._read_of = is_of
+        self._read_of = stamp
         ended = time.monotonic()
         self._read_again_at = ended + _REST * (ended - began)
 
@@ -141,15 +148,6 @@ def _made_version(step: int) -> int | None:
 
 def _told(account: GroupAccount) -> dict[str, Any]:
     return {**asdict(account), "step": _made_version(account.step)}
-
-
-def _state_of(ledger: Path) -> object:
-    """Changes when the journal does."""
-    try:
-        stats = [(path.name, path.stat()) for path in sorted(ledger.iterdir())]
-    except OSError:
-        return None
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 class _DiskUpTo(Disk):

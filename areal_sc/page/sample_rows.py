@@ -125,14 +125,6 @@ class SampleRows:
         self._rows: list[SampleRow] = []
         self._order: tuple[RowQuery, int, list[SampleRow]] | None = None
 
-    @property
-    def damage(self) -> list[str]:
-        """What cannot be read, in sentences."""
-        return self._lines.damage
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def follow(self) -> None:
         """Reads what is new."""
         for offset, num_bytes, row in self._lines.read_new():
@@ -179,7 +171,7 @@ class SampleRows:
             "num_fitting": len(fitting),
             "num_rows": len(self._rows),
             "metrics": self._metric_names(),
-            "damage": self.damage,
+            "damage": self._lines.damage,
         }
 
     def row(self, offset: int) -> dict[str, Any] | None:

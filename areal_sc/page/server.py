@@ -35,6 +35,7 @@ from areal_sc.page.answers import answer, refusal
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.sample_rows import RowQuery
+from areal_sc.page.stamps import Stamp
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
@@ -125,14 +126,14 @@ class PageServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         response.headers.update(HEADERS)
         await response.prepare(request)
-        known = await self._signatures()
+        known = await self._stamps()
         looks = 0
         with suppress(ConnectionResetError):  # the browser has gone
             await response.write(b": hello\n\n")
             while not self._is_ending.is_set():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._is_ending.wait(), LOOK_S)
-                now = await self._signatures()
+                now = await self._stamps()
                 changed = {
                     number: [part for part, value in new.items() if value != old[part]]
                     for number, (old, new) in enumerate(zip(known, now, strict=True))
@@ -145,8 +146,8 @@ class PageServer:
                     await response.write(b": still here\n\n")
         return response
 
-    async def _signatures(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(lambda: [run.signature() for run in self._runs])
+    async def _stamps(self) -> list[dict[str, Stamp]]:
+        return await asyncio.to_thread(lambda: [run.stamps() for run in self._runs])
 
 
 @web.middleware

@@ -32,7 +32,7 @@ let runs = [];
 function frame(view, run) {
   const copy = el("button", { type: "button", on: { click: () => copyAddress(copy) } }, "copy link");
   const parts = [
-    el("b", { class: "brand" }, "areal_sc"),
+    el("h1", {}, "areal_sc"),
     el(
       "nav",
       { "aria-label": "views" },

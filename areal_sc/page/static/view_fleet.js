@@ -68,7 +68,7 @@ function workers(run, roles, haveEnded, ago) {
   return [
     el("h2", {}, "Workers"),
     table(
-      ["worker", "state", "restarts", "heard", "process", "host", ""],
+      ["worker", "state", "restarts", "heard", "process", "host", "log"],
       all.map((worker) => [
         shown(worker.name),
         el("span", { class: `state ${haveEnded ? "ended" : worker.state.replaceAll(" ", "-")}` }, haveEnded ? "ended" : shown(worker.state)),

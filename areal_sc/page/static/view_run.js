@@ -183,7 +183,7 @@ function eventsTable(told, several) {
     {},
     el("h2", {}, "Events"),
     table(
-      [...(several ? ["run"] : []), "after step", "what", "", "at"],
+      [...(several ? ["run"] : []), "after step", "what", "details", "at"],
       rows.slice(0, 50).map(({ run, event }) => [
         ...(several ? [[dot(run.index), shown(run.name)]] : []),
         number(event.after_step),
