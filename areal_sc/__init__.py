@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from areal_sc.trainer.evaluations import Evaluations as Evaluations
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from areal_sc.trainer.reward_model_trainer import RewardModelTrainer as RewardModelTrainer
     from areal_sc.trainer.run import Run as Run
     from areal_sc.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from areal_sc.workflows.base import Trajectory as Trajectory
@@ -47,6 +48,7 @@ _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
     "DPOTrainer": "areal_sc.trainer.dpo_trainer",
     "Evaluations": "areal_sc.trainer.evaluations",
+    "RewardModelTrainer": "areal_sc.trainer.reward_model_trainer",
     "Run": "areal_sc.trainer.run",
     "Tracker": "areal_sc.records.trackers.base",
     "FSDPPPOActor": "areal_sc.engines.handles",

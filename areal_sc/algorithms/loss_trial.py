@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from areal_sc.algorithms.loss_tokens import loss_tokens_of
-from areal_sc.algorithms.losses import checked
+from areal_sc.algorithms.losses import Metrics, checked
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.user_code import user_code
@@ -46,9 +46,10 @@ class _MadeUpFields(dict[str, torch.Tensor]):
         return _KINDS[0]
 
 
-def try_loss(loss: NamedLoss) -> None:
+def try_loss(loss: NamedLoss) -> Metrics:
     """Calls the loss once; again with fields of other kinds, where it raises and reads some.
 
+    Returns: the metrics that it gives.
     Raises: ConfigError: there is no such loss, it raises, or returns something else than a loss.
     """
     compute = loss.load()
@@ -78,11 +79,12 @@ def try_loss(loss: NamedLoss) -> None:
         else:
             raise ConfigError(f"{where}: tried on two rows, {error}") from error
     try:
-        value, _ = checked(returned)
+        value, metrics = checked(returned)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}") from error
     if not value.requires_grad:
         raise ConfigError(f"{where}: expected {_EXPECTED}, got {returned!r:.200}")
+    return metrics
 
 
 def _other_kinds(names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:

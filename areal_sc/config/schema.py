@@ -16,6 +16,7 @@ from omegaconf import MISSING
 from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import inherits, setting, shared
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
+from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.ray_settings import RayConfig
@@ -292,6 +293,7 @@ class RolloutConfig(Section):
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
     keep_groups: KeepGroups = setting(KeepGroups.all)
+    soft_length: SoftLengthConfig = setting(SoftLengthConfig)
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
     store_bytes: int = setting(4 << 30, "limit of one worker's tensor store", ge=1)

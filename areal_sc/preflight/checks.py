@@ -251,6 +251,19 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         rollout.episode_tokens >= context,
         f"0 or at least {named}={context}, the longest row",
     )
+    soft = rollout.soft_length
+    if soft.limit_tokens:
+        yield (
+            "rollout.soft_length.margin_tokens",
+            0 < soft.margin_tokens <= soft.limit_tokens,
+            f"1 to rollout.soft_length.limit_tokens={soft.limit_tokens}",
+        )
+        yield (
+            "rollout.soft_length.limit_tokens",
+            not context or soft.limit_tokens - soft.margin_tokens < context,
+            f"less than {context + soft.margin_tokens} (no row is longer than {named}={context}, "
+            "so nothing would be taken from any)",
+        )
     for role, model in _trained_models(config).items():
         yield (
             f"{role}.max_tokens_per_micro_batch",

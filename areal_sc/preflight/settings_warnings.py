@@ -33,6 +33,12 @@ _IDLE = (
     ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
+        "rollout.soft_length.limit_tokens",
+        0,
+        ["rollout.soft_length.margin_tokens", "rollout.soft_length.penalty"],
+        "",
+    ),
+    (
         "rollout.max_rejection_rate",
         1,
         ["rollout.rejection_window"],

@@ -104,6 +104,8 @@ class StepMetrics(_Record):
             longest row, over groups of the batch.
         signal_share: groups whose answers differ in their rewards, of those in the batch: the
             others teach nothing where advantages are those within a group.
+        num_one_episode_groups: groups of the batch with one episode, which has none to be compared
+            with; unless `rollout.group_size` is 1, rejections have left it alone.
         controller_bytes: bytes on the controllers' sockets since the step before.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
         counters: all that workers and controllers count, summed; since the start of the workers.
@@ -137,6 +139,7 @@ class StepMetrics(_Record):
     longest_tokens_std: float = 0.0
     longest_tokens_max: int = 0
     signal_share: float | None = None
+    num_one_episode_groups: int = 0
     controller_bytes: int = 0
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)

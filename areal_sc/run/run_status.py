@@ -108,7 +108,7 @@ class RoleStatus(msgspec.Struct):
     restart: Restart | None = None
 
 
-class End(msgspec.Struct):
+class RunEnd(msgspec.Struct):
     """How the script ended.
 
     Attributes:
@@ -146,7 +146,7 @@ class RunStatus(msgspec.Struct):
     term: int = 0
     phases: list[Phase] = []
     roles: dict[str, RoleStatus] = {}
-    end: End | None = None
+    end: RunEnd | None = None
     format: int = FORMAT
 
 

@@ -24,7 +24,7 @@ from typing import Final
 
 from areal_sc.errors import RunFolderError, exit_code_of
 from areal_sc.run.run_owner import RunTerm
-from areal_sc.run.run_status import End, Phase, RoleStatus, RunStatus
+from areal_sc.run.run_status import Phase, RoleStatus, RunEnd, RunStatus
 from areal_sc.system.durable import own_file
 from areal_sc.system.json_lines import to_json
 from areal_sc.system.process import machine_id
@@ -82,7 +82,7 @@ class StatusBoard:
         self._changed.set()
         self._thread.join(_JOIN_LIMIT_S)
         self._thread = None
-        self._status.end = self._status.end or End(time.time(), 0)
+        self._status.end = self._status.end or RunEnd(time.time(), 0)
         self._write()
 
     def follow(self, role: str, look: Callable[[], RoleStatus]) -> None:
@@ -106,7 +106,7 @@ class StatusBoard:
     def note_end(self, error: BaseException | None) -> None:
         """The script ends, as far as it looks now; what `close` writes says why."""
         cause = f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
-        self._status.end = End(time.time(), exit_code_of(error), cause)
+        self._status.end = RunEnd(time.time(), exit_code_of(error), cause)
 
     def _run(self) -> None:
         while not self._closed.is_set():

@@ -20,11 +20,12 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.schema import ActorConfig
 from areal_sc.controller.starting import start
 from areal_sc.controller.train.train_controller import TrainController
-from areal_sc.demonstrations.rows import EncodedRows, Item, encode_pairs
+from areal_sc.demonstrations.rows import Item
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError
 from areal_sc.records.metrics import Summary
-from areal_sc.trainer.row_trainer import RowTrainer, scores
+from areal_sc.trainer.pair_trainer import PairTrainer, check_label_smoothing, pair_metrics
+from areal_sc.trainer.row_trainer import scores
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class _Reference(msgspec.Struct, frozen=True):
     logprobs: list[tuple[float, float]]
 
 
-class DPOTrainer(RowTrainer):
+class DPOTrainer(PairTrainer):
     """Trains one model on pairs of which one answer is preferred; see docs/dpo.md."""
 
     def fit(
@@ -69,26 +70,16 @@ class DPOTrainer(RowTrainer):
             answers are; ConfigError: beta or label_smoothing is impossible. Both before any worker
             is started.
         """
-        if not (0 < beta < math.inf and 0 <= label_smoothing < 0.5):
-            raise ConfigError(
-                "expected beta > 0 and label_smoothing from 0 to below 0.5, got "
-                f"{beta!r} and {label_smoothing!r}"
-            )
+        if not 0 < beta < math.inf:
+            raise ConfigError(f"expected beta > 0, got {beta!r}")
+        check_label_smoothing(label_smoothing)
         loss = NamedLoss("dpo", {"beta": beta, "label_smoothing": label_smoothing})
         with nullcontext() if self._is_open else self:
-            with self.display.phase("datasets"):
-                encoder = self._encoder(use_chat_template=use_chat_template)
-                limit = self.config.actor.max_tokens_per_micro_batch
-                training = encode_pairs(rows, encoder, limit)
-                self._tell_left_out(training, "training")
-                held = EncodedRows([], 0)
-                if held_out is not None:
-                    held = encode_pairs(held_out, encoder, limit)
-                    self._tell_left_out(held, "held-out")
-            pairs = [*training.items, *held.items]
+            training, held = self._encode_pairs(rows, held_out, use_chat_template=use_chat_template)
+            pairs = [*training, *held]
             if not self.config.dry_run:
                 pairs = self._with_reference(pairs, reference or self.config.actor)
-            num_training = len(training.items)
+            num_training = len(training)
             judged = pairs[num_training:]
 
             def judge(actor: TrainController) -> Mapping[str, float]:
@@ -129,24 +120,3 @@ class DPOTrainer(RowTrainer):
             }
             for pair, logprobs in zip(pairs, known.logprobs, strict=True)
         ]
-
-
-def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:
-    """The DPO loss of pairs, the share that is ordered right, and the mean margin.
-
-    Args:
-        margins: as m of `algorithms.pairs.dpo`.
-    """
-    s, count = label_smoothing, len(margins)
-    losses = [(1 - s) * _softplus(-margin) + s * _softplus(margin) for margin in margins]
-    return {
-        "loss": math.fsum(losses) / count,
-        "accuracy": sum(margin > 0 for margin in margins) / count,
-        "margin": math.fsum(margins) / count,
-        "num_rows": count,
-    }
-
-
-def _softplus(x: float) -> float:
-    """log(1 + e^x), also where e^x is infinite."""
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

@@ -176,11 +176,19 @@ class LearningHealth(Tracker):
         told = [value for value in of_steps if value is not None]
         if not told or not fmean(told) > self._max_mismatch:
             return None
+        worst = max(self._newest, key=lambda it: it.train.get("mismatch_max", 0.0)).train
+        of_worst = ""
+        if "mismatch_max" in worst:
+            of_worst = (
+                f" (the worst one is token {worst['mismatch_token']:.0f}: "
+                f"{worst['mismatch_sampler_logprob']:.3g} to the sampler, "
+                f"{worst['mismatch_trainer_logprob']:.3g} to the trainer)"
+            )
         return (
             "training and generation disagree: of tokens that were sampled by the very weights "
             f"that the step began from, log-probabilities differ by {fmean(told):.2g} nats in the "
-            f"mean, where rounding explains {self._max_mismatch:g}: look for weights or a KV "
-            "cache in fewer bits, another chat template or model on a server of your own, "
+            f"mean{of_worst}, where rounding explains {self._max_mismatch:g}: look for weights or "
+            "a KV cache in fewer bits, another chat template or model on a server of your own, "
             "sampling that is cut (top_p, top_k); with a 16-bit dtype "
             "rollout.float32_output_layer=true rounds less"
         )

@@ -2,7 +2,7 @@
 
     before any worker starts    the rows are tokenized; what is wrong with one is told
     for each step               update_rows                    trains, version += 1    train_s
-    now and then                row_logprobs of held-out rows  evaluation
+    now and then                score_rows of held-out rows    evaluation
 
 The rows of a step follow from its number and the seed. So a run that was killed goes on with the
 same ones.
@@ -15,10 +15,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from areal_sc.algorithms.named_loss import NamedLoss
+from areal_sc.config.schema import ModelHead
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.rejections import RejectionCounts
 from areal_sc.controller.rollout.rollout_state import RolloutState
@@ -68,7 +69,13 @@ class NoRollout:
 
 
 class RowTrainer(Run):
-    """Base of the trainers of rows."""
+    """Base of the trainers of rows.
+
+    Attributes:
+        head: of the model that is trained.
+    """
+
+    head = ModelHead.lm
 
     def _encoder(self, *, use_chat_template: bool) -> TurnEncoder:
         """For the model of the settings. Raises: ModelError: it has no tokenizer."""
@@ -103,7 +110,8 @@ class RowTrainer(Run):
             judged: rows that are held out.
             judge: evaluates on them before, after and every `evaluation.every_steps`, if any are.
         """
-        actor = TrainController(make_actor(self.config.actor), self.scheduler)
+        config = replace(self.config.actor, head=self.head)
+        actor = TrainController(make_actor(config), self.scheduler)
         for rows in (items, judged):  # in this order, also where nothing is evaluated at first
             if rows:
                 actor.copy_prompts(rows)
@@ -236,10 +244,16 @@ class RowTrainer(Run):
         return summary
 
 
-def scores(model: TrainController, items: Sequence[Item]) -> list[tuple[float, ...]]:
-    """The log-probability of each demonstration, or of both answers of each pair; nats."""
+def scores(
+    model: TrainController, items: Sequence[Item], output: str = "logprobs"
+) -> list[tuple[float, ...]]:
+    """The score of each demonstration, or of both answers of each pair.
+
+    Args:
+        output: `logprobs`, in nats, or `values`, of a model with a value head.
+    """
     found = list[tuple[float, ...]]()
     for first in range(0, len(items), _SCORED_AT_ONCE):
         last = min(first + _SCORED_AT_ONCE, len(items))
-        found += model.row_logprobs(items, range(first, last))
+        found += model.score_rows(items, range(first, last), output)
     return found

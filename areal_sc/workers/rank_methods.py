@@ -96,9 +96,15 @@ class Demonstrations(Struct, frozen=True):
 
 
 class ScoreRows(RankCall, frozen=True, array_like=True):
-    """How likely the model finds the trained tokens of these rows, which stay where they are."""
+    """What the model says of these rows, which stay where they are.
+
+    Attributes:
+        output: `logprobs`: a row's is the sum over its trained tokens, in nats; `values`, of a
+            model with a value head: that of its last token.
+    """
 
     rows: Demonstrations
+    output: str = "logprobs"
 
 
 class TryLoss(RankCall, frozen=True, array_like=True):
@@ -217,8 +223,9 @@ INITIALIZE_RANK = Method("initialize_rank", InitializeRank, RankPosition, writes
 COMPUTE = Method("compute", Compute, SealedShard)
 """The head of each model group seals the field of its rows."""
 SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
-"""The sum of the log-probabilities of a demonstration; of a pair those of chosen and rejected."""
-TRY_LOSS = Method("try_loss", TryLoss, NoneType)
+"""One number a demonstration; two a pair, of chosen and rejected."""
+TRY_LOSS = Method("try_loss", TryLoss, tuple[str, ...])
+"""The names of its metrics."""
 UPDATE = Method("update", Update, Numbers)
 SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
 SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, writes=True)

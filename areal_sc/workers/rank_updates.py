@@ -51,20 +51,21 @@ async def _values_of(rank: Rank, output: str | int) -> Callable[[PackedRows], to
 
 
 async def score(rank: Rank, args: rank_methods.ScoreRows) -> tuple[tuple[float, ...], ...]:
-    """Summed log-probabilities, of each row or, of a pair, of the chosen and the rejected one."""
+    """The score of each row or, of a pair, of the chosen and the rejected one."""
     rows = await _read(rank, args.rows)
-    values = await rank.compute(lambda: rank.engine.forward(rows, "logprobs"))
-    sums = [float(of_row.double().sum()) for of_row in torch.split(values, list(rows.lengths))]
+    values = await rank.compute(lambda: rank.engine.forward(rows, args.output))
+    of_rows = torch.split(values.double(), list(rows.lengths))
+    totals = [float(row[-1] if args.output == "values" else row.sum()) for row in of_rows]
     assert rows.metadata is not None, "_read gives each row its group"
     found: dict[int, tuple[float, ...]] = {}
-    for row, total in zip(rows.metadata, sums, strict=True):
+    for row, total in zip(rows.metadata, totals, strict=True):
         found[row.group_id] = (*found.get(row.group_id, ()), total)
     return tuple(found.values())
 
 
-async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> None:
+async def try_registered_loss(rank: Rank, args: rank_methods.TryLoss) -> tuple[str, ...]:
     """Raises: ConfigError: as `loss_trial.try_loss`."""
-    try_loss(await _loss(rank, args.loss))
+    return tuple(sorted(try_loss(await _loss(rank, args.loss))))
 
 
 async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:

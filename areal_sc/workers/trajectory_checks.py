@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from operator import index
 from typing import Any, Final
 
 import numpy as np
 
+from areal_sc.algorithms.reward_shaping import soft_length_penalty
+from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.rejection import Rejection, RejectionKind
@@ -31,6 +34,8 @@ def checked_episode(
     is_trained: bool,
 ) -> list[Trajectory] | Rejection:
     """The rows of an episode, with fields as arrays; why it is rejected if one cannot be used.
+
+    Rows that are trained have what `rollout.soft_length` takes from their rewards.
 
     Args:
         returned: what `run_episode` gave.
@@ -64,7 +69,16 @@ def checked_episode(
             f"the episode's {len(rows)} rows have {num_tokens} tokens together, expected at most "
             f"{limits.episode_tokens}: raise rollout.max_episode_tokens",
         )
-    return rows
+    is_limited = is_trained and limits.soft_length.limit_tokens > 0
+    return [_with_soft_length(row, limits.soft_length) for row in rows] if is_limited else rows
+
+
+def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
+    """With what its sampled tokens cost, which is also its metric `length_penalty`."""
+    num_tokens = sum(map(bool, row.loss_mask))
+    cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
+    metrics = {**row.metrics, "length_penalty": cost}
+    return replace(row, reward=float(row.reward) + cost, metrics=metrics)
 
 
 def _problem(row: Any, *, is_trained: bool) -> str:

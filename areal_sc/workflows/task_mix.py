@@ -43,7 +43,8 @@ class MixedWorkflow(Workflow):
     """Plays each episode by the workflow of its row's task.
 
     The reward of a trajectory of task NAME is also its metric `reward/NAME`, so each task has a
-    curve, and a mean in each step, evaluation and summary. Fields that other tasks have are 0.
+    curve, and a mean in each step, evaluation and summary. The mean of `share/NAME` is the task's
+    share of the rows. Fields that other tasks have are 0.
 
     Args:
         workflows: by name of the task.
@@ -74,7 +75,9 @@ class MixedWorkflow(Workflow):
             if other not in self.workflows[name].fields
         }
         curve = {f"{PART_PREFIX}{name}": float(row.reward)}
-        return replace(row, metrics={**row.metrics, **curve}, fields={**zeros, **row.fields})
+        shares = {f"share/{other}": float(other == name) for other in self.workflows}
+        metrics = {**row.metrics, **curve, **shares}
+        return replace(row, metrics=metrics, fields={**zeros, **row.fields})
 
     def check(self) -> None:
         for workflow in self.workflows.values():

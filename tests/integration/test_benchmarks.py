@@ -41,6 +41,7 @@ PROMISED = {
     "safety_cost": {"journal_over_bare", "all_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
     "soak": {"store_growth", "resident_growth"},
+    "task_mix": {"0_larger_rise", "0_equal_rise", "0_share_of_larger"},
     "staleness": {"auc_decoupled_minus_naive_eta2", "over_bound_s_per_token"},
     "train_memory": {"data_2_dry_run", "data_2_loading_others"},
     "train_memory --engine megatron": {"megatron_data_2_dry_run", "megatron_data_2_loading_first"},

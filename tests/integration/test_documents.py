@@ -71,6 +71,8 @@ NOT_RUN_HERE = {
     "class Noted(SingleTurnWorkflow)": "tests/integration/test_any_update.py, which runs it",
     "from areal_sc.workflows.task_mix": "tests/integration/test_two_tasks.py",
     "from areal_sc import DPOTrainer": "tests/integration/test_row_trainers.py",
+    "from areal_sc import RewardModelTrainer": "tests/integration/test_row_trainers.py",
+    "# learned_reward.py": "tests/integration/test_row_trainers.py, which runs these lines",
     "from areal_sc import SFTTrainer": "tests/integration/test_row_trainers.py",
     "python examples/sft.py --config configs/sft.yaml actor.path=<model> task.dataset=<file>": (
         "tests/integration/test_row_trainers.py"
@@ -78,6 +80,8 @@ NOT_RUN_HERE = {
     "python examples/dpo.py --config configs/dpo.yaml actor.path=<model> task.dataset=<file>": (
         "tests/integration/test_row_trainers.py"
     ),
+    "python examples/reward_model.py --config configs/reward_model.yaml actor.path=<model> "
+    "task.dataset=<file>": "tests/integration/test_row_trainers.py",
     ONE_GPU: "needs a GPU, and a model of the hub",
     "python examples/letter_sort.py --config configs/letter_sort.yaml scheduler.type=slurm "
     "scheduler.slurm.nodes=2": "tests/integration/slurm/test_slurm_run.py",
@@ -94,6 +98,17 @@ NOT_RUN_HERE = {
         "tests/integration/test_several_models.py"  # runs a script with the same calls
     ),
     f"{ONE_GPU} --dry-run": "needs a GPU, and a model of the hub",
+    **{
+        f"python examples/recipes/{name}.py --config configs/{name}.yaml{flags}": (
+            "tests/integration/test_recipes.py"
+        )
+        for name, plan in {
+            "gsm8k": " --dry-run",
+            "gsm8k_arc": " --dry-run",
+            "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
+        }.items()
+        for flags in ("", plan)
+    },
 }
 """A command, or how a block begins -> what else runs it, or why nothing can."""
 
@@ -102,7 +117,6 @@ FRAGMENTS = (
     "class Printer(Tracker):",
     "@declare_reward(",
     "from areal_sc.rewards.answers",
-    "from areal_sc.algorithms.reward_shaping",
     "# my_advantages.py",
     "# reference_kl.py",
     "# two_models.py",
@@ -245,9 +259,7 @@ def test_ready_made_rewards_go_together() -> None:
     assert given["again"](row, "so so so so") == -0.5
 
 
-def test_a_length_limit_and_an_advantage_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    run_block("from areal_sc.algorithms.reward_shaping")
-    assert capsys.readouterr().out == "-0.75\n"
+def test_an_advantage_of_ones_own() -> None:
     shorter = run_block("# my_advantages.py")["shorter_is_better"]
     lengths = np.array([2, 4])
     rows = AdvantageRows(np.array([1.0, 3.0]), lengths, lengths, lengths, lengths)

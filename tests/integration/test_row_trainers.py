@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import string
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from areal_sc import (
     DPOTrainer,
     FSDPPPOActor,
     GRPOConfig,
+    RewardModelTrainer,
     SFTTrainer,
     TrainController,
     load_config,
@@ -37,6 +39,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a={% endif %}"
 )
 BETA = 0.3
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def row(seed: int, length: int, reference: float) -> dict[str, Any]:
@@ -114,9 +117,9 @@ def test_an_update_on_rows_against_float64(
                 value, norm = by_hand(tiny_model_folder, hand)
                 assert stats["loss"] == pytest.approx(value, rel=1e-5)
                 assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
-            scored = actor.row_logprobs(PAIRS, [3, 0])
+            scored = actor.score_rows(PAIRS, [3, 0])
             assert [len(of_pair) for of_pair in scored] == [2, 2]
-            sums = actor.row_logprobs(ROWS, [6, 7, 0, 1])
+            sums = actor.score_rows(ROWS, [6, 7, 0, 1])
             flat = [total for of_pair in scored for total in of_pair]
             assert flat == pytest.approx([total for (total,) in sums], rel=1e-6)
     finally:
@@ -182,6 +185,36 @@ def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path) -> None:
     assert after.workflow["margin"] > 0
     assert after.accuracy is not None
     assert after.accuracy > 0.5
+
+
+def test_a_reward_model_orders_held_out_pairs_and_is_read_as_documented(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """In ten runs of `benchmarks/preferences.py` it ordered all; half of that is demanded."""
+    rows, run_dir = sorting_rows(80), tmp_path / "run"
+    config = config_of(chat_model, run_dir, "total_steps=20")
+    RewardModelTrainer(config).fit(
+        rows[:64], batch_size=16, held_out=rows[64:], use_chat_template=False
+    )
+    after = History.read(RunFolder(run_dir).metrics_path).evaluations[-1]
+    assert (after.name, after.num_prompts) == ("after", 16)
+    assert after.accuracy is not None
+    assert after.accuracy > 0.5
+    learned_reward = documented_reward(run_dir / "model")
+    margins = [
+        learned_reward(row, row["chosen"]) - learned_reward(row, row["rejected"])
+        for row in rows[64:]
+    ]
+    assert after.workflow["margin"] == pytest.approx(sum(margins) / 16, rel=1e-3, abs=1e-5)
+
+
+def documented_reward(model: Path) -> Callable[[dict[str, Any], str], float]:
+    """The function that docs/reward-model.md shows, reading this model."""
+    page = (REPOSITORY / "docs" / "reward-model.md").read_text()
+    (code,) = re.findall(r"```python\n(# learned_reward.py\n.*?)```", page, re.DOTALL)
+    defined: dict[str, Any] = {}
+    exec(code.replace("runs/reward_model/model", str(model)), defined)
+    return defined["learned_reward"]
 
 
 def test_a_bad_row_is_told_before_a_worker_starts(chat_model: Path, tmp_path: Path) -> None:

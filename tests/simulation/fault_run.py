@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +24,10 @@ from simulation.store import RowKey, row_key
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
+from areal_sc.config.schema import KeepGroups
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger_records import WENT_BACK
+from areal_sc.controller.rollout.group_signal import EQUAL_REWARDS, ONE_EPISODE
 from areal_sc.controller.rollout.groups import DEATHS_TO_BLAME
 from areal_sc.errors import RunFolderError, StepsLost, WorkerError
 
@@ -214,6 +217,8 @@ class FaultRun(FaultyScript):
             attempts = {s.attempt for s in self.cluster.starts if s.group_id == group_id}
             is_to_blame = reason == "worker_died" and len(attempts) > DEATHS_TO_BLAME
             has_cause = is_to_blame or group_id in self.cluster.rejected_groups
+            if reason in (EQUAL_REWARDS, ONE_EPISODE):
+                has_cause = self._has_lacked_signal(group_id)
             assert has_cause or reason in ("stale", WENT_BACK), (
                 f"group {group_id} is rejected as {reason}, and no worker said so"
             )
@@ -221,6 +226,17 @@ class FaultRun(FaultyScript):
             if isinstance(worker, SimulatedRolloutWorker):
                 policies = worker.policies
                 assert policies == sorted(policies), f"{worker.name} went back: {policies}"
+
+    def _has_lacked_signal(self, group_id: int) -> bool:
+        """Whether the episodes of one of its attempts were all worth the same."""
+        assert self.settings.keep_groups is KeepGroups.with_signal
+        for (group, _), rows in self.cluster.sealed_rows.items():
+            rewards: dict[int, list[float]] = {}
+            for row in rows:
+                rewards.setdefault(row.episode, []).append(row.reward)
+            if group == group_id and len(set(map(fmean, rewards.values()))) == 1:
+                return True
+        return False
 
     def check_history(self) -> None:
         """Every rank has made each step once, in order, of exactly the rows of its batch."""

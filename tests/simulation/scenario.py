@@ -9,7 +9,7 @@ from simulation.behavior import Behavior
 from simulation.faults import Fault, FaultKind, draw_faults, draw_scalings
 from simulation.settings import Settings
 
-from areal_sc.config.schema import AdmissionMode, OverBound, WeightUpdateMethod
+from areal_sc.config.schema import AdmissionMode, KeepGroups, OverBound, WeightUpdateMethod
 
 ALL_KINDS = tuple(FaultKind)
 DRAWN_KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.scale)
@@ -89,6 +89,8 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     )
     settings.admission = rng.choice(list(AdmissionMode))
     settings.has_reference = random.Random(f"reference {seed}").random() < 0.25
+    if settings.group_size > 1 and random.Random(f"signal {seed}").random() < 0.25:
+        settings.keep_groups = KeepGroups.with_signal
     if FaultKind.scale in kinds and seed % 2:
         # drawn apart, so that other seeds are what they were
         scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))

@@ -105,7 +105,8 @@ class SimulatedTrainWorker(SimulatedWorker):
         is_sealed = bool(batch.rows) and self.is_head
         return self.sealed(self.store.put(4 * batch.num_tokens) if is_sealed else "")
 
-    async def try_loss(self, _: rank_methods.TryLoss) -> None: ...
+    async def try_loss(self, _: rank_methods.TryLoss) -> tuple[str, ...]:
+        return ()
 
     async def update(self, args: rank_methods.Update) -> dict[str, float]:
         async def update() -> dict[str, float]:

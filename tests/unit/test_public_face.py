@@ -20,6 +20,7 @@ PUBLIC = {
     "PPOTrainer",
     "SFTTrainer",
     "DPOTrainer",
+    "RewardModelTrainer",
     # the parts of a loop of one's own
     "Checkpoints",
     "Evaluations",

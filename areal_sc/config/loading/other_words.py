@@ -88,6 +88,7 @@ rollout.train_batch_groups (prompts a step, of all devices together) = batch_siz
 rollout.max_staleness = max_head_offpolicyness staleness_threshold max_off_policy_steps
     async_level max_off_policy_level
 rollout.max_concurrent_groups = max_concurrent_rollouts
+rollout.soft_length = overlong_buffer. overlong_reward_penalty
 rollout.max_running_sequences = max_num_seqs max_running_requests
 sglang.args or vllm.args (arguments of these programs, by their own names) =
     gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static enforce_eager
@@ -122,8 +123,6 @@ the reference model is the one of section reference (docs/several-models.md), ne
 the critic is the model of section critic, with a loss and an optimizer of its own
     (docs/several-models.md) = vf_coef value_loss_coef cliprange_value critic_warmup
     critic_learning_rate
-add areal_sc.algorithms.reward_shaping.soft_length_penalty to the script's reward =
-    overlong_reward_penalty overlong_buffer.
 all parameters are trained; there are no adapters = use_peft lora_rank lora_r lora_alpha
     peft_config
 the tokenizer is that of actor.path = tokenizer_path tokenizer_name

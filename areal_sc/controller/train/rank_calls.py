@@ -11,11 +11,11 @@ from typing import Any
 from areal_sc.controller.train.publication import Publisher
 from areal_sc.controller.train.rank_layout import RankLayout
 from areal_sc.controller.train.train_history import Asked, TrainHistory
-from areal_sc.errors import StoreFull
+from areal_sc.errors import ConfigError, StoreFull
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.weights import WeightsReference
 from areal_sc.workers.operations import Kind, Operation, digest
-from areal_sc.workers.rank_methods import Update
+from areal_sc.workers.rank_methods import TRY_LOSS, TryLoss, Update
 
 
 class RankCalls:
@@ -36,6 +36,20 @@ class RankCalls:
         shares = [share.on(self._history.current) for share in asked.shares]
         replies = await self._fleet.call_each(asked.method, self.layout.spread(shares))
         return self.layout.of_heads(replies)
+
+    async def try_loss(self, loss: int) -> None:
+        """Every rank tries the loss of this number on the same rows.
+
+        Raises: ConfigError: it is none, or its metrics depend on the rank.
+        """
+        tried = await self._fleet.call_all(TRY_LOSS, TryLoss(loss))
+        for rank, names in enumerate(tried):
+            if names != tried[0]:
+                raise ConfigError(
+                    f"actor.ppo.loss: on the same rows it gives the metrics {', '.join(tried[0])} "
+                    f"on rank 0, and {', '.join(names)} on rank {rank}: a mean over ranks would "
+                    "be one over some of them"
+                )
 
     async def repeat_step(self, version: int) -> None:
         """All that was asked for at a version, in its order.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.controller.train.ranks import Ranks
-from areal_sc.workers import rank_methods
 from areal_sc.workflows.registry import SourceRegistry
 
 
@@ -36,6 +35,6 @@ class RankLosses:
             if known == loss:
                 return number
         number = self._sources.register_function(loss)
-        await self._ranks.ask(rank_methods.TRY_LOSS, rank_methods.TryLoss(number))
+        await self._ranks.repeated(lambda: self._ranks.calls.try_loss(number))
         self._tried.append((loss, number))
         return number

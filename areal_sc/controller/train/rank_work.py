@@ -106,10 +106,13 @@ class RankWork:
             for share in range(num_shares)
         ]
 
-    async def score(self, rows: PromptSource, indices: Sequence[int]) -> list[tuple[float, ...]]:
+    async def score(
+        self, rows: PromptSource, indices: Sequence[int], output: str
+    ) -> list[tuple[float, ...]]:
         """What `rank_methods.SCORE` says of each of these rows, in their order."""
         shares = self.named(*await self.readable(rows, indices))
-        asked = Asked(rank_methods.SCORE, [rank_methods.ScoreRows(share) for share in shares])
+        wanted = [rank_methods.ScoreRows(share, output) for share in shares]
+        asked = Asked(rank_methods.SCORE, wanted)
         replies = await self._ranks.repeated(lambda: self._ranks.calls.ask(asked))
         scores = dict[int, tuple[float, ...]]()
         for share, reply in zip(shares, replies, strict=True):

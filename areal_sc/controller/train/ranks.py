@@ -124,7 +124,7 @@ class Ranks:
             await self._fleet.kill(members)
             await self._fleet.restart(members)
         if loss is not None:  # the call, unlike the start of a process, fails by its own name
-            await self._fleet.call_all(rank_methods.TRY_LOSS, rank_methods.TryLoss(loss))
+            await self.calls.try_loss(loss)
         self.calls.layout = await meet(self._fleet, lineage)
         self._begin(lineage, StartingPoint(0, SnapshotPlace.initial))
         self._recovery.begin(self._bring_back)

@@ -298,11 +298,11 @@ class TrainController(Controller):
         shares = self._work.named(*named)
         return await self._update(shares, loss, list(named), (), advances=advances)
 
-    async def row_logprobs_async(
-        self, rows: PromptSource, indices: Sequence[int]
+    async def score_rows_async(
+        self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"
     ) -> list[tuple[float, ...]]:
-        """The log-probability of all trained tokens of each row, in nats; two of a pair."""
-        return await self._work.score(rows, indices)
+        """One number of each row, two of a pair: what `rank_methods.ScoreRows` says of `output`."""
+        return await self._work.score(rows, indices, output)
 
     async def publish_weights_async(self, rollout: RolloutController) -> None:
         """Publishes the weights as version + 1, in the way that `weight_update.method` names.
@@ -451,7 +451,7 @@ class TrainController(Controller):
     ppo_update = blocking(ppo_update_async)
     sft_update = blocking(sft_update_async, before=Controller.copy_prompts)
     update_rows = blocking(update_rows_async, before=Controller.copy_prompts)
-    row_logprobs = blocking(row_logprobs_async, before=Controller.copy_prompts)
+    score_rows = blocking(score_rows_async, before=Controller.copy_prompts)
     publish_weights = blocking(publish_weights_async)
     share_weights = blocking(share_weights_async)
     save_hf = blocking(save_hf_async)

@@ -164,6 +164,9 @@ class MinibatchLoss:
         behavior, versions = (fields[name] for name in names)
         is_same = versions == self.version
         gaps = (output - behavior).abs().masked_fill(~is_same, 0)
+        if len(gaps):
+            of_tokens = torch.stack([gaps, fields["input_ids"].float(), behavior, output])
+            self.metrics.worst.append(of_tokens.index_select(1, gaps.argmax()[None])[:, 0])
         return {MISMATCH: Metric.sum(gaps), NUM_COMPARED: Metric.sum(is_same.float())}
 
 

@@ -21,6 +21,13 @@ from areal_sc.errors import ArealError, WorkflowError
 MISMATCH: Final = "mismatch"
 """Sum of differences of log-probabilities, in nats, over the tokens that `NUM_COMPARED` counts."""
 NUM_COMPARED: Final = "num_compared_tokens"
+WORST: Final = (
+    "mismatch_max",
+    "mismatch_token",
+    "mismatch_sampler_logprob",
+    "mismatch_trainer_logprob",
+)
+"""The largest difference of a token, the token's id, and both log-probabilities of it."""
 
 
 @dataclass
@@ -32,12 +39,14 @@ class UpdateMetrics:
         gradient_norms: global norm of each update, before clipping; one with a norm that is not
             finite was skipped, and there was none where the norm is 0.
         num_micro_batches: of each rank.
+        worst: [4] float32 of each micro-batch that compares tokens, as `WORST` names them.
         failure: what the loss has raised on this rank; nothing is added then.
     """
 
     metrics: Metrics = field(default_factory=dict)
     gradient_norms: list[float] = field(default_factory=list)
     num_micro_batches: int = 0
+    worst: list[torch.Tensor] = field(default_factory=list)
     failure: BaseException | None = None
 
     def add(self, **metrics: Metric) -> None:
@@ -73,19 +82,19 @@ class UpdateMetrics:
             the updates; `lr`; and `num_tokens`, `num_loss_tokens`, `num_effective_tokens`,
             `num_updates`, `num_skipped_updates`, `num_micro_batches` (of each rank); and, where
             there are tokens of the weights that the step begins from, the `mismatch` of trainer and
-            sampler there, the mean difference of log-probabilities in nats. Effective
-            tokens are trained ones that go through the model: not those of rows of advantage 0.
-            Without any, means over them are NaN.
+            sampler there, the mean difference of log-probabilities in nats, and the `WORST` token.
+            Effective tokens are trained ones that go through the model: not those of rows of
+            advantage 0. Without any, means over them are NaN.
         Raises: WorkflowError: on all ranks: the loss has failed on one, or ranks combine a metric
             in different ways.
         """
-        combined = self._combined(world, is_counted=is_counted)
+        combined, worst = self._combined(world, is_counted=is_counted)
         finite = [norm for norm in self.gradient_norms if math.isfinite(norm)]
         made = [norm for norm in finite if norm != 0]
         loss = combined.pop("loss", 0.0) / max(1, len(self.gradient_norms))
         mismatch, num_compared = (combined.pop(name, 0.0) for name in (MISMATCH, NUM_COMPARED))
         if num_compared:
-            combined[MISMATCH] = mismatch / num_compared
+            combined |= {MISMATCH: mismatch / num_compared, **worst}
         return {
             "loss": loss,
             "grad_norm": sum(made) / max(1, len(made)),
@@ -99,15 +108,17 @@ class UpdateMetrics:
             **combined,
         }
 
-    def _combined(self, world: ProcessGroup, *, is_counted: bool) -> dict[str, float]:
-        """Each metric of all ranks, of the ranks that have it."""
-        own = self._own(world.device) if is_counted else {}
-        everyone = world.gather((self._failed(), own))
-        for rank, (message, _) in enumerate(everyone):
+    def _combined(
+        self, world: ProcessGroup, *, is_counted: bool
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Each metric of all ranks, of the ranks that have it; and the worst token, if any."""
+        own, worst = self._own(world.device) if is_counted else ({}, [])
+        everyone = world.gather((self._failed(), own, worst))
+        for rank, (message, *_) in enumerate(everyone):
             if message:
                 raise WorkflowError(f"train rank {rank}: {message}") from self.failure
         given = dict[str, list[_Numbers]]()
-        for _, metrics in everyone:
+        for _, metrics, _ in everyone:
             for name, numbers in metrics.items():
                 given.setdefault(name, []).append(numbers)
         try:
@@ -115,19 +126,24 @@ class UpdateMetrics:
                 _check_kinds(name, [kind for kind, _, _ in of_ranks])
         except ValueError as error:
             raise WorkflowError(f"the loss: {error}") from error
-        return {name: _combine(of_ranks) for name, of_ranks in given.items()}
+        combined = {name: _combine(of_ranks) for name, of_ranks in given.items()}
+        worst = max((of_rank for *_, of_rank in everyone), default=[])
+        return combined, dict(zip(WORST, worst, strict=bool(worst)))
 
-    def _own(self, device: torch.device) -> dict[str, _Numbers]:
+    def _own(self, device: torch.device) -> tuple[dict[str, _Numbers], list[float]]:
         """This rank's, which come from the device together: the host waits once."""
         if not self.metrics:
-            return {}
-        values = torch.stack([metric.value.to(device) for metric in self.metrics.values()])
-        return {
+            return {}, []
+        given = [metric.value.to(device)[None] for metric in self.metrics.values()]
+        numbers = torch.cat([*given, *self.worst]).cpu().tolist()
+        values, worst = numbers[: len(given)], numbers[len(given) :]
+        metrics: dict[str, _Numbers] = {
             name: (metric.combine, value, metric.weight)
-            for (name, metric), value in zip(
-                self.metrics.items(), values.cpu().tolist(), strict=True
-            )
+            for (name, metric), value in zip(self.metrics.items(), values, strict=True)
         }
+        size = len(WORST)
+        tokens = [worst[place : place + size] for place in range(0, len(worst), size)]
+        return metrics, max(tokens, default=[])
 
     def _failed(self) -> str:
         if self.failure is None:

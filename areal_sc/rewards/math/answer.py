@@ -44,6 +44,10 @@ _Rules = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 _RULES: _Rules = (
     # layout
     (r"\\(?:left|right|displaystyle|limits|boxed|fbox|[bB]igg?[lr]?)(?![A-Za-z])\.?", ""),
+    (r"\\(?:bf|rm)(?![A-Za-z]|\s*\{)", ""),
+    (r"\\(begin|end)\{array\}(?:\s*\{[^{}]*\})?", r"\\\1{pmatrix}"),
+    (r"(?s)[(\[]\s*(\\begin\{pmatrix\}.*?\\end\{pmatrix\})\s*[)\]]", r"\1"),
+    (r"\\([lr])angle(?![A-Za-z])", lambda m: "(" if m[1] == "l" else ")"),
     (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
     (r"\\([lr])brace(?![A-Za-z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
     (r"\.\.\.|\\[lc]?dots(?![A-Za-z])", "\u2026"),
@@ -51,8 +55,7 @@ _RULES: _Rules = (
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
-    (r"(?<=\d)(?:,\s*\\!|\{\\?,\}|\\[,;: ])\s*(?=\d{3}(?!\d))", ""),
-    (r"\\!", ""),
+    (r"(?<=\d)(?:,\s*\\!|\s*\{\\?,\s*\}|\\[,;: ])\s*(?=\d{3}(?!\d))", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
     (r"\\?%|\b(?:per\s?cent(?:age)?|pct)\b", "%"),
     (r"\s*\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", "\u00b0"),
@@ -65,7 +68,8 @@ _RULES: _Rules = (
     # words that say nothing
     (r"^(?:(?i:the|is|are|equals|about|approximately|roughly)\b|[:=,~*\s]|\\approx\b)+", ""),
     (r"^an?\s+(?=\d)", ""),
-    (r"^\(?([A-Z])[).]\s+(?!and\b|or\b|is\b|not\b)(?!.*\b[A-Z]\))[\w\\$].*", r"\1"),
+    (r",\s*[A-Za-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?$", ""),
+    (r"^\\?\{\s*[a-z]\s*(?:\||:|\\mid(?![a-z]))(.*?)\\?\}$", r"\1"),
     (r"\b(?:minus|negative)\s+(?=\d)", "-"),
     # one way to write a formula
     (r"\s+\^|\*\*", "^"),
@@ -98,6 +102,9 @@ _QUANTITY = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _VARIABLES = re.compile(r"(?<![A-Za-z\\])[A-Za-z]|(?<=.)[+-]")
+_CHOICE = re.compile(
+    r"\(?([A-Z])[).]\s+(?!(?:and|or|is|not)\b)(?!.*\b[A-Z]\))([\w\\$-].*)", re.DOTALL
+)
 _BASE = re.compile(r"(?<=\d)\s*_\s*\{?(\d+)\}?$")
 _SEPARATOR = re.compile(r"\s*,\s*(?:and|or)\b|[,;]|\b(?:and|or)\b")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\(?:approx|in)(?![A-Za-z])")
@@ -119,8 +126,9 @@ class Answer:
 
     Attributes:
         latex: the text, in LaTeX that the parser takes; of words: as `plain_words` writes it.
-        kind: `value`, `=` (an equation), `words`, `list` and `or` (no brackets: 3, 4 or 5), or the
-            brackets: `{}`, `()`, `[)`, ...
+        kind: `value`, `=` (an equation), `words`, `list` and `or` (no brackets: 3, 4 or 5), the
+            brackets (`{}`, `()`, `[)`, ...), or what counts by each of its two items: `any`, a
+            choice's letter and its text; `rounded`, a value and a decimal near it.
         items: the parts of a list or of brackets, in the order of the text.
         unit: what stands behind a value, shortened: `km/h`, `%`, `_8` (a base); without it any
             unit is meant.
@@ -147,7 +155,10 @@ def read_answer(text: str) -> Answer | None:
         return None
     for pattern, replacement in _RULES:
         text = re.sub(pattern, replacement, text)
-    return _read(text.strip())
+    text = text.strip()
+    if choice := _CHOICE.fullmatch(text):
+        return _read_group("any", [*choice.groups()], text) or Answer(choice[1])
+    return _read(text)
 
 
 def _read(text: str) -> Answer | None:
@@ -157,6 +168,9 @@ def _read(text: str) -> Answer | None:
     parts = _split(text)
     if len(parts) > 1:
         return _read_group("or" if re.search(r"\bor\b", text) else "list", parts, text)
+    exact, _, rounded = text.partition(r"\approx")
+    if rounded and not _NAME.fullmatch(exact.strip()):
+        return _read_group("rounded", [exact, rounded], text)
     parts = _split(text, _EQUALS)
     if len(parts) > 1:
         return _read_equation(text, parts)

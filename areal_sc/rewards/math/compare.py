@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ MIN_ROUNDED_DIGITS = 6
 
 MAX_DIGITS = 20_000
 """Powers and factorials with more digits are not computed: 9^(9^9) equals only itself."""
+
+_EITHER = ("any", "rounded")
+_LETTERS = re.compile(r"\s*[A-Za-z](?:\s*[-+*/]\s*[A-Za-z])+\s*")
+"""What m + n = 9 gives a value of; 2x = 9 is an equation to be solved."""
 
 _PRECISION = 40
 _EQUAL_DIGITS = 30
@@ -43,10 +48,19 @@ def are_equal(gold: Answer, given: Answer) -> bool:
     """Whether the answer given is the reference answer. Not symmetric: units may be left out."""
     if gold == given:
         return True
+    if given.kind == "rounded" and not _is_rounded(*given.items):
+        return False
+    if gold.kind in _EITHER:
+        return any(are_equal(item, given) for item in gold.items)
+    if given.kind in _EITHER:
+        return any(are_equal(gold, item) for item in given.items)
     if given.kind == "=" and gold.kind != "=" and not gold.name:
-        left, *others = given.latex.split("=")  # (x-1)(x+1) = x^2 - 1 is x^2 - 1
-        is_identity = len(others) == 1 and _are_equal_values(left, others[0])
-        return is_identity and are_equal(gold, Answer(others[0].strip()))
+        left, *others = given.latex.split("=")
+        return (
+            len(others) == 1
+            and bool(_LETTERS.fullmatch(left) or _are_equal_values(left, others[0]))
+            and are_equal(gold, Answer(others[0].strip()))
+        )
     if "=" in (gold.kind, given.kind) or (gold.name and given.name and gold.name != given.name):
         return _are_one_equation(gold, given)
     if not gold.items and not given.items:
@@ -60,7 +74,18 @@ def are_equal(gold: Answer, given: Answer) -> bool:
     is_range = gold.kind != given.kind and _SET.search(gold.latex)  # x > 1 or, and x < 2
     if {gold.kind, given.kind} <= {"list", "or", "{}"} and not is_range:
         return all(_count(item, gold) == _count(item, given) for item in gold.items)
+    if {gold.kind, given.kind} == {"list", "()"}:
+        gold, given = map(_by_names, (gold, given))
     return gold.kind == given.kind and all(map(are_equal, gold.items, given.items))
+
+
+def _by_names(answer: Answer) -> Answer:
+    """The tuple (2, -1) of the list x = 2, y = -1; any other answer as it is."""
+    items = sorted(answer.items, key=lambda item: item.name)
+    names = {item.name for item in items}
+    if "" in names or len(names) < len(items):
+        return answer
+    return Answer(answer.latex, "()", tuple(replace(item, name="") for item in items))
 
 
 def _set(answer: Answer) -> sympy.Basic:
@@ -187,6 +212,11 @@ def _are_equal_values(gold: str, given: str) -> bool:
     )
 
 
+def _is_rounded(exact: Answer, decimal: Answer) -> bool:
+    value = _written_number(exact.latex) or _constant(parsed(exact.latex))
+    return value is not None and _is_near(value, decimal.latex)
+
+
 def _written_number(latex: str) -> Fraction | None:
     """Value of an integer, a decimal or a fraction of integers; None of everything else."""
     plain = latex.replace(" ", "")
@@ -198,14 +228,14 @@ def _written_number(latex: str) -> Fraction | None:
 
 def _rounds_to(value: Any, decimal: str) -> bool:
     """Whether this is a decimal with digits enough, and the value rounded to them or cut off."""
+    digits = re.sub(r"\D", "", decimal).lstrip("0")
+    return "." in decimal and len(digits) >= MIN_ROUNDED_DIGITS and _is_near(value, decimal)
+
+
+def _is_near(value: Any, decimal: str) -> bool:
+    """Whether the value is the decimal when it is rounded to as many places, or cut off."""
     written, places = _written_number(decimal), len(decimal.partition(".")[2])
-    if (
-        not written
-        or not places
-        or len(re.sub(r"\D", "", decimal).lstrip("0")) < MIN_ROUNDED_DIGITS
-    ):
-        return False
-    if not isinstance(value, Fraction) and not value.is_real:
+    if not written or not (isinstance(value, Fraction) or value.is_real):
         return False
     excess = (value / written - 1) * abs(written) * 10**places
     return bool(-1 <= 2 * excess < 2)

@@ -32,6 +32,8 @@ _CHARACTERS = str.maketrans(
 _SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 _FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 
+_TURN_END = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id)\|>.*", re.DOTALL)
+_POLITE = re.compile(r"\b(?:I hope|(?:Please )?[Ll]et me know)\b[^.!?\n]{0,80}[.!?]?\s*$")
 _REASONING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|(?=<answer>)|\Z)", re.IGNORECASE | re.DOTALL)
 _HASHES = re.compile(r"####(?!#)\s*([^\n]*)")
@@ -71,7 +73,7 @@ CHANGING = re.compile(
     r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
     r"|after|within|without|almost|nearly|exceeds|twice|double|half|halves|pairs?|squared|cubed"
     r"|factorial|(?<!the )point|out(?! to)|mod|modulo|base|divided|step|question|problem|equation"
-    r"|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
+    r"|page|figure|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
     r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
     re.IGNORECASE,
 )
@@ -84,12 +86,13 @@ _REFUSED = re.compile(
     r"(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
     rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
     r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
-    r"|percentage|square|cube|minimum|maximum)\s+of(?: the)?$|%\s+of$|^of$|\binstead of$",
+    r"|percentage|square|cube|minimum|maximum)\s+of$|%\s+of$|^(?:of|in|for|with)$|\binstead of$"
+    r"|\b(?:the|first|last|next|other|these|those|all|both|another|each|every|its|their|our)$",
     re.IGNORECASE,
 )
 """A clause that says of the expression behind it that it is not the answer, or not alone.
 
-`the root of 5` is another number; `a total of 5` is 5.
+`the root of 5` is another number; `a total of 5` is 5. `the first 5` counts what is known already.
 """
 
 _REASON = re.compile(r",?\s+\(?(?:because|since)\b.*", re.IGNORECASE | re.DOTALL)
@@ -146,11 +149,11 @@ def final_answer(text: str) -> list[Prose]:
 
     Marks with only "and" or "or" between them are one list.
     """
-    text = re.sub(f"[{_FORMULAS}]", "?", _without_reasoning(text)).translate(_CHARACTERS)
+    text = re.sub(f"[{_FORMULAS}]", "?", _without_reasoning(_TURN_END.sub("", text)))
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
     text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
     marks = _marks(text)
-    prose = Prose.of(text[max((end for _, end, _ in marks), default=0) :])
+    prose = Prose.of(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
     if not marks:
         return prose.said() or [replace(prose, text=_sentences(prose.text)[-1])]
     start, _, content = marks.pop()

@@ -21,10 +21,10 @@ from areal_sc.run.agent_files import AgentFile
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import (
     AgentStatus,
-    End,
     Phase,
     Restart,
     RoleStatus,
+    RunEnd,
     RunStatus,
     Wait,
     WorkerStatus,
@@ -126,7 +126,7 @@ def test_of_a_process_that_lives(owner: subprocess.Popen[str], tmp_path: Path) -
     down.roles["rollout"].restart = Restart("rollout/0", "it died", NOW - 3)
     assert judge(folder, down).state is State.waiting
     ended = status_of(owner.pid)
-    ended.end = End(NOW, 5, "of a block that the script has borne")
+    ended.end = RunEnd(NOW, 5, "of a block that the script has borne")
     assert judge(folder, ended).state is State.healthy
 
 
@@ -165,7 +165,7 @@ def test_of_a_script_that_has_said_how_it_ended(
     exit_code: int, state: State, text: str, folder: RunFolder
 ) -> None:
     status = status_of(1)
-    status.end = End(NOW - 10, exit_code, "WorkerLost: rollout/0 is lost")
+    status.end = RunEnd(NOW - 10, exit_code, "WorkerLost: rollout/0 is lost")
     folder.snapshot_path(10).mkdir()
     found = judge(folder, status)
     assert found.state is state
@@ -176,7 +176,7 @@ def test_of_a_script_that_has_said_how_it_ended(
 
 def test_of_a_finished_run(folder: RunFolder) -> None:
     status = status_of(1)
-    status.end = End(NOW, 0)
+    status.end = RunEnd(NOW, 0)
     folder.summary_path.write_text('{"num_steps": 100}')
     finished = judge(folder, status)
     assert finished.state is State.finished

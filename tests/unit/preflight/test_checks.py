@@ -117,6 +117,19 @@ Load = Callable[..., GRPOConfig]
             "rollout.group_size: expected at least 2 with rollout.keep_groups=with_signal",
         ),
         (
+            "rollout.soft_length.limit_tokens=64",
+            "rollout.soft_length.margin_tokens: expected 1 to rollout.soft_length.limit_tokens=64",
+        ),
+        (
+            "rollout.soft_length.limit_tokens=64 rollout.soft_length.margin_tokens=65",
+            "rollout.soft_length.margin_tokens: expected 1 to rollout.soft_length.limit_tokens=64",
+        ),
+        (
+            "rollout.max_context_tokens=256 rollout.soft_length.limit_tokens=300 "
+            "rollout.soft_length.margin_tokens=44",
+            "rollout.soft_length.limit_tokens: expected less than 300 (no row is longer than",
+        ),
+        (
             "rollout.group_size=1 actor.ppo.advantage=batch",
             "rollout.group_size: expected at least 2 with actor.ppo.advantage_std=group",
         ),

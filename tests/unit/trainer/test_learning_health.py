@@ -212,11 +212,16 @@ def test_a_trainer_and_a_generator_that_disagree(
     for number in range(2 * NUM_STEPS):
         metrics = step(number, **learns(number / 40, rng))
         if number % 3 == 0:
-            metrics.train["mismatch"] = mismatch  # type: ignore[index]
+            worst = {"max": 9.0, "token": 151643.0}
+            worst |= {"sampler_logprob": -0.25, "trainer_logprob": -9.25}
+            found = {f"mismatch_{name}": value for name, value in worst.items()}
+            metrics.train.update(found, mismatch=mismatch)  # type: ignore[attr-defined]
         health.on_step(metrics)
     assert list(health.complaints) == (["disagreement"] if is_wrong else [])
     if is_wrong:
-        assert f"differ by {mismatch:g} nats" in health.complaints["disagreement"]
+        told = health.complaints["disagreement"]
+        assert f"differ by {mismatch:g} nats" in told
+        assert "token 151643: -0.25 to the sampler, -9.25 to the trainer" in told
 
 
 def test_a_resumed_run_knows_how_it_began() -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.rewards.base import Score
 from areal_sc.workers.trajectory_checks import Rejection, checked_episode
 from areal_sc.workflows.base import Trajectory
 
@@ -69,6 +71,24 @@ def test_without_a_limit_of_its_own_an_episode_has_that_of_a_row() -> None:
     limits = RolloutConfig(max_context_tokens=8)
     assert isinstance(checked_episode([row(4), row(4)], limits, {}, is_trained=True), list)
     assert isinstance(checked_episode([row(4), row(5)], limits, {}, is_trained=True), Rejection)
+
+
+def test_long_rows_pay_by_their_sampled_tokens() -> None:
+    soft = SoftLengthConfig(limit_tokens=6, margin_tokens=4, penalty=0.5)
+    limits = replace(LIMITS, soft_length=soft)
+    mask = [False, True, True, True, False, True, True]  # two turns, of five tokens
+    score = Score(1.0, {"right": 1.0})
+    twice = row(7, loss_mask=mask, reward=score, metrics={"n": 2.0})
+    given = [twice, twice, row(2)]
+    rows = checked_episode(given, limits, {}, is_trained=True)
+    assert isinstance(rows, list)
+    assert [one.reward for one in rows] == [0.625, 0.625, 1.0]
+    assert rows[0].metrics == {"n": 2.0, "reward/right": 1.0, "length_penalty": -0.375}
+    assert rows[2].metrics == {"length_penalty": 0.0}
+    free = checked_episode(given, limits, {}, is_trained=False)
+    assert isinstance(free, list)
+    assert [one.reward for one in free] == [1.0, 1.0, 1.0]
+    assert "length_penalty" not in free[0].metrics
 
 
 def test_a_greedy_row_is_for_evaluations() -> None:

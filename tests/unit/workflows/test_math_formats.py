@@ -257,6 +257,227 @@ C ⇒ The correct answer is C) 42.
 4.12310562561766 ⇒ $\sqrt{17}$
 55 ⇒ \boxed{\sum_{i=1}^{10} i}
 \text{(E)} ⇒ The answer is $\boxed{\textbf{(E) }42}$
+5 ⇒ \boxed{x+y=5}
+\begin{pmatrix}4 & 7\end{pmatrix} ⇒ \boxed{\left[\begin{array}{cc}4 & 7\end{array}\right]}
+20517 ⇒ \boxed{20 {, } 517}
+8 ⇒ So there are 8 ways. I hope it is correct. <|im_start|>user
+8 ⇒ So there are 8 ways.<|im_end|>
+5/9 ⇒ $x = 10/18 = 5/9 \approx 0.556$
+\{n | n > 7\} ⇒ \boxed{(7, \infty)}
+25 ⇒ Here is the result.⏎Answer: 25
+0 ⇒ Answer: \boxed{0}
+9 ⇒ \boxed{m+n = 9}
+9 ⇒ Thus $m+n = 9$.
+6 ⇒ \boxed{ab = 6}
+3,5,7 ⇒ \boxed{3,5,\text{ and }7}
+16 ⇒ so $n=480/30=\boxed{16}$⏎Final Answer: The final answer is $16$. I hope it is correct.
+24 ⇒ We have that $\det (\mathbf{A} \mathbf{B}) = (2)(12) = \boxed{24}.$
+1200 ⇒ #### 1,200
+-5 ⇒ #### -5
+\frac{1}{2} ⇒ \boxed{\frac{1}2}
+3\sqrt{2} ⇒ \boxed{3\sqrt2}
+1+2i ⇒ \boxed{1+2i}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} ⇒ \boxed{\begin{bmatrix} 1 \\ 2 \end{bmatrix}}
+(-\infty, 3) ⇒ \boxed{(-\infty, 3)}
+12 ⇒ \boxed{12 \text{ square units}}
+12 ⇒ \boxed{12\text{ cm}^{2}}
+12 ⇒ \boxed{12 \, \text{cm}^3}
+12 ⇒ \boxed{12~\mathrm{cm}}
+\text{True} ⇒ \boxed{\mathrm{True}}
+12 ⇒ \boxed{\mathbf{12}}
+12 ⇒ \boxed{\bf 12}
+12 ⇒ \boxed{\textbf{(B)}\ 12}
+\textbf{(B)} ⇒ \boxed{\textbf{(B)}\ 12}
+B ⇒ \boxed{\text{(B) } 12}
+25 ⇒ The answer: $25.
+25 ⇒ ### Final Answer: **25**
+25 ⇒ \[\boxed{25}\]<|endoftext|>
+25 ⇒ The answer is 25</s>
+25 ⇒ The final answer is $\boxed{25}$<|im_end|>
+25 ⇒ answer: 25
+25 ⇒ **Final answer**: \(25\)
+25 ⇒ Therefore, the total is: $$ 25 $$
+25 ⇒ So, the value is $\mathbf{25}$.
+25 ⇒ <answer> 25 </answer><|im_end|>
+1/4 ⇒ \boxed{\dfrac{1}{4}}
+\frac{3}{4} ⇒ \boxed{\frac{3}{4} = 0.75}
+\frac{2}{3} ⇒ \boxed{\frac{2}{3} \approx 0.667}
+2^{2024} ⇒ \boxed{2^{2024}}
+\binom{2024}{12} ⇒ \boxed{\binom{2024}{12}}
+2k+1 ⇒ \boxed{2k+1, k \in \mathbb{Z}}
+\frac{n(n-1)}{2} ⇒ \boxed{\binom{n}{2}}
+x^3 + 3x - 6 ⇒ \boxed{p(x) = x^3+3x-6}
+60^\circ ⇒ \boxed{60}
+8\pi ⇒ \boxed{8 \pi \text{ cm}^2}
+4210_{5} ⇒ \boxed{4210_5}
+\text{Saturday} ⇒ \boxed{Saturday}
+10\% ⇒ \boxed{10\%}
+5.5 ⇒ \boxed{5 \frac{1}{2}}
+11/2 ⇒ \boxed{5\tfrac{1}{2}}
+(2, -1) ⇒ \boxed{x=2, y=-1}
+x=2, y=-1 ⇒ \boxed{(2,-1)}
+(2, -1) ⇒ The point is $(x, y) = (2, -1)$.
+\frac{a+b}{2} ⇒ \boxed{\dfrac{a + b}{2}}
+f(x)=2x ⇒ \boxed{f(x) = 2x}
+2x ⇒ \boxed{f(x) = 2x}
+\sqrt[3]{2} ⇒ \boxed{2^{1/3}}
+\frac{1}{\sqrt{2}} ⇒ \boxed{\frac{\sqrt{2}}{2}}
+0.1\overline{6} ⇒ \boxed{\frac16}
+0.\overline{3} ⇒ \boxed{1/3}
+1\frac{4}{5} ⇒ \boxed{1.8}
+1e3 ⇒ \boxed{1000}
+x \in (-1, 2) ⇒ \boxed{-1 < x < 2}
+\{x | x > 2\} ⇒ \boxed{(2, \infty)}
+(2, \infty) ⇒ \boxed{\{x \mid x > 2\}}
+(2, \infty) ⇒ \boxed{x \in (2, \infty)}
+\text{no solution} ⇒ \boxed{\text{No solution}}
+\text{(-\infty, 3)} ⇒ \boxed{(-\infty,3)}
+3.0 ⇒ \boxed{3}
+100,000 ⇒ \boxed{10^5}
+3 : 5 ⇒ \boxed{3:5}
+\frac{3}{5} ⇒ \boxed{3/5}
+7.78 ⇒ It is $\frac{70}{9} \approx 7.78$.
+\frac{70}{9} ⇒ \boxed{\frac{70}{9} \approx 7.78}
+12 ⇒ \boxed{{\bf 12}}
+\frac{\pi}{4} + k\pi ⇒ \boxed{x = \frac{\pi}{4} + k\pi, k \in \mathbb{Z}}
+\frac{\pi}{4} + k\pi, k \in \mathbb{Z} ⇒ \boxed{\frac{\pi}{4} + k\pi}
+(-1, 2, 3) ⇒ \boxed{a = -1, b = 2, c = 3}
+(2, -1) ⇒ $y = -1$ and $x = 2$
+(2,\infty) ⇒ \boxed{\{x : x > 2\}}
+\left\{x \mid x > 2\right\} ⇒ \boxed{x > 2}
+42 ⇒ The answer is (E) 42.
+\text{(E) } 42 ⇒ \boxed{42}
+34 ⇒ Answer: $34$
+34 ⇒ Answer: \boxed{34}
+34 ⇒ **Answer**: 34
+34 ⇒ Answer: 34 apples
+34 ⇒ ####34
+34 ⇒ \boxed{34} \text{ cm}
+34 ⇒ Answer: x = 34
+34 ⇒ Final answer: 34 (thirty-four)
+34 ⇒ \[⏎\boxed{34}⏎\]⏎This completes the solution.
+34 ⇒ \boxed{34}⏎⏎**Verification:** 30 + 4 = 34, which matches.
+34 ⇒ \boxed{34}⏎⏎Note that 33 is not possible.
+34 ⇒ \boxed{\text{34}}
+34 ⇒ \boxed{\mathrm{34}}
+34 ⇒ \boxed{34.}
+34 ⇒ Hence we get $n=\boxed{34}$ as desired.
+34 ⇒ Thus \fbox{$34$}
+34 ⇒ \boxed{$34$}
+34 ⇒ \boxed{\(34\)}
+34 ⇒ Therefore, the sum of all possible values is 34.
+34 ⇒ There are 34 such numbers.
+34 ⇒ There are a total of 34.
+34 ⇒ Therefore, there are exactly 34 integers with this property.
+34 ⇒ Thus the answer is $8+26=34$.
+34 ⇒ Therefore, $m+n = 25+9 = \boxed{34}$.
+34 ⇒ $$\boxed{34}$$⏎⏎### Explanation⏎We used the identity $a^2 - b^2 = (a-b)(a+b)$.
+34 ⇒ The final answer is: 34⏎⏎Let me double check: 17 * 2 = 34. Yes.
+34 ⇒ x = 34⏎
+34 ⇒ <answer>x = 34</answer>
+34 ⇒ <answer>The answer is 34</answer>
+34 ⇒ <answer>\(34\)</answer>
+34 ⇒ <answer>$34</answer>
+34 ⇒ <think>It may be 12.</think>34
+34 ⇒ <think>It may be 12.</think>**Answer:** 34
+34 ⇒ <|begin_of_thought|>12?<|end_of_thought|><|begin_of_solution|>\boxed{34}<|end_of_solution|>
+34 ⇒ ```⏎34⏎```
+34 ⇒ Answer⏎34
+34 ⇒ $34$ is the answer.
+34 ⇒ 34 is the answer.
+34 ⇒ Thus, 34 is the final answer.
+34 ⇒ $n = 34$ works.
+34 ⇒ The number of such pairs is $\binom{4}{2}+28=34$.
+34 ⇒ The minimum value is 34.
+34 ⇒ The maximum possible area is 34 square units.
+34 ⇒ Therefore, Tina has 34 marbles left.
+34 ⇒ He needs 34 more minutes.
+34 ⇒ She paid $34 in total.
+34 ⇒ She paid a total of $34.00.
+34 ⇒ So Tom is 34 years old.
+34 ⇒ Total = 30 + 4 = 34
+34 ⇒ Total: 34 dollars
+34 ⇒ 30+4=34 dollars were spent.
+34 ⇒ The distance between them is 34 km.
+34 ⇒ It is 34 degrees.
+1/2 ⇒ \boxed{\frac{1}{2}}
+1/2 ⇒ \boxed{1/2}
+1/2 ⇒ \boxed{0.50}
+\frac{1}{2} ⇒ $P = \frac{3}{6} = \frac{1}{2}$
+\frac{1}{2} ⇒ \boxed{\frac{3}{6} = \frac{1}{2}}
+\sqrt{3} ⇒ \boxed{x = \sqrt{3}}
+x=\sqrt{3} ⇒ \boxed{\sqrt{3}}
+2\sqrt{3} ⇒ \boxed{2 \sqrt{3} \approx 3.46}
+2\sqrt{3} ⇒ \boxed{3.464101615}
+(-\infty,0)\cup(0,\infty) ⇒ \boxed{x \neq 0}
+(-\infty,0)\cup(0,\infty) ⇒ \boxed{\mathbb{R} \setminus \{0\}}
+(1,3) ⇒ \boxed{x \in (1, 3)}
+(1,3) ⇒ \boxed{1<x<3}
+x>2 ⇒ \boxed{(2,+\infty)}
+\{1,3\} ⇒ \boxed{x=1 \text{ or } x=3}
+1,3 ⇒ \boxed{x_1=1, x_2=3}
+1,3 ⇒ The solutions are $x = 1$ and $x = 3$.
+1,3 ⇒ \boxed{1} and \boxed{3}
+1,3 ⇒ \boxed{1 \text{ and } 3}
+1,3 ⇒ \boxed{\{1,3\}}
+(1,3) ⇒ \boxed{(x,y)=(1,3)}
+(1,3) ⇒ \boxed{\langle 1, 3 \rangle}
+(1,3) ⇒ \boxed{\left(1,3\right)}
+(1,2),(3,4) ⇒ \boxed{(1,2), (3,4)}
+(1,2),(3,4) ⇒ \boxed{(3,4),(1,2)}
+(1,2),(3,4) ⇒ \boxed{\{(1,2),(3,4)\}}
+x^2-5x+6 ⇒ \boxed{(x-2)(x-3)}
+(x-2)(x-3) ⇒ \boxed{x^2 - 5x + 6}
+f(x)=x+1 ⇒ \boxed{f(x) = x + 1}
+f(x)=x+1 ⇒ \boxed{x+1}
+y=2x+1 ⇒ \boxed{y = 2x + 1}
+\frac{x}{2} ⇒ \boxed{0.5x}
+3x^2 ⇒ \boxed{3 \cdot x^2}
+\ln 2 ⇒ \boxed{\ln(2)}
+\log_2 3 ⇒ \boxed{\log_{2}{3}}
+e^{-1} ⇒ \boxed{\frac{1}{e}}
+\frac{\pi^2}{6} ⇒ \boxed{\pi^2/6}
+5\pi ⇒ \boxed{5\pi \text{ square inches}}
+n! ⇒ \boxed{n!}
+2^n - 1 ⇒ \boxed{2^{n}-1}
+\frac{n(n+1)}{2} ⇒ \boxed{\frac{n^2+n}{2}}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} ⇒ \boxed{\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} ⇒ \boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}
+i ⇒ \boxed{i}
+3-4i ⇒ \boxed{-4i+3}
+\text{A} ⇒ \boxed{A}
+A ⇒ The correct choice is **A**.
+A ⇒ Answer: (A) 12
+\text{Alice} ⇒ \boxed{Alice}
+\text{yes} ⇒ \boxed{\text{Yes}}
+\text{increasing} ⇒ \boxed{\text{increasing}}
+1,000,000 ⇒ \boxed{1{,}000{,}000}
+1000000 ⇒ \boxed{10^6}
+12.5\% ⇒ \boxed{12.5\%}
+12.5 ⇒ \boxed{12.5\%}
+\$32,\!348 ⇒ \boxed{32348}
+6:30 ⇒ \boxed{6:30}
+6:30 p.m. ⇒ \boxed{6:30 \text{ p.m.}}
+105^\circ ⇒ \boxed{105^{\circ}}
+105^\circ ⇒ \boxed{105}
+\angle ABC ⇒ \boxed{\angle ABC}
+10 \text{ or } 12 ⇒ \boxed{10 \text{ or } 12}
+10, 12 ⇒ \boxed{10 \text{ or } 12}
+-\frac{1}{2} ⇒ \boxed{\frac{-1}{2}}
+-\frac{1}{2} ⇒ \boxed{-0.5}
+\frac{2}{\sqrt{3}} ⇒ \boxed{\frac{2\sqrt{3}}{3}}
+0 ⇒ \boxed{0}
+\dfrac{7}{2} ⇒ \boxed{3\dfrac{1}{2}}
+11\frac{1}{2} ⇒ \boxed{\frac{23}{2}}
+\frac{3}{4} \text{ cup} ⇒ \boxed{\frac{3}{4}}
+2.50 ⇒ \boxed{\$2.50}
+\lfloor x \rfloor ⇒ \boxed{\lfloor x \rfloor}
+x \equiv 3 \pmod{7} ⇒ \boxed{x \equiv 3 \pmod{7}}
+\frac{4}{9}, \frac{5}{9} ⇒ \boxed{\frac{4}{9} \text{ and } \frac{5}{9}}
+k > \frac{1}{4} ⇒ \boxed{k > 0.25}
+m \le -3 ⇒ \boxed{m \leq -3}
+a = 2, b = 3 ⇒ \boxed{a=2, b=3}
+a = 2, b = 3 ⇒ \boxed{(a, b) = (2, 3)}
 """
 WRONG = r"""
 a + b ⇒ \boxed{b}
@@ -358,7 +579,6 @@ x ⇒ \boxed{\text{answer}}
 5 ⇒ \boxed{5^\circ F + 3}
 x ⇒ \boxed{x + 0.001}
 2x+3 ⇒ \boxed{y = 2x+4}
-5 ⇒ \boxed{x+y=5}
 5 ⇒ \boxed{x \le 5}
 5 ⇒ x = 5 or x = 6, so \boxed{x = 5 \text{ or } x = 6}
 5 ⇒ The answer might be 5. Or perhaps the answer is 6.
@@ -529,6 +749,123 @@ A ⇒ A number.
 34 ⇒ It is 34 too many.
 34 ⇒ \boxed{35} \\ \boxed{34}
 5 ⇒ up to, but not including, 5
+12 ⇒ For 12 days it rained.
+34 ⇒ Answer: 43
+34 ⇒ \boxed{34} or \boxed{43}
+34 ⇒ \boxed{34}. Actually, \boxed{43}.
+34 ⇒ 34 students remain out of 50, so the answer is 16.
+34 ⇒ There are 34 girls and 12 boys.
+34 ⇒ If there are 34 girls, then there are 12 boys.
+34 ⇒ He has 34 of 50 points.
+34 ⇒ 3 and 4
+34 ⇒ \boxed{3}\boxed{4}
+34 ⇒ \boxed{3,4}
+34 ⇒ $x = 34y$
+34 ⇒ \boxed{34x}
+34 ⇒ \boxed{34 \text{ or more}}
+34 ⇒ The answer is between 30 and 34.
+34 ⇒ The answer is greater than 34.
+34 ⇒ The answer is not 34
+34 ⇒ Its 34 sides are equal.
+34 ⇒ Every 34 days it comes again.
+34 ⇒ In 34 days it comes again.
+34 ⇒ After 34 days it ends.
+34 ⇒ Let n = 34.
+34 ⇒ 34?
+34 ⇒ Could it be 34?
+34 ⇒ 34 is too big.
+34 ⇒ \boxed{?34}
+34 ⇒ \boxed{34 \pm 1}
+34 ⇒ \boxed{\frac{34}{1000}}
+34 ⇒ \boxed{n \le 34}
+34 ⇒ \boxed{34,000}
+34 ⇒ \boxed{3.4}
+34 ⇒ \boxed{34^{\circ} + x}
+1/2 ⇒ \boxed{\frac{1}{2} \text{ or } \frac{1}{3}}
+(1,3) ⇒ \boxed{[1,3]}
+(1,3) ⇒ \boxed{1,3}
+1,3 ⇒ \boxed{3}
+\{1,3\} ⇒ \boxed{\{1\}}
+x>2 ⇒ \boxed{x \ge 2}
+x^2-5x+6 ⇒ \boxed{(x+2)(x-3)}
+f(x)=x+1 ⇒ \boxed{f(x)=x-1}
+A ⇒ The answer is B.
+A ⇒ \boxed{AB}
+A ⇒ A or B
+\text{Alice} ⇒ \boxed{Alice or Bob}
+\text{yes} ⇒ \boxed{\text{No}}
+\text{yes} ⇒ yes and no
+3-4i ⇒ \boxed{3+4i}
+6:30 ⇒ \boxed{6:03}
+105^\circ ⇒ \boxed{75}
+a = 2, b = 3 ⇒ \boxed{a=3, b=2}
+10 \text{ or } 12 ⇒ \boxed{10}
+12 ⇒ The first 12 digits.
+12 ⇒ The last 12 digits of it.
+12 ⇒ We look at the other 12 students.
+12 ⇒ All 12 of them.
+12 ⇒ These 12 cases remain.
+12 ⇒ Each of the 12 boys has one.
+m+n ⇒ \boxed{m+n = 9}
+m ⇒ \boxed{m+n = 9}
+m+n=9 ⇒ \boxed{9}
+n ⇒ \boxed{m+n = 9}
+5 ⇒ \boxed{5 \approx 6}
+6 ⇒ \boxed{5 \approx 6}
+7.8 ⇒ \boxed{\frac{70}{9} \approx 7.78}
+7.6 ⇒ \boxed{\frac{70}{9} \approx 7.6}
+(2,-1) ⇒ \boxed{x = 2, y = 1}
+(2,-1) ⇒ \boxed{x = -1, x = 2}
+42 ⇒ The answer is (E) 24.
+E ⇒ The answer is (D) 42.
+k ⇒ \boxed{2k+1, k \in \mathbb{Z}}
+x \in \mathbb{Z} ⇒ \boxed{x \in \mathbb{R}}
+12 ⇒ Figure 12.
+12 ⇒ It is 13. <|im_end|> 12
+12 ⇒ <|im_end|>12
+9 ⇒ \boxed{m+n = 9m}
+9 ⇒ \boxed{9 = m+n+1}
+9 ⇒ \boxed{m+n = 8}
+9 ⇒ \boxed{m+n > 9}
+9 ⇒ \boxed{m + n = 9 \text{ or } m + n = 10}
+9 ⇒ \boxed{2m = 9}
+9 ⇒ \boxed{x^2 = 9}
+25 ⇒ Answer: 25, but this is not certain
+25 ⇒ Answer: 2⏎5
+25 ⇒ <answer>24</answer> The answer was 25.
+25 ⇒ <think>25</think><answer>24</answer>
+25 ⇒ \boxed{25}, no, \boxed{24}
+25 ⇒ #### 25 or 24
+25 ⇒ See page 25.
+25 ⇒ In step 25.
+25 ⇒ Equation 25 shows this.
+1/4 ⇒ The probability is $\frac14$ or $\frac12$.
+1/4 ⇒ \boxed{\frac14 \approx 0.3 \text{ or } 0.5}
+\frac{3}{4} ⇒ \boxed{\frac{3}{4} = 0.7}
+(2,-1) ⇒ \boxed{x=-1, y=2}
+\{x | x > 2\} ⇒ \boxed{[2, \infty)}
+2k+1 ⇒ \boxed{2k}
+B ⇒ \boxed{\text{(C) } 12}
+5.5 ⇒ \boxed{5 \cdot \frac{1}{2}}
+3:5 ⇒ \boxed{3/4}
+x^3 ⇒ \boxed{p(x) = x^2}
+60^\circ ⇒ \boxed{\frac{\pi}{6}}
+8\pi ⇒ \boxed{8}
+8 ⇒ \boxed{8\pi}
+0.1\overline{6} ⇒ \boxed{0.16}
+\sqrt{3} ⇒ \sqrt{3}i
+a+b ⇒ \boxed{a-b}
+abc ⇒ \boxed{ab}
+6 ⇒ \boxed{6x}
+6 ⇒ \boxed{6 \text{ or more}}
+6 ⇒ \boxed{\le 6}
+6 ⇒ \boxed{\text{about half of } 6}
+6 ⇒ \boxed{1, 2, 3, 4, 5, 6}
+6 ⇒ 1, 2, 3, 4, 5, 6
+6 ⇒ Page 6 of 10.
+no ⇒ \boxed{\text{yes}}
+\text{Saturday} ⇒ \boxed{Sunday}
+\text{Evelyn} ⇒ \boxed{\text{Carla}}
 """
 
 HOSTILE = [

@@ -83,7 +83,7 @@ def test_an_episode_is_played_by_its_task_and_has_its_curve(num_rows: int) -> No
     assert len(rows) == num_rows
     for row in rows:
         assert row.reward == 0.25
-        assert row.metrics == {"n": 2.0, "reward/a": 0.25}
+        assert row.metrics == {"n": 2.0, "reward/a": 0.25, "share/a": 1.0, "share/b": 0.0}
 
 
 def test_an_episode_may_be_rejected() -> None:

@@ -53,6 +53,24 @@ def test_a_second_model_is_trained_by_any_loss_and_comes_back_after_a_death() ->
     run_virtual(scenario())
 
 
+def test_a_loss_whose_metrics_depend_on_the_rank_is_refused_before_it_trains() -> None:
+    async def scenario() -> None:
+        async with TrainingRun(SETTINGS).started() as run:
+            (critic,) = run.others
+            worker = run.cluster.workers["ref/1"]
+
+            async def others(_: object) -> tuple[str, ...]:
+                return ("of_rank_1",)
+
+            worker.served[TRY_LOSS.name] = TRY_LOSS.served_by(others)
+            batch = await run.rollout.prepare_batch_async(run.prompts, run.workflow)
+            with pytest.raises(ConfigError, match="of_rank_1 on rank 1"):
+                await critic.update_async(batch, "cross_entropy")
+            assert critic.version == 0
+
+    run_virtual(scenario())
+
+
 def test_an_update_that_was_given_up_is_joined_by_the_same_one_alone() -> None:
     async def scenario() -> None:
         async with TrainingRun(SETTINGS).started() as run:

@@ -377,7 +377,14 @@ def test_trainer_and_sampler_are_compared_on_tokens_of_the_same_weights(
     is_compared &= advantages != 0
     gaps = (engine.forward(rows, "logprobs") - fields["behavior_logprobs"]).abs()
     expected = float(gaps[is_compared].mean())
+    worst = gaps.masked_fill(~is_compared, 0).argmax()
     stats = ppo_update(engine, [given, given], step=5)
+    assert stats["mismatch_token"] == rows.fields["input_ids"][worst]
+    of_worst = {"max": gaps, "sampler_logprob": fields["behavior_logprobs"]}
+    for name, values in of_worst.items():
+        assert stats[f"mismatch_{name}"] == pytest.approx(float(values[worst]), rel=1e-4)
+    found = stats["mismatch_sampler_logprob"] - stats["mismatch_trainer_logprob"]
+    assert abs(found) == pytest.approx(stats["mismatch_max"], rel=1e-4)
     assert stats["mismatch"] == pytest.approx(expected, rel=1e-4)
     assert "num_compared_tokens" not in stats
     assert "mismatch" not in ppo_update(engine, [given], step=6)

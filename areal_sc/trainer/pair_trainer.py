@@ -1,0 +1,67 @@
+"""What trainers of pairs share: the pairs, and what held-out ones say of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from areal_sc.demonstrations.rows import Item, encode_pairs
+from areal_sc.errors import ConfigError
+from areal_sc.trainer.row_trainer import RowTrainer
+
+
+class PairTrainer(RowTrainer):
+    """Base of the trainers of pairs of answers, of which one is preferred."""
+
+    def _encode_pairs(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        held_out: Iterable[Mapping[str, Any]] | None,
+        *,
+        use_chat_template: bool,
+        num_added: int = 0,
+    ) -> tuple[list[Item], list[Item]]:
+        """The pairs to train on, and those that are held out.
+
+        Args:
+            num_added: tokens that each pair gets beyond its own.
+        Raises: WorkflowError: a row is no pair.
+        """
+        with self.display.phase("datasets"):
+            encoder = self._encoder(use_chat_template=use_chat_template)
+            limit = self.config.actor.max_tokens_per_micro_batch - num_added
+            training = encode_pairs(rows, encoder, limit)
+            self._tell_left_out(training, "training")
+            if held_out is None:
+                return training.items, []
+            held = encode_pairs(held_out, encoder, limit)
+            self._tell_left_out(held, "held-out")
+        return training.items, held.items
+
+
+def check_label_smoothing(label_smoothing: float) -> None:
+    """Raises: ConfigError: it is no share of labels that may be wrong."""
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"expected label_smoothing from 0 to below 0.5, got {label_smoothing!r}")
+
+
+def pair_metrics(margins: Sequence[float], label_smoothing: float = 0.0) -> dict[str, float]:
+    """The loss of pairs, the share that is ordered right, and the mean margin.
+
+    Args:
+        margins: as in `algorithms.pairs`: above 0 where the chosen answer is preferred.
+    """
+    s, count = label_smoothing, len(margins)
+    losses = [(1 - s) * _softplus(-margin) + s * _softplus(margin) for margin in margins]
+    return {
+        "loss": math.fsum(losses) / count,
+        "accuracy": sum(margin > 0 for margin in margins) / count,
+        "margin": math.fsum(margins) / count,
+        "num_rows": count,
+    }
+
+
+def _softplus(x: float) -> float:
+    """log(1 + e^x), also where e^x is infinite."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

@@ -1,0 +1,158 @@
+"""The recipes on small files of the shape of their sets, as far as a machine without a GPU goes."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.run_process import REPOSITORY
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from areal_sc.errors import ArealError
+
+GSM8K = [
+    {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=<<3+4=7>>7 pens.\n#### 7"},
+    {"question": "A car costs $1,200. Two?", "answer": "It is 2*1200=2400.\n#### 2,400"},
+]
+ARC = [
+    {
+        "id": "a",
+        "question": "Which is a gas?",
+        "choices": {"text": ["iron", "steam", "ice", "sand"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "B",
+    },
+    {
+        "id": "b",
+        "question": "What is hot?",
+        "choices": {"text": ["ice", "snow", "fire"], "label": ["1", "2", "3"]},
+        "answerKey": "3",
+    },
+]
+DEEPSCALER = [
+    {"problem": "Solve $x^2 = 4$.", "answer": "\\pm 2", "solution": "..."},
+    {"problem": "What is $\\frac12 + \\frac14$?", "answer": "\\frac{3}{4}", "solution": "..."},
+    {"problem": "Draw it.", "answer": "see figure 5? (left)", "solution": ""},
+    {"problem": "How many?", "answer": "12", "solution": ""},
+]
+ON_A_CPU = (
+    *("actor.device=cpu", "rollout.device=cpu", "rollout.engine=local", "actor.dtype=float32"),
+    *("actor.random_init=true", "actor.parallel.data=1", "rollout.num_workers=1"),
+    *("rollout.train_batch_groups=4", "rollout.group_size=2", "rollout.max_running_sequences=4"),
+    *("rollout.max_concurrent_groups=4", "rollout.max_context_tokens=1024"),
+    *("generation.max_new_tokens=256", "actor.max_tokens_per_micro_batch=1024"),
+)
+SIZES = {
+    "gsm8k": ("qwen2", 896, 4864, 14, 24, 2, 151936, 32768, True),
+    "gsm8k_arc": ("qwen2", 896, 4864, 14, 24, 2, 151936, 32768, True),
+    "deepscaler": ("qwen2", 1536, 8960, 12, 28, 2, 151936, 131072, False),
+}
+"""What `config.json` of each recipe's model says, by the names of `KEYS`."""
+KEYS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "vocab_size", "max_position_embeddings"),
+    "tie_word_embeddings",
+)
+MACHINES = {"gsm8k": (1, 24), "gsm8k_arc": (1, 24), "deepscaler": (8, 80)}
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """A model without weights, whose tokenizer knows printable ASCII and has a chat template."""
+    characters = ["<pad>", "<end>", *string.printable]
+    vocabulary = {character: number for number, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}answer:"
+    )
+    folder = tmp_path / "model"
+    fast.save_pretrained(folder)
+    values = ("qwen2", 32, 64, 4, 2, 2, len(characters), 2048, True)
+    config = dict(zip(KEYS, values, strict=True)) | {"eos_token_id": 1, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def dry_run(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, *settings: str) -> str:
+    """What the command of docs/recipes.md shows, with these settings."""
+    config = REPOSITORY / "configs" / f"{name}.yaml"
+    arguments = ["--config", str(config), f"run_dir={tmp_path / 'run'}", *settings, "--dry-run"]
+    with pytest.raises(SystemExit) as ended:
+        import_module(name).main(arguments)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_arc", "deepscaler"])
+def test_its_rows_are_prompts_that_the_reward_understands(
+    name: str, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / "maths" / f"{split}.jsonl", GSM8K)
+        write(tmp_path / "arc" / f"{split}.jsonl", ARC)
+    write(tmp_path / "deepscaler.jsonl", DEEPSCALER)
+    settings = {
+        "gsm8k": [f"task.dataset={tmp_path / 'maths'}"],
+        "gsm8k_arc": [
+            f"task.dataset={tmp_path / 'maths'}",
+            f"task.choice_dataset={tmp_path / 'arc'}",
+        ],
+        "deepscaler": [f"task.dataset={tmp_path / 'deepscaler.jsonl'}", "task.num_held_out=1"],
+    }[name]
+    shown = dry_run(name, capsys, tmp_path, f"actor.path={chat_model}", *ON_A_CPU, *settings)
+    assert re.search(r"^reward of the answer .* to it: 1$", shown, re.M | re.S), shown
+    assert "answer:" in shown, "the prompt, in the model's chat format"
+    assert {"gsm8k": "2 rows", "gsm8k_arc": "a stream", "deepscaler": "2 rows"}[name] in shown
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_arc", "deepscaler"])
+def test_its_model_fits_the_machine_that_it_is_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(zip(KEYS, SIZES[name], strict=True))))
+    gpus, memory = MACHINES[name]
+    machine = ("--gpus", str(gpus), "--gpu-memory", str(memory), "--host-memory", "1000")
+    shown = dry_run(name, capsys, tmp_path, f"actor.path={tmp_path}", *machine)
+    needed = re.findall(rf"^cuda:\d: needs about ([\d.]+) GiB of {memory}\.0 GiB$", shown, re.M)
+    assert len(needed) == gpus
+    assert all(float(each) < 0.95 * memory for each in needed), "room for CUDA itself"
+
+
+def test_choices_have_letters_whatever_the_set_calls_them() -> None:
+    arc = import_module("gsm8k_arc")
+    row = arc.choice_row(ARC[1])
+    assert row["answer"] == "C"
+    assert row["prompt"][1]["content"] == "What is hot?\n(A) ice\n(B) snow\n(C) fire"
+    assert row["prompt"][0]["role"] == "system"
+
+
+def test_unreadable_answers_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "rows.jsonl", DEEPSCALER)
+    with caplog.at_level("INFO"):
+        rows = import_module("deepscaler").load_deepscaler(str(tmp_path / "rows.jsonl"))
+    assert [row["answer"] for row in rows] == ["\\pm 2", "\\frac{3}{4}", "12"]
+    assert "rows=3 left_out=1" in caplog.text
+
+
+def test_a_weight_of_zero_is_refused_before_the_start(tmp_path: Path) -> None:
+    config = ["--config", str(REPOSITORY / "configs" / "gsm8k_arc.yaml")]
+    with pytest.raises(ArealError, match=r"task\.choice_weight: expected a number above 0, got 0"):
+        import_module("gsm8k_arc").main(
+            [*config, *ON_A_CPU, f"run_dir={tmp_path}", "actor.path=/none", "task.choice_weight=0"]
+        )
