@@ -24,6 +24,7 @@ ArealError                    exit code 1
 |  |- EngineFailed                          its engine failed
 |  `- CrashLoop               exit code 10  it dies again and again, and was given up
 |     `- NodeLost                           the agent of its node cannot be started again
+|- SandboxError               exit code 5   a program could not be run apart; says nothing of it
 |- StepLost                   exit code 5   a training step cannot be ended as it was begun
 |  |- BatchLost                             rows of its batch are gone: it begins anew
 |  `- StepsLost                             nor can steps before it be repeated: the run goes back
@@ -246,6 +247,13 @@ class CrashLoop(WorkerError):
 
 class NodeLost(CrashLoop):
     """The agent of a node cannot be started again, so no worker can be."""
+
+
+class SandboxError(ArealError):
+    """A program could not be run in a sandbox, which says nothing about the program."""
+
+    exit_code = 5
+    title = "A sandbox cannot be had"
 
 
 class StepLost(ArealError):

@@ -21,6 +21,7 @@ from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
+from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.server_settings import SGLangConfig, VLLMConfig
 from areal_sc.config.sharing import Section, join_sections
@@ -303,6 +304,7 @@ class RolloutConfig(Section):
     step_timeout_s: float = setting(300.0, "limit of one step of the local engine", gt=0)
     reward_timeout_s: float = setting(30.0, "limit of one reward", gt=0)
     num_reward_processes: int = setting(1, "processes a worker that compute rewards", ge=1)
+    sandbox: SandboxConfig = setting(SandboxConfig)
     on_weight_update: OnWeightUpdate = setting(OnWeightUpdate.interrupt)
     max_unavailable: int = setting(0, "servers that an update stops at one time; 0: all", ge=0)
     max_rejection_rate: float = setting(

@@ -30,11 +30,13 @@ from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
 from areal_sc.sizing.machine import resolved_device, this_machine
 from areal_sc.sizing.model_folder import ModelShape, read_model_shape
 from areal_sc.sizing.worker_plan import RunPlan
 from areal_sc.sources.prompts import Prompts
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.sandbox.opening import describe_sandbox
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.trajectory_checks import checked_episode
@@ -208,12 +210,16 @@ class TaskLook:
         self, source: RolloutSource, make_readable: MakeReadable, rewards: ForkServer, model: Path
     ) -> None:
         reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
+        run_code = CodeRunner(self._config.sandbox)
         pool = RewardPool(
             rewards,
             num_processes=1,
             timeout_s=limit_s,
             log_path=self._run_dir / "reward.log",
             sources=reader.folder,
+            run_code=run_code,
+            isolation=self._config.sandbox.isolation,
+            hides=(self._run_dir,),
         )
         try:
             if self._tokenizer is None:
@@ -232,7 +238,11 @@ class TaskLook:
         finally:
             await pool.close()
             await rewards.close()
+            await run_code.close()
         found.tell(source.num_prompts, self._config.max_rejection_rate)
+        if pool.isolation is not None:
+            tell(f"rewards of your own are kept apart by {pool.isolation or 'nothing'}")
+        tell(f"code of a model is kept apart by {await describe_sandbox(self._config.sandbox)}")
 
     async def _look_at_row(
         self, workflow: Workflow, prompts: Prompts, index: int, pool: RewardPool, found: _Found

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias, TypeVar
+from typing import Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+
+from areal_sc.system.sandbox.program import Ended, Limits, Program
 
 RewardFunction = Callable[..., float | Awaitable[float]]
-"""reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async."""
+"""reward(prompt: dict, completion: str) -> float; sync (run in a killable process) or async.
+
+An async one with a parameter `run_code` gets a `RunCode`, and may return a `Score` with parts.
+"""
 
 Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
 """One function; or several by name, each alone (weight 1) or with its weight.
@@ -18,28 +23,75 @@ Reward: TypeAlias = RewardFunction | Mapping[str, RewardFunction | tuple[RewardF
 PART_PREFIX = "reward/"
 """Before the name of one of several reward functions, among the metrics of a workflow."""
 
+RUN_CODE: Final = "run_code"
+"""Name of the parameter by which an async reward asks for the worker's sandbox."""
+
 DECLARATION = "areal_sc_declaration"
 """Attribute of a reward function that holds its `RewardDeclaration`."""
 
 _Reward = TypeVar("_Reward", bound=RewardFunction)
 
 
+class RunCode(Protocol):
+    """Runs code in the sandbox of the worker."""
+
+    async def __call__(
+        self, code: str | Program, stdin: str = "", limits: Limits | None = None
+    ) -> Ended:
+        """Runs Python text, or a program of any language, to its end.
+
+        Time limits of rewards do not count while it runs, or waits for a free place.
+
+        Args:
+            stdin: of Python text; a program has its own.
+            limits: None: those of `Limits`.
+        Raises: SandboxError: it could not be run, again and again; says nothing about the code.
+        """
+        ...
+
+
+class Narrowing(NamedTuple):
+    """What a reward process gives up for its rewards, as `RewardDeclaration` says."""
+
+    network: bool = True
+    read: tuple[str, ...] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardDeclaration:
     """What a sync reward says about itself; a decorator, by the name of `declare_reward`.
 
-    Without one, passing `rollout.reward_timeout_s` rejects the episode.
+    Without `late_after_s`, passing `rollout.reward_timeout_s` rejects the episode.
 
     Attributes:
         late_reward: what it means by taking long: no failure, but this number.
         late_after_s: CPU seconds of one call after which it is given. The process is killed.
         prepare: called once in each reward process, before its calls; its time is not limited by
             `rollout.reward_timeout_s`. For slow imports.
+        network: False: its process can open no connection.
+        read: files and folders that its process can read, beside Python, its modules and the
+            system's; then it can write nowhere. None: it reads and writes what the worker may, but
+            for the run's own.
+    Raises: ValueError: one of `late_reward` and `late_after_s` is given alone.
     """
 
-    late_reward: float
-    late_after_s: float
-    prepare: Callable[[], None]
+    late_reward: float | None = None
+    late_after_s: float | None = None
+    prepare: Callable[[], None] | None = None
+    network: bool = True
+    read: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.late_reward is None) != (self.late_after_s is None):
+            raise ValueError(
+                f"late_reward={self.late_reward}, late_after_s={self.late_after_s}: expected both "
+                "or neither"
+            )
+
+    @property
+    def narrowing(self) -> Narrowing:
+        """What its process gives up."""
+        return Narrowing(self.network, None if self.read is None else tuple(self.read))
 
     def __call__(self, reward: _Reward) -> _Reward:
         setattr(reward, DECLARATION, self)
@@ -53,7 +105,8 @@ class Score(float):
     """A reward that knows what it is made of; a float like any other.
 
     Attributes:
-        parts: by name, what each of several functions gave, before its weight; empty for one alone.
+        parts: by name, what each of several functions gave, before its weight, or what one has
+            measured; empty for one that gave a number alone.
     """
 
     parts: Mapping[str, float]

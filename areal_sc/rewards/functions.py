@@ -6,12 +6,22 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from areal_sc.rewards.base import RUN_CODE
+
 
 def is_async(reward: Any) -> bool:
     """Whether it runs on the event loop."""
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
         getattr(type(reward), "__call__", None)  # noqa: B004  # the method, not callable()
     )
+
+
+def runs_code(reward: Any) -> bool:
+    """Whether it has a parameter for the worker's sandbox."""
+    try:
+        return RUN_CODE in inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # of a builtin, which does not tell
+        return False
 
 
 def name_of(reward: Any, part: str = "") -> str:

@@ -23,22 +23,29 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from areal_sc.errors import RewardError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.log import tell_warning
 from areal_sc.rejection import RejectionKind
-from areal_sc.rewards.base import DECLARATION, RewardDeclaration, RewardFunction
+from areal_sc.rewards.base import (
+    DECLARATION,
+    Narrowing,
+    RewardDeclaration,
+    RewardFunction,
+    RunCode,
+    Score,
+)
 from areal_sc.rewards.functions import is_async, name_of, place_of_definition
-from areal_sc.rewards.process import failure_of, finite_reward, make_unpacker, pack
+from areal_sc.rewards.on_loop import score_on_loop, took_too_long
+from areal_sc.rewards.process import make_unpacker, pack
 from areal_sc.sources.reference import written_reference
-from areal_sc.sources.values import UnfitValue, from_wire, to_wire
+from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import num_killed_for_memory
-from areal_sc.user_code import Raised, await_user_code, last_frames, place_of
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +91,14 @@ class _Process:
 
     Attributes:
         loaded: keys of the rewards that it has imported.
+        pid: of the process that computes, which the child may only wait for.
         killed_before: processes of the machine killed for lack of memory before it was started.
     """
 
     def __init__(self, child: Child) -> None:
         self.killed_before = num_killed_for_memory()
         self.child = child
+        self.pid = child.pid
         self.loaded: set[int] = set()
         self._unpacker = make_unpacker()
 
@@ -113,7 +122,7 @@ class _Process:
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it is gone."""
         try:
-            stat = Path(f"/proc/{self.child.pid}/stat").read_text()
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             return 0.0
         ticks = map(int, stat.rpartition(")")[2].split()[11:13])
@@ -127,6 +136,16 @@ class _Process:
             log.error("reward_process pid=%d did not die of SIGKILL", self.child.pid)
 
 
+@dataclass(eq=False)
+class _Lanes:
+    """Calls of rewards that give up the same, and the tasks that run them, a process each."""
+
+    narrowing: Narrowing
+    waiting: asyncio.Queue[_RewardCall | None] = field(default_factory=asyncio.Queue)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    num_idle: int = 0
+
+
 class RewardPool:
     """Scores completions with the user's functions.
 
@@ -136,6 +155,12 @@ class RewardPool:
         timeout_s: limit of one call, from the moment it begins to execute; of async rewards too.
         log_path: file that the reward processes' own output is appended to.
         sources: that folder of the run.
+        run_code: what async rewards get that ask for it.
+        isolation: `rollout.sandbox.isolation`: how reward processes are kept apart.
+        hides: folders that they cannot reach, `sources` aside.
+
+    Attributes:
+        isolation: what keeps the processes apart, "": nothing does; None: there was none yet.
     """
 
     def __init__(
@@ -146,6 +171,9 @@ class RewardPool:
         timeout_s: float,
         log_path: Path | str,
         sources: Path,
+        run_code: RunCode,
+        isolation: str = "none",
+        hides: Sequence[Path | str] = (),
     ) -> None:
         if num_processes < 1 or timeout_s <= 0:
             raise ValueError(
@@ -156,13 +184,19 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._log_path = log_path
         self._sources = sources
+        self.run_code = run_code
+        self._spec: dict[str, Any] = {
+            "sources": str(sources),
+            "isolation": isolation,
+            "hides": [str(path) for path in hides],
+            "is_tried": False,
+        }
+        self.isolation: str | None = None
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
-        self._waiting: asyncio.Queue[_RewardCall | None] = asyncio.Queue()
         self._calls: set[_RewardCall] = set()  # without a verdict
-        self._lanes: list[asyncio.Task[None]] = []
-        self._num_idle = 0
+        self._lanes: dict[Narrowing, _Lanes] = {}
         self._processes: set[_Process] = set()
         self._broken: Exception | None = None
 
@@ -174,8 +208,8 @@ class RewardPool:
         *,
         name: str = "",
         **extra: Any,
-    ) -> float:
-        """The reward's finite number.
+    ) -> Score:
+        """The reward's finite number; with parts, if it is async and has given them.
 
         Args: name: as messages call it; empty: that of the function.
         Raises:
@@ -191,7 +225,9 @@ class RewardPool:
         except UnfitValue as error:
             raise WorkflowError(error.located(f"reward {name}: argument ")) from None
         if is_async(reward):
-            return await self._score_on_loop(reward, name, arguments)
+            return await score_on_loop(
+                reward, name, arguments, limit_s=self._timeout_s, run_code=self.run_code
+            )
         if self._broken is not None:
             raise self._broken
         key = self._key_of(reward)
@@ -200,32 +236,34 @@ class RewardPool:
         declaration = getattr(reward, DECLARATION, None)
         call = _RewardCall(key, name, place_of_definition(reward), request, declaration, verdict)
         self._calls.add(call)
-        self._waiting.put_nowait(call)
-        if self._waiting.qsize() > self._num_idle and len(self._lanes) < self._num_processes:
-            self._lanes.append(asyncio.create_task(self._run_calls()))
+        narrowing = declaration.narrowing if declaration else Narrowing()
+        lanes = self._lanes.setdefault(narrowing, _Lanes(narrowing))
+        lanes.waiting.put_nowait(call)
+        if lanes.waiting.qsize() > lanes.num_idle and len(lanes.tasks) < self._num_processes:
+            lanes.tasks.append(asyncio.create_task(self._run_calls(lanes)))
         try:
-            return await verdict
+            return Score(await verdict)
         finally:
             self._calls.discard(call)
 
     async def close(self) -> None:
         """Kills all processes; calls that still run end with WorkerLost. Bounded."""
         self._give_up(WorkerLost("the reward pool was closed"))
-        await asyncio.gather(*self._lanes)
+        await asyncio.gather(*(task for lanes in self._lanes.values() for task in lanes.tasks))
 
-    async def _run_calls(self) -> None:
+    async def _run_calls(self, lanes: _Lanes) -> None:
         """Runs one call after the other, on one process as long as that lives."""
         process: _Process | None = None
         try:
             while self._broken is None:
-                self._num_idle += 1
-                call = await self._waiting.get()
-                self._num_idle -= 1
+                lanes.num_idle += 1
+                call = await lanes.waiting.get()
+                lanes.num_idle -= 1
                 while call is not None and not call.verdict.done():  # else its asker is gone
                     if process is not None and process.child.ended.done():  # between two calls
                         await self._bury(process)
                         process = None
-                    process = process or await self._start_process()
+                    process = process or await self._start_process(lanes.narrowing)
                     if not await self._attempt(process, call):
                         process = None
         except Exception as error:  # nobody awaits this task: those who ask for verdicts hear
@@ -234,33 +272,52 @@ class RewardPool:
             if process is not None:
                 await self._kill(process)
 
-    async def _start_process(self) -> _Process:
+    async def _start_process(self, narrowing: Narrowing) -> _Process:
         """Raises: WorkerError: several in a row did not start, or the fork server is gone."""
         num_failed = 0
         while True:
             try:
-                return await self._start_one()
+                return await self._start_one(narrowing)
             except WorkerStartError as error:
                 num_failed += 1
                 log.warning("reward_process_failed_starts=%d: %s", num_failed, error)
                 if num_failed == _MAX_STARTS or self._broken:
                     raise
 
-    async def _start_one(self) -> _Process:
-        process = _Process(
-            await self._source.spawn({"sources": str(self._sources)}, self._log_path)
-        )
+    async def _start_one(self, narrowing: Narrowing) -> _Process:
+        spec = {**self._spec, **narrowing._asdict()}
+        process = _Process(await self._source.spawn(spec, self._log_path))
         self._processes.add(process)
         if self._broken is not None:  # meanwhile
             self._source.kill(process.child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await process.reply()
+                kind, *told = await process.reply()
         except (ConnectionError, TimeoutError) as error:
             await self._kill(process)
             what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
             raise WorkerStartError(f"a reward process {what}; see {self._log_path}") from error
+        if kind == "unfit":
+            await self._kill(process)
+            raise WorkflowError(f"a reward cannot be kept as it declares: {told[0]}")
+        process.pid, layer, why_not = told
+        self._tell_isolation(layer, why_not)
         return process
+
+    def _tell_isolation(self, layer: str, why_not: str) -> None:
+        """Once: what keeps rewards apart, or that nothing does."""
+        if self.isolation is not None:
+            return
+        self.isolation, wanted = layer, self._spec["isolation"]
+        self._spec |= {"isolation": layer or "none", "is_tried": True}
+        if layer or wanted == "none":
+            log.info("reward_isolation=%s", layer or "none")
+            return
+        text = (
+            "rewards are not kept apart: they can read the run's keys and snapshots, and reach all "
+            f"processes of this user ({why_not}); set rollout.sandbox.isolation=none to accept that"
+        )
+        tell_warning(text, "a reward process")
 
     async def _attempt(self, process: _Process, call: _RewardCall) -> bool:
         """Runs a call; False when the process has ended."""
@@ -278,7 +335,7 @@ class RewardPool:
         except TimeoutError:
             await self._kill(process)
             what = "importing its module "
-            call.fail(_took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place))
+            call.fail(took_too_long(call.name, LOAD_TIMEOUT_S, what, place=call.place))
         except ConnectionError:
             await self._mourn(process, call, num_killed_for_memory() > process.killed_before)
         return False
@@ -290,12 +347,12 @@ class RewardPool:
         """
         loop, declared = asyncio.get_running_loop(), call.declaration
         end_s, end_cpu_s = loop.time() + self._timeout_s, math.inf
-        if declared is not None:
+        if declared is not None and declared.late_after_s is not None:
             end_cpu_s = process.cpu_s() + min(declared.late_after_s, self._timeout_s / 2)
         asking = asyncio.create_task(process.ask(call.request))
         try:
             while not asking.done():
-                cpu_left_s = end_cpu_s - process.cpu_s() if declared else math.inf
+                cpu_left_s = end_cpu_s - process.cpu_s() if end_cpu_s < math.inf else math.inf
                 left_s = min(end_s - loop.time(), cpu_left_s)
                 if left_s <= 0:
                     break
@@ -313,7 +370,7 @@ class RewardPool:
         else:
             stacks = "\n".join(await self._source.stacks(process.child, self._log_path))
             await self._kill(process)
-            call.fail(_took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks))
+            call.fail(took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks))
         return False
 
     def _settle(self, call: _RewardCall, kind: str, rest: Sequence[Any]) -> None:
@@ -367,8 +424,9 @@ class RewardPool:
             call.fail(self._broken)
         for process in self._processes:
             self._source.kill(process.child)
-        for _ in self._lanes:
-            self._waiting.put_nowait(None)
+        for lanes in self._lanes.values():
+            for _ in lanes.tasks:
+                lanes.waiting.put_nowait(None)
 
     def _key_of(self, reward: RewardFunction) -> int:
         if id(reward) not in self._keys:
@@ -376,29 +434,3 @@ class RewardPool:
             self._rewards.append(reward)
             self._keys[id(reward)] = len(self._references) - 1
         return self._keys[id(reward)]
-
-    async def _score_on_loop(self, reward: Callable[..., Any], name: str, arguments: Any) -> float:
-        prompt, completion, extra = from_wire(arguments)  # its own, as a reward process has them
-
-        async def call() -> float:
-            return finite_reward(await reward(prompt, completion, **extra))
-
-        try:
-            return await await_user_code(call, self._timeout_s)
-        except Raised as raised:
-            if raised.is_late:
-                where = {"place": place_of(raised.error), "frames": last_frames(raised.error)}
-                raise _took_too_long(name, self._timeout_s, **where) from raised.error
-            what, details = failure_of(raised.error)
-            raise RewardError(
-                f"reward {name}: {what}", **{"place": place_of_definition(reward), **details}
-            ) from raised.error
-
-
-def _took_too_long(name: str, limit_s: float, doing: str = "", **where: str) -> RewardError:
-    return RewardError(
-        f"reward {name}: {doing}took longer than {limit_s:g} s; make it faster, "
-        "or raise rollout.reward_timeout_s",
-        kind=RejectionKind.reward_timeout,
-        **where,
-    )

@@ -6,7 +6,8 @@ Messages are msgpack lists on a stream socket, one request at a time:
     ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
 
 where the arguments are `values.to_wire([prompt, completion, extra])`, and the details are the
-attributes of a RewardError; and one ["ready"] at the start. Before an answer there may be
+attributes of a RewardError; and at the start one ["ready", process id, layer, why no stronger one],
+or ["unfit", why it cannot be as narrow as it is declared]. Before an answer there may be
 ["warned", text]: what the user's code has logged. The process ends with the connection, or by
 SIGKILL.
 """
@@ -29,6 +30,7 @@ from areal_sc.rewards.base import DECLARATION, RewardDeclaration
 from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.sources.values import from_wire
 from areal_sc.system.process import bury_left
+from areal_sc.system.sandbox.own_code import keep_apart, narrow
 from areal_sc.user_code import (
     MAX_TEXT_CHARS,
     describe,
@@ -104,14 +106,24 @@ def run_reward_process(spec: dict[str, Any]) -> int:
     """Entry point. Returns at the end of file of the socket to the pool.
 
     Args:
-        spec: `fd`, the socket; `sources`, as in `RewardPool`.
+        spec: `fd`, the socket; `sources`, `isolation` and `hides` as in `RewardPool`; `network` and
+            `read` of a `Narrowing`; `is_tried`: the isolation is a layer that works.
     """
     sources = Path(spec["sources"])
     rewards: dict[int, Callable[..., Any]] = {}
     setup_logging("reward")
-    with socket.socket(fileno=spec["fd"]) as connection:
+    shows = [str(sources)]
+    apart = keep_apart(
+        spec["isolation"], spec["hides"], shows, spec["fd"], is_tried=spec["is_tried"]
+    )
+    with socket.socket(fileno=3 if apart.layer else spec["fd"]) as connection:
         connection.setblocking(True)
-        connection.sendall(pack(["ready"]))
+        try:
+            narrow(network=spec["network"], read=spec["read"], shows=shows)
+        except OSError as error:
+            connection.sendall(pack(["unfit", str(error)]))
+            return 0
+        connection.sendall(pack(["ready", apart.pid, apart.layer, apart.why_not]))
         left: set[int] = set()
         for number, request in enumerate(_requests(connection), start=1):
             answer = _answer(request, rewards, sources)
@@ -136,7 +148,7 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]], sources:
         if kind == "load":
             rewards[key] = resolve(ObjectReference.from_wire(rest[0]), sources)
             declaration: RewardDeclaration | None = getattr(rewards[key], DECLARATION, None)
-            if declaration is not None:
+            if declaration is not None and declaration.prepare is not None:
                 declaration.prepare()
             return ["loaded", key]
         prompt, completion, extra = from_wire(rest[0])

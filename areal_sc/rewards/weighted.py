@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.base import Reward, RewardFunction
+from areal_sc.rewards.base import RUN_CODE, Reward, RewardFunction
+from areal_sc.rewards.functions import is_async, runs_code
 
 _EXPECTED = (
     "a function, or several by name, each alone or with its weight: "
@@ -49,6 +50,17 @@ def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]
     return found
 
 
+def check_row(reward: Reward, row: Mapping[str, Any]) -> None:
+    """Asks each function that has a `check_row` of its own what it says of a row.
+
+    Raises: WorkflowError: one cannot score answers to it.
+    """
+    functions: list[Any] = [function for function, _ in weighted_functions(reward).values()]
+    for function in functions or [reward]:
+        if check := getattr(function, "check_row", None):
+            check(row)
+
+
 def check_signatures(reward: Reward) -> None:
     """Raises: WorkflowError: a function cannot be called with a prompt and a completion."""
     functions = weighted_functions(reward)
@@ -63,8 +75,14 @@ def _check_signature(function: RewardFunction, where: str) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a builtin, which does not tell
         return
+    runs = runs_code(function)
+    if runs and not is_async(function):
+        raise WorkflowError(
+            f"{where}: a function with a parameter {RUN_CODE!r} has to be `async def`, because the "
+            "sandbox is the worker's"
+        )
     try:
-        signature.bind({}, "")
+        signature.bind({}, "", **({RUN_CODE: None} if runs else {}))
     except TypeError as error:
         name: Any = getattr(function, "__name__", type(function).__name__)
         raise WorkflowError(

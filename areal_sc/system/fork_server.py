@@ -93,6 +93,7 @@ class ForkServer:
         self._one_request = asyncio.Lock()
         self._replies: collections.deque[asyncio.Future[_Forked]] = collections.deque()
         self._ends: dict[int, asyncio.Future[int]] = {}  # of each child, by process id
+        self._has_forked = False
 
     async def spawn(
         self,
@@ -158,7 +159,7 @@ class ForkServer:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)  # the server ends when it has read all
         self._attach()
-        if not (self._ends or self._replies or self.is_gone.is_set()):
+        if not (self._has_forked or self._replies or self.is_gone.is_set()):
             os.kill(self.pid, signal.SIGKILL)  # there is nobody to end; it may still import
         try:
             async with asyncio.timeout(2 * KILL_GRACE_S):
@@ -205,6 +206,7 @@ class ForkServer:
             return
         reply, (value,) = self._replies.popleft(), rest
         if kind == "started":
+            self._has_forked = True  # what an ended child has left may still have to be killed
             self._ends[value] = self._loop.create_future()
             # its end may be read before the reply is taken
             reply.set_result(_Forked(value, self._ends[value]))

@@ -17,6 +17,7 @@ from areal_sc.rewards.base import Reward, RewardFunction, Score
 from areal_sc.rewards.functions import name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
+from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -81,7 +82,7 @@ class WorkerEpisodeEngine:
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)
         if not isinstance(reward, Mapping):
-            return Score(await self._score_one(reward, name_of(reward), prompt, completion))
+            return await self._score_one(reward, name_of(reward), prompt, completion)
         try:
             async with asyncio.TaskGroup() as tasks:
                 numbers = {
@@ -92,12 +93,24 @@ class WorkerEpisodeEngine:
                 }
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the first one; the others were cancelled
-        parts = {name: number.result() for name, number in numbers.items()}
+        scores = {name: number.result() for name, number in numbers.items()}
+        parts = {
+            f"{name}_{part}": value
+            for name, score in scores.items()
+            for part, value in score.parts.items()
+        }
+        parts |= {name: float(score) for name, score in scores.items()}
         return Score(sum(weight * parts[name] for name, (_, weight) in functions.items()), parts)
+
+    async def run_code(
+        self, code: str | Program, stdin: str = "", limits: Limits | None = None
+    ) -> Ended:
+        with self._waiting("the sandbox"):
+            return await self._rewards.run_code(code, stdin, limits)
 
     async def _score_one(
         self, reward: RewardFunction, name: str, prompt: Mapping[str, Any], completion: str
-    ) -> float:
+    ) -> Score:
         try:
             with self._waiting(f"the reward {name}"):
                 return await self._rewards.score(reward, dict(prompt), completion, name=name)

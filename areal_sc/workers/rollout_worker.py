@@ -51,6 +51,7 @@ from areal_sc.metadata import (
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
@@ -90,12 +91,16 @@ class RolloutWorker(Worker):
         config = self.handle.config
         # Forked before any thread exists in this process.
         self._reward_server = ForkServer("areal_sc.rewards.process:run_reward_process")
+        self._run_code = CodeRunner(config.sandbox)
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
             sources=self.sources.folder,
+            run_code=self._run_code,
+            isolation=config.sandbox.isolation,
+            hides=(spec.run.run_dir, spec.memory_root),
         )
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
@@ -143,6 +148,7 @@ class RolloutWorker(Worker):
         if isinstance(self._engine, RunsBesideWorker):
             await self._engine.close()
         await self._rewards.close()
+        await self._run_code.close()
         await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:

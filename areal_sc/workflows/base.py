@@ -18,6 +18,7 @@ from areal_sc.rewards.base import RewardFunction as RewardFunction
 from areal_sc.rewards.base import declare_reward as declare_reward
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
+from areal_sc.system.sandbox.program import Ended, Limits, Program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +85,16 @@ class EpisodeEngine(Protocol):
 
         Raises: RewardError: one raised, returned no finite number, or passed its time limit.
             WorkflowError: it is no `Reward`.
+        """
+        ...
+
+    async def run_code(
+        self, code: str | Program, stdin: str = "", limits: Limits | None = None
+    ) -> Ended:
+        """Runs Python text, or a program of any language, in the worker's sandbox.
+
+        Args: as of `RunCode`.
+        Raises: SandboxError: it could not be run in several tries.
         """
         ...
 

@@ -8,7 +8,7 @@ from typing import Any
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.rewards.base import Reward
-from areal_sc.rewards.weighted import check_signatures, weighted_functions
+from areal_sc.rewards.weighted import check_row, check_signatures, weighted_functions
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 from areal_sc.workflows.text import OWN_ARGUMENTS, decode_completion, encode_chat, encode_text
 from areal_sc.workflows.transcript import Transcript
@@ -94,6 +94,10 @@ class SingleTurnWorkflow(Workflow):
         check_signatures(self.reward)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
+        self._check_prompt(row)
+        check_row(self.reward, row)
+
+    def _check_prompt(self, row: Mapping[str, Any]) -> None:
         if self.prompt_key not in row:
             raise WorkflowError(
                 f"the dataset's row has no {self.prompt_key!r}, only {sorted(row)}; "
@@ -101,7 +105,7 @@ class SingleTurnWorkflow(Workflow):
             )
 
     def _prompt_tokens(self, prompt: dict[str, Any], engine: EpisodeEngine) -> list[int]:
-        self.check_row(prompt)
+        self._check_prompt(prompt)
         content = prompt[self.prompt_key]
         if self.use_chat_template:
             return encode_chat(engine.tokenizer, content, self.chat_template_arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -51,3 +52,11 @@ def start_rollout(
             yield rollout
 
     return started_rollout
+
+
+@pytest.fixture(scope="module")
+def folder_of_all() -> Iterator[Path]:
+    """A folder that every user can reach; those of pytest are their owner's alone."""
+    with TemporaryDirectory(prefix="areal-sc-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)

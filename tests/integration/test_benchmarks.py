@@ -39,6 +39,7 @@ PROMISED = {
     "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},
     "safety_cost": {"journal_over_bare", "all_over_bare"},
+    "sandbox": {"strongest_programs_per_s", "apart_over_bare"},
     "scale": {"just_in_time_eta8_sync_over", "train_x0.7_sync_over"},
     "soak": {"store_growth", "resident_growth"},
     "task_mix": {"0_larger_rise", "0_equal_rise", "0_share_of_larger"},

@@ -14,6 +14,7 @@ import sys
 from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
+from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +26,24 @@ import torch
 from integration.run_process import LIMIT_S, REPOSITORY
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import areal_sc
 from areal_sc import errors
 from areal_sc.algorithms.advantages import AdvantageRows
 from areal_sc.algorithms.loss_tokens import loss_tokens_of
 from areal_sc.algorithms.policy_gradient import policy_gradient
+from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.base import Completion
 from areal_sc.engines.servers.completion import Counters
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.records.metrics import Summary
 from areal_sc.rewards.base import declare_reward
+from areal_sc.rewards.running import CodeRunner
+from areal_sc.system.sandbox.program import Limits
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 TRIED = ("docs/first-task.md", "docs/multi-turn.md", "docs/troubleshooting.md")
@@ -106,6 +113,7 @@ NOT_RUN_HERE = {
             "gsm8k": " --dry-run",
             "gsm8k_arc": " --dry-run",
             "deepscaler": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
+            "deepcoder": " --dry-run --gpus 8 --gpu-memory 80 --host-memory 1000",
         }.items()
         for flags in ("", plan)
     },
@@ -117,6 +125,8 @@ FRAGMENTS = (
     "class Printer(Tracker):",
     "@declare_reward(",
     "from areal_sc.rewards.answers",
+    "from areal_sc.rewards.code.reward",
+    "async def prints_its_answer",
     "# my_advantages.py",
     "# reference_kl.py",
     "# two_models.py",
@@ -257,6 +267,51 @@ def test_ready_made_rewards_go_together() -> None:
     assert given["right"](row, completion) == 1.0
     assert given["format"][0](row, completion) == 1.0
     assert given["again"](row, "so so so so") == -0.5
+
+
+class CannedEngine:
+    """Gives these answers, one token a character, and has a real sandbox."""
+
+    max_context_tokens = 4096
+
+    def __init__(self, *answers: str) -> None:
+        characters = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
+        characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        characters.decoder = decoders.Fuse()
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters)
+        self.run_code = CodeRunner(SandboxConfig())
+        self._answers = iter(answers)
+
+    async def generate(self, input_ids: list[int], sampling: Any = None) -> Completion:
+        answer = [*next(self._answers).encode()]
+        return Completion(answer, [-1.0] * len(answer), [0] * len(answer), "length", 1.0)
+
+    async def score(self, reward: Any, prompt: Any, completion: str) -> float:
+        return float(reward(prompt, completion))
+
+
+async def test_rewards_and_tools_that_run_code() -> None:
+    tests = {"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]}
+    names = {"SingleTurnWorkflow": SingleTurnWorkflow, "rows": [{"tests": tests}]}
+    defined = run_block("from areal_sc.rewards.code.reward", **names)
+    defined["workflow"].check()
+    code = "print(sum(map(int, input().split())))"
+    answer = f"```python\n{code}\n```"
+    computed = answer.replace("input()", "'3 4'")
+    engine = CannedEngine(computed, "The answer is 7.")
+    try:
+        assert await defined["reward"](names["rows"][0], answer, engine.run_code) == 0.5
+        own = run_block("async def prints_its_answer", Limits=Limits)["prints_its_answer"]
+        for input_, right in (("1 2", 1.0), ("1 1", 0.0), ("one", 0.0)):
+            assert await own({"input": input_, "answer": "3"}, code, engine.run_code) == right
+        tool = run_block("# python_tool.py")["PythonTool"]()
+        row = await tool.run_episode({"prompt": "3 + 4 =", "answer": "7"}, engine)
+    finally:
+        await engine.run_code.close()
+    assert row.metrics == {"accuracy": 1.0, "turns": 2}
+    assert bytes(row.input_ids).decode() == f"3 + 4 ={computed}\n(exited)\n7\n\nThe answer is 7."
+    trained = bytes(compress(row.input_ids, row.loss_mask)).decode()
+    assert trained == f"{computed}The answer is 7."
 
 
 def test_an_advantage_of_ones_own() -> None:

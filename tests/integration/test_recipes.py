@@ -15,7 +15,11 @@ from integration.run_process import REPOSITORY
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.errors import ArealError
+from areal_sc.rewards.code.reward import CodeReward
+from areal_sc.rewards.running import CodeRunner
+from areal_sc.sources.reference import ObjectReference, reference_of, resolve
 
 GSM8K = [
     {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=<<3+4=7>>7 pens.\n#### 7"},
@@ -41,6 +45,50 @@ DEEPSCALER = [
     {"problem": "Draw it.", "answer": "see figure 5? (left)", "solution": ""},
     {"problem": "How many?", "answer": "12", "solution": ""},
 ]
+READS = [{"input": "1 2\n", "output": "3\n", "type": "stdin_stdout", "fn_name": None}]
+CALLS = {"fn_name": "double", "inputs": [[2], [3]], "outputs": [[4], [6]]}
+TURNS = [{"input": "[1, 2]", "output": "[2, 1]", "testtype": "functional"}]
+LISTED = [{"input": "3\n", "output": "3", "testtype": "stdin"}]
+DEEPCODER: dict[str, list[dict[str, Any]]] = {
+    "taco": [
+        {
+            "problem": "Print a + b.",
+            "tests": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}),
+            "solutions": ["print(sum(map(int, input().split())))"],
+        },
+        {
+            "problem": "Double it.",
+            "tests": json.dumps(CALLS),
+            "solutions": ["def double(x):\n    return 2 * x"],
+        },
+        {"problem": "Nothing.", "tests": json.dumps([{"input": "1"}]), "solutions": []},
+    ],
+    "primeintellect": [
+        {
+            "problem": "Print a + b.",
+            "tests": json.dumps(READS),
+            "solutions": ["a, b = map(int, input().split())\nprint(a + b)"],
+        },
+    ],
+    "lcbv5": [
+        {
+            "problem": "Turn it.",
+            "starter_code": "class Solution:\n    def turn(self, items: List[int]):\n        ",
+            "tests": json.dumps(TURNS),
+            "metadata": {"func_name": "turn"},
+            "solutions": [
+                "class Solution:\n    def turn(self, items: List[int]):\n        return items[::-1]"
+            ],
+        },
+        {
+            "problem": "Print it.",
+            "starter_code": "",
+            "tests": json.dumps(LISTED),
+            "metadata": {"func_name": None},
+            "solutions": ["print(input())"],
+        },
+    ],
+}
 ON_A_CPU = (
     *("actor.device=cpu", "rollout.device=cpu", "rollout.engine=local", "actor.dtype=float32"),
     *("actor.random_init=true", "actor.parallel.data=1", "rollout.num_workers=1"),
@@ -52,6 +100,7 @@ SIZES = {
     "gsm8k": ("qwen2", 896, 4864, 14, 24, 2, 151936, 32768, True),
     "gsm8k_arc": ("qwen2", 896, 4864, 14, 24, 2, 151936, 32768, True),
     "deepscaler": ("qwen2", 1536, 8960, 12, 28, 2, 151936, 131072, False),
+    "deepcoder": ("qwen2", 1536, 8960, 12, 28, 2, 151936, 131072, False),
 }
 """What `config.json` of each recipe's model says, by the names of `KEYS`."""
 KEYS = (
@@ -59,7 +108,7 @@ KEYS = (
     *("num_hidden_layers", "num_key_value_heads", "vocab_size", "max_position_embeddings"),
     "tie_word_embeddings",
 )
-MACHINES = {"gsm8k": (1, 24), "gsm8k_arc": (1, 24), "deepscaler": (8, 80)}
+MACHINES = {"gsm8k": (1, 24), "gsm8k_arc": (1, 24), "deepscaler": (8, 80), "deepcoder": (8, 80)}
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -119,7 +168,7 @@ def test_its_rows_are_prompts_that_the_reward_understands(
     assert {"gsm8k": "2 rows", "gsm8k_arc": "a stream", "deepscaler": "2 rows"}[name] in shown
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_arc", "deepscaler"])
+@pytest.mark.parametrize("name", SIZES)
 def test_its_model_fits_the_machine_that_it_is_for(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +197,55 @@ def test_unreadable_answers_are_left_out_and_counted(
         rows = import_module("deepscaler").load_deepscaler(str(tmp_path / "rows.jsonl"))
     assert [row["answer"] for row in rows] == ["\\pm 2", "\\frac{3}{4}", "12"]
     assert "rows=3 left_out=1" in caplog.text
+
+
+@pytest.fixture
+def deepcoder_set(tmp_path: Path) -> str:
+    """A folder in the shape of the hub's repository."""
+    folder = tmp_path / "deepcoder"
+    configs = []
+    for name, rows in DEEPCODER.items():
+        for split in ("train", "test"):
+            write(folder / f"{name}-{split}.jsonl", rows)
+        files = [{"split": it, "path": f"{name}-{it}.jsonl"} for it in ("train", "test")]
+        configs.append({"config_name": name, "data_files": files})
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    return str(folder)
+
+
+async def test_solutions_of_deepcoder_pass_its_tests(
+    deepcoder_set: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, reward = import_module("deepcoder"), CodeReward(max_tests=15)
+    with caplog.at_level("INFO"):
+        problems = recipe.load_problems(deepcoder_set, [*DEEPCODER], "train", reward)
+    assert "problem 2 is left out: test 0: it has no output" in caplog.text
+    assert "problems=6 left_out=1" in caplog.text
+    kept = [row for rows in DEEPCODER.values() for row in rows if row["solutions"]]
+    assert len(problems) == len(kept) == 5
+    again = resolve(ObjectReference.from_wire(reference_of(problems).to_wire()))
+    run_code = CodeRunner(SandboxConfig())
+    try:
+        for number, row in enumerate(kept):
+            assert again[number] == problems[number]
+            solution = f"```python\n{row['solutions'][0]}\n```"
+            assert await reward(problems[number], solution, run_code) == 1.0
+            assert await reward(problems[number], "```python\npass\n```", run_code) == 0.0
+    finally:
+        await run_code.close()
+    prompts = [problems[number]["prompt"] for number in range(5)]
+    assert ["standard input" in prompt for prompt in prompts] == [True, False, True, False, True]
+    assert "the Python function `double`" in prompts[1]
+    assert "class Solution:\n    def turn(self" in prompts[3]
+
+
+def test_deepcoder_is_tried_on_a_row(
+    deepcoder_set: str, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (f"actor.path={chat_model}", f"task.dataset={deepcoder_set}", *ON_A_CPU)
+    shown = dry_run("deepcoder", capsys, tmp_path, *settings)
+    assert "prompts: 5 rows; 5 looked at" in shown
+    assert "| user:Printa+b." in shown  # this tokenizer leaves out spaces
 
 
 def test_a_weight_of_zero_is_refused_before_the_start(tmp_path: Path) -> None:

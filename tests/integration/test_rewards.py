@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_sc.config.sandbox_settings import SandboxConfig
 from areal_sc.errors import RewardError, WorkerError, WorkerLost, WorkerStartError, WorkflowError
 from areal_sc.rewards.base import DECLARATION
 from areal_sc.rewards.pool import RewardPool
+from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.reference import Referable
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.workflows.math_reward import numeric_match
@@ -172,7 +174,8 @@ def end_of(server: ForkServer, pid: int) -> asyncio.Future[int]:
 
 
 def make_pool(server: ForkServer, tmp_path: Path, **settings: Any) -> RewardPool:
-    settings = {"num_processes": 1, "timeout_s": 30.0} | settings
+    run_code = CodeRunner(SandboxConfig())  # no reward here runs code
+    settings = {"num_processes": 1, "timeout_s": 30.0, "run_code": run_code} | settings
     return RewardPool(server, log_path=tmp_path / "reward.log", sources=tmp_path, **settings)
 
 

@@ -91,6 +91,7 @@ def draw_scenario(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> Scenar
     settings.has_reference = random.Random(f"reference {seed}").random() < 0.25
     if settings.group_size > 1 and random.Random(f"signal {seed}").random() < 0.25:
         settings.keep_groups = KeepGroups.with_signal
+        settings.rejection_window = 1000  # chance alone has many in a row without signal
     if FaultKind.scale in kinds and seed % 2:
         # drawn apart, so that other seeds are what they were
         scenario.faults.extend(draw_scalings(random.Random(f"scale {seed}"), horizon_s))

@@ -79,13 +79,18 @@ class RolloutController(WeightsReader):
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
         )
-        self._workers = RolloutWorkers(
-            engine, self.fleet, self._background, self._needs, self._hear
-        )
-        self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
+        self._workers = RolloutWorkers(
+            engine,
+            self.fleet,
+            self._background,
+            self._needs,
+            self._journal.durable,
+            self._hear,
+        )
+        self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         tools = GroupTools(
             self.config,
             self._workers,
@@ -278,6 +283,8 @@ class RolloutController(WeightsReader):
         found = await self._workers.take_over(self.groups.ledger)
         self.groups.go_on(found)
         await self._journal.durable()
+        if goes_on:  # else once `go_back` has said so
+            self._workers.sweep()
         return found
 
     async def state_async(self) -> RolloutState:

@@ -62,6 +62,7 @@ class RolloutWorkers:
 
     Args:
         needs: whose shards stay.
+        durable: as of `TrainingGroups`.
         hear: takes what becomes of rows, and of their room.
 
     Attributes:
@@ -76,6 +77,7 @@ class RolloutWorkers:
         fleet: Fleet,
         background: Background,
         needs: Needs[GroupAttempt],
+        durable: Callable[[], Awaitable[None]],
         hear: Hear,
     ) -> None:
         self.yield_memory: YieldMemory = _has_nothing_to_spare
@@ -83,6 +85,7 @@ class RolloutWorkers:
         self._config = engine.config
         self._fleet = fleet
         self._background = background
+        self._durable = durable
         self._hear = hear
         self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
@@ -100,12 +103,11 @@ class RolloutWorkers:
         self.set.track(members)
 
     async def take_over(self, ledger: Ledger) -> FoundRuns:
-        """Finds out what workers of an earlier start do and hold."""
+        """Finds out what workers of an earlier start do and hold; `sweep` follows."""
         self.updates.take_over(ledger.version)
         found = await find_runs(self._states, self._fleet, ledger)
         self._is_ledger_known = True
         self.set.recount_soon()
-        self.sweep()
         return found
 
     async def initialize(self) -> None:
@@ -377,6 +379,9 @@ class RolloutWorkers:
         while state.store.has_dead:
             incarnation = state.member.worker.incarnation
             sweep, dead_ids = state.store.plan_sweep(incarnation)
+            await self._durable()  # else a later start would look for these rows
+            if state.member.worker.incarnation != incarnation:
+                continue
             try:
                 last_sequence = await self.call(state, calls.SWEEP, sweep)
             except WorkerLost:

@@ -13,7 +13,7 @@ from areal_sc.preflight.load import load_config
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 ONE_GPU = ("letter_sort_gpu.yaml", "one_gpu.yaml", "gsm8k.yaml", "gsm8k_arc.yaml")
-DEVICES = {**dict.fromkeys(ONE_GPU, 1), "deepscaler.yaml": 8}
+DEVICES = {**dict.fromkeys(ONE_GPU, 1), "deepscaler.yaml": 8, "deepcoder.yaml": 8}
 """File -> CUDA devices of the machine that it is for."""
 
 

@@ -60,7 +60,7 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     fleet: Any = UpdatingFleet()
     background = Background(10.0, lambda: "")
     workers = RolloutWorkers(
-        make_generator(config), fleet, background, lambda run: True, lambda event: None
+        make_generator(config), fleet, background, lambda run: True, turn, lambda event: None
     )
     report = SimpleNamespace(node="node", store_room_bytes=0, incarnation="life")
     facts = {"worker": report, "is_adopted": False, "has_lived": True}

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -70,7 +71,12 @@ class Cluster:
         fleet: Any = self
         self.background = Background(100_000.0, lambda: "")
         self.workers = RolloutWorkers(
-            make_generator(config), fleet, self.background, lambda run: True, lambda event: None
+            make_generator(config),
+            fleet,
+            self.background,
+            lambda run: True,
+            partial(asyncio.sleep, 0),
+            lambda event: None,
         )
         self.members: list[Any] = [
             SimpleNamespace(

@@ -1,0 +1,206 @@
+"""The process that keeps one program: starts it, limits it, and tells what came of it.
+
+    consumes     one request, then the program's output
+    waits for    the program's end, or the first of its limits
+    unblocked by the program, the clock, or the end of who asked, who then wants no answer
+
+The program never holds the connection to who asked, so no word of the answer is its own.
+Standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
+from areal_sc.system.sandbox.layers import ProgramLayer
+from areal_sc.system.sandbox.start_program import start_program
+from areal_sc.system.sandbox.trees import use_of
+
+LOOK_S: Final = 0.05
+"""Between two looks at what a program uses, where the kernel does not hold the limit itself."""
+
+_START_LIMIT_S: Final = 20.0
+_CHUNK: Final = 1 << 16
+
+
+def keep(connection: socket.socket, layer: ProgramLayer) -> None:
+    """Runs the program that is asked for, and answers, unless the connection ends before."""
+    try:
+        header, parts = _request(connection)
+        answer = _Keeping(connection, layer, header, parts).run()
+    except OSError as error:
+        answer = packed({"failed": str(error)})
+    if answer:
+        with suppress(OSError):
+            connection.sendall(answer)
+
+
+def _request(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
+    with connection.makefile("rb") as stream:
+        prefix = stream.read(LENGTH.size)
+        body = stream.read(*LENGTH.unpack(prefix)) if len(prefix) == LENGTH.size else b""
+    if not body:
+        raise ConnectionError("who asked is gone")
+    return unpacked(body)
+
+
+class _Keeping:
+    def __init__(
+        self,
+        connection: socket.socket,
+        layer: ProgramLayer,
+        header: dict[str, Any],
+        parts: list[bytes],
+    ) -> None:
+        self._connection = connection
+        self._layer = layer
+        self._header = header
+        self._limits: dict[str, Any] = header["limits"]
+        self._stdin, *self._files = parts
+        self._output: dict[int, bytearray] = {}
+        self._end = "exited"
+        self._is_over = False
+        self._is_wanted = True
+
+    def run(self) -> bytes:
+        """The answer; empty: nobody waits for it any more."""
+        layer, limits = self._layer, self._limits
+        try:
+            layer.begin(limits["file_bytes"])
+            theirs_in, self._to_stdin = os.pipe()
+            stdout, theirs_out = os.pipe()
+            stderr, theirs_err = os.pipe()
+            starting, theirs_start = os.pipe()
+            self._output = {stdout: bytearray(), stderr: bytearray()}
+            files = list(zip(self._header["files"], self._files, strict=True))
+
+            def become() -> None:
+                ends = (theirs_in, theirs_out, theirs_err)
+                start_program(layer, self._header, files, ends, theirs_start)
+
+            pid = layer.start(become)
+            for fd in (theirs_in, theirs_out, theirs_err, theirs_start):
+                os.close(fd)
+            self._await_start(starting)
+            begun_s = time.monotonic()
+            self._watch(pid, begun_s)
+            seconds = time.monotonic() - begun_s
+            code = layer.exit_code(os.waitpid(pid, 0)[1]) if self._has_ended(pid) else -9
+        finally:
+            layer.end()
+        self._drain()
+        if not self._is_wanted:
+            return b""
+        out, err = map(bytes, self._output.values())
+        end = self._named_end(code, err)
+        return packed({"end": end, "exit_code": code, "seconds": seconds}, (out, err))
+
+    def _await_start(self, starting: int) -> None:
+        """Returns when the program begins. Raises: OSError: it could not be started."""
+        ready = select.poll()
+        ready.register(starting, select.POLLIN)
+        if not ready.poll(_START_LIMIT_S * 1000):
+            raise OSError(f"the program had not begun after {_START_LIMIT_S:g} s")
+        if why := os.read(starting, _CHUNK):
+            raise OSError(why.decode(errors="replace"))
+        os.close(starting)
+
+    def _watch(self, pid: int, begun_s: float) -> None:
+        ended = os.pidfd_open(pid)
+        for fd in (*self._output, self._to_stdin):
+            os.set_blocking(fd, False)
+        ready = select.poll()
+        for fd in (*self._output, self._connection.fileno(), ended):
+            ready.register(fd, select.POLLIN)
+        ready.register(self._to_stdin, select.POLLOUT)
+        over_s, look_s = begun_s + self._limits["time_s"], begun_s + LOOK_S
+        self._ready = ready
+        while not self._is_over:
+            left_s = min(over_s, look_s) - time.monotonic()
+            found = [fd for fd, _ in ready.poll(max(0.0, left_s * 1000))]
+            if self._connection.fileno() in found:
+                self._is_wanted = False
+                return
+            for fd in self._output:
+                if fd in found:
+                    self._read(fd)
+            if self._to_stdin in found:
+                self._feed()
+            if ended in found:
+                return
+            now_s = time.monotonic()
+            if now_s >= over_s:
+                self._stop("timeout")
+            elif now_s >= look_s:
+                self._look()
+                look_s = time.monotonic() + LOOK_S
+
+    def _stop(self, end: str) -> None:
+        if not self._is_over:
+            self._end, self._is_over = end, True
+
+    def _read(self, fd: int) -> bool:
+        """Takes what there is of the output; False: there is no more of it now, or ever."""
+        left: int = self._limits["output_bytes"] - sum(map(len, self._output.values()))
+        try:
+            part = os.read(fd, min(_CHUNK, left + 1))
+        except BlockingIOError:
+            return False
+        self._output[fd] += part[:left]
+        if len(part) > left:
+            self._stop("output")
+        elif not part:
+            self._ready.unregister(fd)
+        return bool(part) and len(part) <= left
+
+    def _drain(self) -> None:
+        """What was printed and not read before the end."""
+        for fd in self._output:
+            with suppress(KeyError):
+                while self._read(fd):
+                    pass
+
+    def _feed(self) -> None:
+        try:
+            sent = os.write(self._to_stdin, self._stdin[:_CHUNK]) if self._stdin else 0
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._stdin, sent = b"", 0
+        self._stdin = self._stdin[sent:]
+        if not self._stdin:
+            self._ready.unregister(self._to_stdin)
+            os.close(self._to_stdin)
+            self._to_stdin = -1
+
+    def _look(self) -> None:
+        use, limits = use_of(self._layer.pids()), self._limits
+        own_bytes = use_of([os.getpid()]).resident_bytes  # each fork has the warm server's too
+        if use.cpu_s > limits["time_s"]:
+            self._stop("timeout")
+        elif use.resident_bytes - use.num_processes * own_bytes > limits["memory_bytes"]:
+            self._stop("memory")
+        elif self._layer.has_written_more(limits["file_bytes"]):
+            self._stop("files")
+
+    def _has_ended(self, pid: int) -> bool:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _named_end(self, code: int, stderr: bytes) -> str:
+        if self._end != "exited":
+            return self._end
+        if code < 0:
+            return {-24: "timeout", -25: "files"}.get(code, "crashed")  # SIGXCPU, SIGXFSZ
+        last = stderr.rstrip().rpartition(b"\n")[2]
+        if code == 0:
+            return "exited"
+        if last.startswith(b"MemoryError"):
+            return "memory"
+        full = (b"OSError: [Errno 27]", b"OSError: [Errno 28]")
+        return "files" if last.startswith(full) else "exited"

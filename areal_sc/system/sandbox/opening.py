@@ -1,0 +1,59 @@
+"""Opens the sandbox that the settings name. No torch."""
+
+from __future__ import annotations
+
+import os
+from pkgutil import resolve_name
+
+from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
+from areal_sc.errors import ConfigError, SandboxError
+from areal_sc.system.sandbox.local import LocalSandbox
+from areal_sc.system.sandbox.program import Sandbox
+
+
+def open_sandbox(settings: SandboxConfig) -> Sandbox:
+    """The sandbox of these settings; the first program starts it.
+
+    Raises:
+        ConfigError: `runner` names nothing.
+        SandboxError: `isolation` is none: what a model wrote is not run without any.
+    """
+    if settings.runner:
+        try:
+            runner = resolve_name(settings.runner)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"rollout.sandbox.runner: {settings.runner!r} names nothing: {error}; expected "
+                "module:name of a class or function that makes a sandbox of this section"
+            ) from error
+        sandbox: Sandbox = runner(settings)
+        return sandbox
+    if settings.isolation == Isolation.none:
+        raise SandboxError(
+            "rollout.sandbox.isolation is none, and code that a model wrote is not run without "
+            "isolation; expected auto, or a sandbox of your own in rollout.sandbox.runner"
+        )
+    environment = {name: os.environ[name] for name in settings.environment if name in os.environ}
+    return LocalSandbox(
+        settings.num_processes or len(os.sched_getaffinity(0)),
+        settings.isolation,
+        environment=environment,
+        read=settings.read,
+    )
+
+
+async def describe_sandbox(settings: SandboxConfig) -> str:
+    """What code that a model wrote would run in, for people; a layer of ours is tried.
+
+    Raises: ConfigError: as `open_sandbox`.
+    """
+    try:
+        sandbox = open_sandbox(settings)
+        if not isinstance(sandbox, LocalSandbox):
+            return settings.runner
+        try:
+            return await sandbox.layer()
+        finally:
+            await sandbox.close()
+    except SandboxError as error:
+        return f"nothing, so it is refused: {error}"

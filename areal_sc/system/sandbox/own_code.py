@@ -1,0 +1,240 @@
+"""Keeps a process of the user's own code apart from the run, once, at its start. No torch.
+
+What the user wrote is trusted more than what a model wrote: network, environment and all files but
+the run's stay. Hidden are the run's folder and shared memory, and all other processes; all that it
+started ends with it.
+
+    namespaces    fork server ── child (waits) ─┬─ first process of a namespace (buries)
+                                                └─ the process that goes on
+    landlock      the process itself; other processes are seen, and not reached
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NoReturn
+
+from areal_sc.system.process import be_deaf
+from areal_sc.system.sandbox import kernel
+from areal_sc.system.sandbox.layers import DEVICES, readable_paths
+from areal_sc.system.sandbox.system_calls import refuse_network
+from areal_sc.system.stacks import STACKS_SIGNAL
+
+LAYERS: Final = ("namespaces", "landlock")
+"""The strongest first."""
+
+_SHARED_MEMORY: Final = "/dev/shm"
+_OF_ROOT: Final = (0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13)
+"""CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE,
+NET_ADMIN, NET_RAW: none of them opens what a mount hides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """How a process is kept apart.
+
+    Attributes:
+        layer: a name of `LAYERS`, or "": by none.
+        why_not: of each layer that was tried and does not work.
+        pid: of the process that goes on, as others see it.
+    """
+
+    layer: str
+    why_not: str
+    pid: int
+
+
+def keep_apart(
+    isolation: str,
+    hides: Sequence[str],
+    shows: Sequence[str],
+    keeps: int,
+    *,
+    is_tried: bool = False,
+) -> Apart:
+    """Keeps this process apart, which has one thread; it may go on as another process.
+
+    Args:
+        isolation: `auto`, one of `LAYERS`, or `none`; `bubblewrap` means namespaces.
+        hides: folders that are not to be had.
+        shows: folders within them that can be read all the same.
+        keeps: the only descriptor that it needs, beside standard input, output and error.
+        is_tried: a process like this one has found that the layer works; to try it takes forks.
+    """
+    wanted = {"auto": LAYERS, "none": (), "bubblewrap": ("namespaces",)}.get(
+        isolation, (isolation,)
+    )
+    hides = [os.path.realpath(path) for path in hides]
+    shows = [os.path.realpath(path) for path in shows]
+    why_not = []
+    for layer in wanted:
+        enter = {"namespaces": _enter_namespaces, "landlock": _enter_landlock}[layer]
+        tried = partial(enter, hides, shows)
+        if not is_tried and (fault := _fault_of(tried)):
+            why_not.append(f"{layer}: {fault}")
+            continue
+        os.dup2(keeps, 3)
+        kernel.close_from(4)
+        pid = enter(hides, shows)
+        return Apart(layer=layer, why_not="; ".join(why_not), pid=pid)
+    return Apart(layer="", why_not="; ".join(why_not), pid=os.getpid())
+
+
+def narrow(*, network: bool, read: Sequence[str] | None, shows: Sequence[str]) -> None:
+    """Takes more from this process, for good.
+
+    Args:
+        network: it keeps it.
+        read: all that it can read, beside Python, its modules and `shows`, and nothing can be
+            written; None: whatever it could before.
+    Raises: OSError: the kernel has no Landlock, or no seccomp.
+    """
+    if network and read is None:
+        return
+    kernel.forbid_gains()
+    if read is not None:
+        if not kernel.landlock_version():
+            raise OSError("a reward that declares read= needs Landlock, which this kernel has not")
+        modules = [path or os.getcwd() for path in sys.path]
+        readable = [*readable_paths([*read, *modules, *shows]), "/etc", "/proc", "/sys"]
+        kernel.allow_only(
+            [
+                *((path, kernel.READS) for path in readable),
+                *((path, kernel.DEVICE) for path in DEVICES),
+            ],
+            is_offline=not network,
+        )
+    if not network:
+        refuse_network()
+
+
+def _fault_of(enter: Callable[[], object]) -> str:
+    """Why a layer cannot be entered; a child tries it. Empty: it can."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            enter()
+            os.write(writes, b"\0")
+        except Exception as error:
+            os.write(writes, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    said = os.read(reads, 1 << 12)
+    os.close(reads)
+    os.waitpid(pid, 0)
+    return "" if said == b"\0" else said.decode() or "it ends the process"
+
+
+def _enter_namespaces(hides: Sequence[str], shows: Sequence[str]) -> int:
+    is_root, user = os.geteuid() == 0, (os.geteuid(), os.getegid())
+    spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
+    kernel.unshare(spaces | (0 if is_root else kernel.CLONE_NEWUSER))
+    if not is_root:
+        kernel.map_only(*user)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    for path in hides:
+        _hide(path, [show for show in shows if show.startswith(f"{path}/")])
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    if os.path.isdir(_SHARED_MEMORY):
+        kernel.mount("none", _SHARED_MEMORY, "tmpfs", flags, "mode=1777")
+    with suppress(OSError):  # it may lie in what is hidden
+        os.chdir(os.getcwd())
+    first = os.fork()
+    if first == 0:
+        _bury_all()
+    goes_on = os.fork()
+    if goes_on:
+        _end_as(goes_on, first)
+    kernel.die_with_parent()
+    signal.signal(signal.SIGTERM, be_deaf)  # a fork of user code would obey it
+    pid = int(os.readlink("/proc/self"))  # the old /proc knows it by the number of others
+    kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+    kernel.keep_capabilities(_OF_ROOT if is_root else ())
+    return pid
+
+
+def _hide(path: str, shows: Sequence[str]) -> None:
+    """Puts an empty folder over another one, in which only `shows` are left, to be read."""
+    if not os.path.isdir(path):
+        return
+    kept = [(show, os.open(show, os.O_PATH)) for show in shows if os.path.isdir(show)]
+    kernel.mount("hidden", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755")
+    for show, fd in kept:
+        os.makedirs(show)
+        kernel.mount(f"/proc/self/fd/{fd}", show, "", kernel.MS_BIND | kernel.MS_REC)
+        os.close(fd)
+    kernel.make_read_only(path)
+
+
+def _bury_all() -> NoReturn:
+    """The first process of a namespace: it buries what others leave. With it all the others end."""
+    try:
+        kernel.die_with_parent()
+        kernel.close_from(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        while True:
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            signal.sigwait([signal.SIGCHLD])
+    finally:
+        os._exit(1)
+
+
+def _end_as(pid: int, first: int) -> NoReturn:
+    """Waits for the process that goes on, and ends as it does, with all that it has left."""
+    code = 1
+    try:
+        signal.signal(STACKS_SIGNAL, lambda *_: os.kill(pid, STACKS_SIGNAL))
+        kernel.close_from(3)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        if code < 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with suppress(OSError):  # of SIGKILL
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _enter_landlock(hides: Sequence[str], shows: Sequence[str]) -> int:
+    if not kernel.landlock_version():
+        raise OSError("this kernel has no Landlock, or it is off")
+    if os.geteuid() == 0:
+        kernel.keep_capabilities(_OF_ROOT)
+    kernel.forbid_gains()
+    kernel.allow_only(
+        [*_all_but(hides), *((show, kernel.READS) for show in shows)], is_offline=False
+    )
+    return os.getpid()
+
+
+def _all_but(hides: Sequence[str]) -> list[tuple[str, int]]:
+    """All paths that there are now, but these: Landlock has no word for what is forbidden.
+
+    The folders above them can be listed, and get no new entries.
+    """
+    above = {
+        "/".join(parts[:number]) or "/"
+        for path in hides
+        for parts in [path.split("/")]
+        for number in range(1, len(parts))
+    }
+    allowed = []
+    for folder in sorted(above):
+        allowed.append((folder, kernel.LISTS))
+        for found in os.scandir(folder):
+            if found.path not in above and found.path not in hides and not found.is_symlink():
+                allowed.append((found.path, kernel.ALL))
+    return allowed

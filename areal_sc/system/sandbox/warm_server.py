@@ -1,0 +1,115 @@
+"""The warm process that programs are forked from. It is executed, never forked from the run.
+
+    owner ══ packets: one connection each ══ server ── fork ──► keeper ── fork ──► program
+          ◄══════════════ one connection a program ══════════════►
+
+It has imported no part of the run, and has held no prompt, no answer and no key; its environment is
+what the owner named. The standard library alone: the fewer pages it has, the faster it forks.
+
+    consumes     connections of its owner, one for each program
+    waits for    the next one, or the end of a keeper
+    unblocked by its owner, whose end is its own
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from areal_sc.system.sandbox import kernel
+from areal_sc.system.sandbox.bubblewrap import Bubblewrap
+from areal_sc.system.sandbox.keeper import keep
+from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
+from areal_sc.system.sandbox.trees import children, end_descendants
+
+LAYERS: Final[dict[str, Callable[[Sequence[str]], ProgramLayer]]] = {
+    "namespaces": Namespaces,
+    "bubblewrap": Bubblewrap,
+    "landlock": Landlock,
+}
+
+_WARM: Final = (
+    *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re"),
+    *("statistics", "string", "textwrap", "typing"),
+)
+"""What programs import most; each would cost its import again."""
+
+_LONGEST_WAIT_S: Final = 1.0
+
+
+def main() -> None:
+    """The process. Its arguments: descriptor of the connection, layer, paths to read as JSON."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        roots = tuple(readable_paths(()))
+        layer = LAYERS[sys.argv[2]](json.loads(sys.argv[3]))
+        kernel.become_subreaper()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        layer.prepare()
+    except OSError as error:
+        connection.send(json.dumps({"failed": str(error)}).encode())
+        return
+    for name in _WARM:
+        importlib.import_module(name)
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path).startswith(roots)]
+    gc.collect()
+    gc.freeze()
+    # where memory is short, the kernel kills programs before the run
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("900")
+    connection.send(b"{}")
+    try:
+        _serve(connection, layer)
+    finally:
+        if isinstance(layer, Landlock):
+            layer.close()
+
+
+def _serve(connection: socket.socket, layer: ProgramLayer) -> None:
+    keepers: set[int] = set()
+    ready = select.poll()
+    ready.register(connection, select.POLLIN)
+    while True:
+        if ready.poll(_LONGEST_WAIT_S * 1000):
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+            if not fds:
+                break
+            keepers.add(_fork(connection, socket.socket(fileno=fds[0]), layer))
+        _reap(keepers)
+    end_descendants()
+
+
+def _fork(connection: socket.socket, asker: socket.socket, layer: ProgramLayer) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            connection.close()
+            keep(asker, layer)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    asker.close()
+    return pid
+
+
+def _reap(keepers: set[int]) -> None:
+    """Buries keepers, and kills what those have left that were killed themselves."""
+    with suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            keepers.discard(pid)
+        for pid in set(children(os.getpid())) - keepers:
+            os.kill(pid, signal.SIGKILL)

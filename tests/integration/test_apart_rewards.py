@@ -1,0 +1,104 @@
+"""A reward of the user's reaches nothing of its run: each layer, as root and as an ordinary user.
+
+`apart_rewards.py` has the rewards; a process of its own runs them for each layer and user.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.other_users import USERS, told_by
+
+from areal_sc.system.sandbox.own_code import LAYERS
+
+REWARDS = Path(__file__).with_name("apart_rewards.py")
+CASES = [*((layer, user) for layer in LAYERS for user in USERS), ("none", "itself")]
+
+HIDDEN = ("keys", "memory", "keys from here", "writes into the run", "signal")
+KEPT = {
+    "own sources": "data",
+    "other files": "data",
+    "writes elsewhere": "1",
+    "own environment": "kept",
+    "network": "open",
+    "descriptors": "0",
+}
+
+
+@pytest.fixture(scope="module")
+def results(folder_of_all: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return told_by(REWARDS, CASES, folder_of_all)
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def came(
+    request: pytest.FixtureRequest, results: dict[tuple[str, str], Any]
+) -> tuple[str, dict[str, Any]]:
+    layer, user = request.param
+    told: dict[str, Any] = results[layer, user]
+    if "unavailable" in told:
+        pytest.skip(told["unavailable"])
+    if layer != "none" and told["layer"] != layer:
+        pytest.skip(f"{layer} does not work here for a process of {user}")
+    return layer, told
+
+
+def test_a_reward_sees_nothing_of_its_run_and_keeps_the_rest(
+    came: tuple[str, dict[str, Any]],
+) -> None:
+    layer, told = came
+    found = told["looks"]
+    if layer == "none":  # so these attempts would be noticed
+        assert [found[name] for name in HIDDEN] == ["SECRET", "SECRET", "SECRET", "1", "sent"]
+        assert found["environment of the run"] == "seen"
+        return
+    assert {found[name] for name in HIDDEN} <= {
+        *("FileNotFoundError", "PermissionError", "ProcessLookupError", "OSError")
+    }, found
+    assert found["environment of the run"] != "seen"
+    assert {name: found[name] for name in KEPT} == KEPT
+    assert told["victim"] is None
+
+
+def test_a_declaration_takes_the_network_or_files(came: tuple[str, dict[str, Any]]) -> None:
+    _, told = came
+    if isinstance(told["looks_narrowly"], dict):
+        narrow = told["looks_narrowly"]
+        assert narrow["own sources"] == "data"
+        assert {narrow["other files"], narrow["writes elsewhere"]} == {"PermissionError"}
+        assert narrow["network"] == "open"
+    else:
+        assert "Landlock" in told["looks_narrowly"]
+    offline = told["looks_offline"]
+    assert (offline["network"], offline["other files"]) == ("PermissionError", "data")
+
+
+def test_limits_and_deaths_are_told_as_without_isolation(
+    came: tuple[str, dict[str, Any]],
+) -> None:
+    _, told = came
+    assert (told["killed"], told["long"], told["daemon"]) == (0.75, 0.25, 1.0)
+    assert "took longer than 2 s" in told["hangs"]
+    assert "in hangs" in told["hangs"], "no frames of the reward"
+
+
+def test_no_daemon_outlives_the_run(came: tuple[str, dict[str, Any]]) -> None:
+    """The script's own folder is in the command line of all that it has forked."""
+    _, told = came
+    give_up_s = time.monotonic() + 20
+    while left := [line for line in command_lines() if told["folder"] in line]:
+        assert time.monotonic() < give_up_s, left
+        time.sleep(0.05)
+
+
+def command_lines() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text(errors="replace"))
+        except OSError:
+            continue
+    return found
