@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from areal_sc.trainer.sft_trainer import SFTTrainer as SFTTrainer
     from areal_sc.workflows.base import Trajectory as Trajectory
     from areal_sc.workflows.base import Workflow as Workflow
+    from areal_sc.workflows.chat import Conversation as Conversation
     from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
 
 _HOMES = {
     "Checkpoints": "areal_sc.trainer.checkpoints",
+    "Conversation": "areal_sc.workflows.chat",
     "DPOTrainer": "areal_sc.trainer.dpo_trainer",
     "Evaluations": "areal_sc.trainer.evaluations",
     "RewardModelTrainer": "areal_sc.trainer.reward_model_trainer",

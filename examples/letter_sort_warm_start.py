@@ -10,6 +10,7 @@ from pathlib import Path
 from letter_sort_task import LetterSortDemonstrations, write_untrained_folder
 
 from areal_sc import TrainController, make_actor, start
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActorConfig, LrSchedule, OptimizerConfig
 from areal_sc.schedulers.base import Scheduler
 
@@ -51,7 +52,11 @@ class WarmStart:
             total_steps=self.num_steps,
         )
         imitation = replace(
-            actor_config, path=str(untrained), random_init=True, optimizer=optimizer
+            actor_config,
+            path=str(untrained),
+            random_init=True,
+            lora=LoraConfig(),  # all of it is trained
+            optimizer=optimizer,
         )
         actor = TrainController(make_actor(imitation), scheduler)
         with start(actor):

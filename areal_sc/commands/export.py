@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_sc.commands.plan import config_of
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import CommandError, ModelError, RunFolderError
 from areal_sc.hub import local_model
 from areal_sc.run.run_begin import RunBegin, content_of
@@ -40,6 +40,11 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="where to write it, in place of a model that is there; default: RUN_DIR/model",
     )
     parser.add_argument("--step", type=int, metavar="N", help="from the snapshot of step N")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="the adapter alone, in peft's format; default: merged",
+    )
     parser.set_defaults(run=run)
 
 
@@ -56,6 +61,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.folder is None and folder.summary_path.exists():
         raise CommandError(f"the run is finished, and its model is in {own}; name another FOLDER")
     actor = config_of(folder).actor
+    if arguments.adapter and not (actor.has_adapter and actor.head is ModelHead.lm):
+        raise CommandError(
+            f"--adapter: the run in {folder.path} has trained no adapter, or one with a value head"
+        )
     source, target = _first_model(folder, actor), check_replaceable(arguments.folder or own)
     if source.resolve().is_relative_to(target.resolve()):
         raise CommandError(f"the run goes on from the model in {source}: name another FOLDER")
@@ -67,8 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
                 raise CommandError(
                     f"{target} cannot be written now: name a FOLDER that is not the run's ({error})"
                 ) from error
-        export_snapshot(replace(actor, path=str(source)), snapshot / "engine", target)
-    sys.stdout.write(f"model of step {step}: {target}\n")
+        actor = replace(actor, path=str(source))
+        export_snapshot(actor, snapshot / "engine", target, adapter_alone=arguments.adapter)
+    sys.stdout.write(f"{'adapter' if arguments.adapter else 'model'} of step {step}: {target}\n")
 
 
 def _chosen_snapshot(folder: RunFolder, step: int | None) -> tuple[int, Path]:

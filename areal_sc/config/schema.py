@@ -17,6 +17,7 @@ from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import inherits, setting, shared
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
 from areal_sc.config.length_settings import SoftLengthConfig
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.ray_settings import RayConfig
@@ -203,6 +204,7 @@ class ActorConfig(Section):
         False, "draw weights from seed; the folder needs config.json and tokenizer only"
     )
     is_frozen: bool = setting(False, "only computes, as a reference does: no optimizer")
+    lora: LoraConfig = setting(LoraConfig)
     head: ModelHead = setting(ModelHead.lm)
     engine: TrainEngineKind = setting(TrainEngineKind.fsdp)
     parallel: ParallelConfig = setting(ParallelConfig)
@@ -236,6 +238,11 @@ class ActorConfig(Section):
     )
     ppo: PPOConfig = setting(PPOConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model has one; if it is frozen, none but the one that it begins from."""
+        return self.lora.rank > 0 and (not self.is_frozen or bool(self.lora.path))
 
 
 @dataclass

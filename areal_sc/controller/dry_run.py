@@ -70,13 +70,18 @@ def look_at_model(
     """Tries the loss, unless the model is frozen; shows what a further model takes of this machine.
 
     Raises: ConfigError: the loss cannot be used. ModelError: the model's folder is there, and
-        cannot be read.
+        cannot be read, or has no layers of the names that an adapter is to go beside.
     """
     if not handle.config.is_frozen:
         from areal_sc.algorithms.loss_trial import try_loss
 
         try_loss(loss)
         tell(f"loss {loss.name}: tried on two rows")
+    folder = cached_model(handle.config.path, handle.config.revision)
+    if folder and handle.config.has_adapter:
+        from areal_sc.engines.training.lora import describe_adapter
+
+        tell(describe_adapter(replace(handle.config, path=str(folder))))
     if is_on_this_machine and role not in (TRAIN_ROLE, *FURTHER_MODELS):  # these were told before
         _tell_memory(role, handle)
 
@@ -106,8 +111,15 @@ class _Model:
         asked: the tokens of the first prompt, once the episode has asked for an answer.
     """
 
-    def __init__(self, tokenizer: Any, max_context_tokens: int, answer: list[int] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        max_context_tokens: int,
+        answer: list[int] | None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.end_token_ids = tuple(ends)
         self.max_context_tokens = max_context_tokens
         self.answer = answer
         self.asked: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -316,7 +328,7 @@ class TaskLook:
         return await await_user_code(run, EPISODE_LIMIT_S)
 
     def _model(self, answer: list[int] | None) -> _Model:
-        return _Model(self._tokenizer, self._config.max_context_tokens, answer)
+        return _Model(self._tokenizer, self._ends, self._config.max_context_tokens, answer)
 
     def _show(self, index: int, tokens: list[int]) -> None:
         text = self._tokenizer.decode(tokens)[:_SHOWN_CHARS]

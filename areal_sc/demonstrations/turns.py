@@ -15,12 +15,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.text import check_messages, encode_text
+from areal_sc.workflows.text import ROLES, check_messages, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MARK: Final = re.compile(r"\{%-?\s*generation\b")
 
 

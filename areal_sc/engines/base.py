@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from areal_sc.algorithms.named_loss import NamedLoss
-    from areal_sc.config.schema import GenerationConfig
+    from areal_sc.config.schema import ActorConfig, GenerationConfig
     from areal_sc.engines.weight_group import NamedTensor
     from areal_sc.transport.packed_rows import PackedRows
     from areal_sc.weights import BucketLayout, WeightGroup
@@ -32,18 +32,24 @@ OUTPUTS: Final = MappingProxyType(
 )
 """What a forward gives of each asked token, by the model's head."""
 
+BASE_LOGPROBS: Final = "base_logprobs"
+"""What a model with an adapter gives, too: its log-probabilities without the adapter."""
 
-def column_of(output: str, head: ModelHead) -> int:
-    """Which of the outputs of a model with this head it is.
+
+def column_of(output: str, config: ActorConfig) -> int:
+    """Which of the outputs of a model it is.
 
     Raises: ValueError: none of them.
     """
-    if output not in OUTPUTS[head]:
+    given = OUTPUTS[config.head]
+    if output == BASE_LOGPROBS and config.has_adapter and config.head is ModelHead.lm:
+        return given.index("logprobs")
+    if output not in given:
         raise ValueError(
-            f"output: expected one of {', '.join(OUTPUTS[head])}, which a model with head={head} "
+            f"output: expected one of {', '.join(given)}, which a model with head={config.head} "
             f"gives, got {output!r}"
         )
-    return OUTPUTS[head].index(output)
+    return given.index(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,14 @@ class GenerationEngine(Protocol):
 
     What else a worker asks of it stands in the protocols below, each of which is a subject of its
     own. An engine has those that a run needs: `able` refuses the others by name.
+
+    Attributes:
+        end_token_ids: that end a completion, beside those of its `GenerationConfig`.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_context_tokens: int
+    end_token_ids: tuple[int, ...]
 
     async def generate(
         self,
@@ -234,7 +244,8 @@ class TrainEngine(Protocol):
         Args:
             output: `logprobs`: nats, of the token given those before it in its row, under the
                 distribution at the token's own `temperatures`; `entropy`: nats, of that;
-                `values`: of a model with a value head, what it expects after the tokens before.
+                `values`: of a model with a value head, what it expects after the tokens before;
+                `base_logprobs`: `logprobs` without the adapter that the model has.
         """
         ...
 

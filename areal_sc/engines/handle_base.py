@@ -137,6 +137,7 @@ class TrainHandle:
         *,
         parameter_bytes: int,
         optimizer_bytes: int,
+        held_share: int | None = None,
         rounded_bytes: int = 0,
         gathered_bytes: int = 0,
         is_offloaded: bool = False,
@@ -144,11 +145,11 @@ class TrainHandle:
         """The process of one rank. One that is frozen publishes nothing and has no snapshots.
 
         Args:
-            share: numbers of the model that it publishes, and has in snapshots.
+            share: numbers of the model that it publishes.
+            held_share: those that it has in snapshots; None: the same.
             shape: of the model.
             machine: that the device is one of.
-            parameter_bytes, optimizer_bytes: of a rank that trains; a frozen one has neither
-                gradients, as large as the parameters, nor an optimizer.
+            parameter_bytes: with the gradients of what is trained.
             rounded_bytes: copies of the parameters beside them.
         """
         activation_bytes = self._activation_bytes(shape, *kind_and_memory(device, machine))
@@ -157,14 +158,15 @@ class TrainHandle:
                 role="train",
                 index=index,
                 device=device,
-                parameter_bytes=parameter_bytes // 2 + rounded_bytes,
+                parameter_bytes=parameter_bytes + rounded_bytes,
                 gathered_bytes=gathered_bytes,
                 activation_bytes=activation_bytes,
                 is_offloaded=is_offloaded,
             )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
         num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
-        state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * share
+        held_share = share if held_share is None else held_share
+        state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * held_share
         num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_every_steps else 0
         return WorkerPlan(
             role="train",

@@ -1,4 +1,7 @@
-"""The model of a snapshot as a folder, written by one process, one tensor after the other."""
+"""The model of a snapshot as a folder, written by one process, one tensor after the other.
+
+Of a model with an adapter the snapshot holds what is trained; the rest is read from the model.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import torch
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.training.adapter_files import begin_adapter
 from areal_sc.engines.training.background import FAILURES, BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import begin_export
 from areal_sc.engines.training.loading import SharedWeights
+from areal_sc.engines.training.lora import add_adapters, is_of_adapter, merged_values
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.snapshot_index import SnapshotIndex
@@ -22,7 +27,9 @@ from areal_sc.errors import CheckpointError
 _PARAMETER = "parameter."
 
 
-def export_snapshot(config: ActorConfig, snapshot: Path, folder: Path) -> None:
+def export_snapshot(
+    config: ActorConfig, snapshot: Path, folder: Path, *, adapter_alone: bool = False
+) -> None:
     """Writes what `begin_save_hf` would have written when the snapshot was taken.
 
     Any mesh of either engine may have written it: tensors have their Hugging Face names.
@@ -31,6 +38,7 @@ def export_snapshot(config: ActorConfig, snapshot: Path, folder: Path) -> None:
         config: of the run; `path` is a folder.
         snapshot: has `snapshot.json` in it.
         folder: is replaced as a whole.
+        adapter_alone: of a model with an adapter; otherwise that is merged.
     Raises: CheckpointError: the snapshot cannot be read, or is of another model, or the folder
         cannot be written. ModelError: `config.path` cannot be used.
     """
@@ -40,11 +48,15 @@ def export_snapshot(config: ActorConfig, snapshot: Path, folder: Path) -> None:
     causal_lm = stored.build()
     stored.fill_buffers(causal_lm)
     stored.check()
+    held = dict(causal_lm.named_parameters())
+    if config.has_adapter:
+        add_adapters(causal_lm, config.lora, config.head)
+        held = {n: p for n, p in causal_lm.named_parameters() if p.requires_grad}
     parts = CutParts.of_one_rank(causal_lm)
     first = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
     wanted = {
         _PARAMETER + name: Placed(parts.shapes[name], torch.float32, parts.box(name), True)
-        for name in first.values()
+        for name in held
     }
     writer = BackgroundWriter(alone)
     try:
@@ -58,13 +70,22 @@ def export_snapshot(config: ActorConfig, snapshot: Path, folder: Path) -> None:
             check_same_model(files, index, wanted, type(causal_lm).__name__, None)
 
             def values(name: str) -> torch.Tensor:
-                whole = torch.empty(parts.shapes[name])
                 known = first[id(causal_lm.get_parameter(name))]  # tied ones are there once
+                if known not in held:
+                    whole = stored.receive(known, parts)
+                    stored.check()
+                    return whole.to(compute_dtype(config))  # as the ranks have it
+                whole = torch.empty(parts.shapes[name])
                 read_box(files, index, _PARAMETER + known, Box.whole(whole.shape), whole)
                 return whole
 
+            if adapter_alone:
+                adapter = {name: values(name) for name in held if is_of_adapter(name)}
+                begin_adapter(config, adapter, folder, writer).result()
+                return
+            merged = merged_values(causal_lm, values, parts, alone)
             begin_export(
-                *(causal_lm, parts, values, Path(config.path), folder, compute_dtype(config)),
+                *(causal_lm, parts, merged, Path(config.path), folder, compute_dtype(config)),
                 writer,
                 is_staged=False,
                 reads_late=True,

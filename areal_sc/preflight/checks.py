@@ -39,6 +39,7 @@ from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.settings_warnings import settings_warnings
+from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
 from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import check_model_folder
@@ -98,6 +99,8 @@ def check_models(config: GRPOConfig) -> None:
     for role, model in _trained_models(config).items():
         _check_model(model)
         _check_mesh(model)
+        if model.has_adapter and model.lora.path:
+            check_adapter(model.lora)
         _check_tokenizer(role, model, config.actor)
     _check_model(config.rollout)
 

@@ -31,6 +31,12 @@ _IDLE = (
     ),
     ("actor.ppo.kl_coefficient", 0, ["actor.ppo.kl_estimator", "actor.ppo.kl_place"], ""),
     ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
+    (
+        "actor.lora.rank",
+        0,
+        [f"actor.lora.{name}" for name in ("alpha", "targets", "dropout", "path", "save_merged")],
+        "all parameters are trained",
+    ),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
         "rollout.soft_length.limit_tokens",

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from areal_sc.errors import CheckpointError, ModelError
+from areal_sc.sizing.adapter_folder import ADAPTER_CONFIG, is_adapter_folder
 from areal_sc.sizing.model_formula import HEADS, LayerSizes, first_int, numbers_of_parameters
 
 _OTHER_THAN_TEXT = (
@@ -76,12 +77,12 @@ def check_model_folder(path: str | Path, *, needs_weights: bool = True) -> None:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model folder {path}: there is no such folder")
-    if (folder / "adapter_config.json").exists():
+    if is_adapter_folder(folder):
         raise ModelError(
-            f"model folder {path}: it holds an adapter (adapter_config.json), and whole models are "
-            "trained and served: save the merged model in a folder of its own (peft: "
-            "merge_and_unload, save_pretrained), or remove the adapter's files to use the model "
-            "without it"
+            f"model folder {path}: it holds an adapter ({ADAPTER_CONFIG}), and whole models are "
+            "trained and served: begin from it with actor.lora.path and its model with actor.path, "
+            "or save the merged model in a folder of its own (peft: merge_and_unload, "
+            "save_pretrained), or remove the adapter's files to use the model without it"
         )
     config = _read_whole_config(folder)
     if config is None:
@@ -116,7 +117,8 @@ def check_replaceable(path: str | Path) -> Path:
     """
     folder = Path(path).expanduser().absolute()
     try:
-        is_free = not folder.exists() or is_model_folder(folder) or not any(folder.iterdir())
+        is_model = is_model_folder(folder) or is_adapter_folder(folder)
+        is_free = not folder.exists() or is_model or not any(folder.iterdir())
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
     if not is_free:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,25 @@ class LayerSizes:
             normalizes_heads=family.startswith(("qwen3", "gemma3")),
             stores_scores=bool(config.get("attn_logit_softcapping")) or family == "gpt_oss",
         )
+
+    def adapter_values(self, rank: int, targets: Sequence[str]) -> int:
+        """Numbers of a low-rank adapter, over all layers; experts have none.
+
+        Args:
+            targets: ends of the names of its linear layers; (): all. One that is not known counts
+                as the largest.
+        """
+        hidden = self.hidden
+        sizes = {
+            **dict.fromkeys(("q_proj", "o_proj"), hidden + self.queries),
+            **dict.fromkeys(("k_proj", "v_proj"), hidden + self.keys),
+        }
+        if not self.num_experts:
+            names = ("gate_proj", "up_proj", "down_proj")
+            sizes |= dict.fromkeys(names, hidden + self.feed_forward)
+        chosen = (target.rpartition(".")[2] for target in targets or sizes)
+        largest = max(sizes.values())
+        return self.num_layers * rank * sum(sizes.get(name, largest) for name in chosen)
 
     def score_bytes(self, row_tokens: int) -> int:
         """Bytes of attention scores that a layer keeps of one row; 0 where no kernel stores them.

@@ -98,7 +98,8 @@ class DPOTrainer(PairTrainer):
     def _with_reference(self, pairs: Sequence[Item], config: ActorConfig) -> list[Item]:
         """The pairs with `reference_logprob` in both answers."""
         path = self.folder.path / "reference.json"
-        named = msgspec.json.encode([config.path, config.revision, config.seed, pairs])
+        adapter = [config.lora.path] if config.has_adapter and config.lora.path else []
+        named = msgspec.json.encode([config.path, config.revision, config.seed, pairs, *adapter])
         digest = hashlib.blake2b(named, digest_size=16).hexdigest()
         known: _Reference | None = None
         try:

@@ -17,6 +17,7 @@ from areal_sc.config.further_models import FURTHER_MODELS, further_models
 from areal_sc.config.ppo_settings import GAE, PPOConfig
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.train.train_controller import TrainController
+from areal_sc.engines.base import BASE_LOGPROBS
 from areal_sc.engines.handles import make_model
 from areal_sc.errors import ConfigError
 from areal_sc.metadata import BatchMetadata
@@ -26,6 +27,9 @@ from areal_sc.schedulers.base import Scheduler
 class ModelsBeside:
     """The controllers of these models.
 
+    The reference of a policy with a new adapter is the model under the adapter, unless a section
+    names another one: the policy's own ranks compute its field.
+
     Attributes:
         controllers: by role.
     Raises: ConfigError: the algorithm needs a model of a section without `path`.
@@ -33,6 +37,11 @@ class ModelsBeside:
 
     def __init__(self, config: GRPOConfig, scheduler: Scheduler) -> None:
         models, needed = further_models(config), _needed_fields(config.actor.ppo)
+        lora, field = config.actor.lora, FURTHER_MODELS["reference"].field
+        is_new = lora.rank > 0 and not lora.path
+        self._is_under_adapter = is_new and field in needed and "reference" not in models
+        if self._is_under_adapter:
+            del needed[field]
         for role, each in FURTHER_MODELS.items():
             if each.field in needed and role not in models:
                 raise ConfigError(
@@ -43,11 +52,14 @@ class ModelsBeside:
             role: TrainController(make_model(config, role), scheduler, role=role) for role in models
         }
 
-    def compute(self, batch: BatchMetadata) -> BatchMetadata:
+    def compute(self, batch: BatchMetadata, actor: TrainController) -> BatchMetadata:
         """The batch with a field of each model.
 
         Raises: BatchLost: rows are gone.
         """
+        if self._is_under_adapter:
+            field = FURTHER_MODELS["reference"].field
+            batch = actor.compute(batch, BASE_LOGPROBS, field=field)
         for role, model in self.controllers.items():
             output, field = FURTHER_MODELS[role]
             batch = model.compute(batch, output, field=field)

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.engines.handles import make_actor, make_generator
-from areal_sc.errors import StepLost
+from areal_sc.errors import ConfigError, StepLost
 from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
@@ -54,7 +54,14 @@ class PPOTrainer(Run):
             evaluation_prompts: held-out prompts; None, or none of them: nothing is evaluated.
             evaluation_workflow: None: as for training.
         Returns: the numbers of `summary.json`.
+        Raises: ConfigError: the policy is to be trained with dropout.
         """
+        lora = self.config.actor.lora
+        if self.config.actor.has_adapter and lora.dropout:
+            raise ConfigError(
+                f"actor.lora.dropout: expected 0 with PPOTrainer, got {lora.dropout:g}: the policy "
+                "that is trained must be the one that was sampled from; SFT and DPO may have it"
+            )
         with nullcontext() if self._is_open else self:
             actor = TrainController(make_actor(self.config.actor), self.scheduler)
             rollout = RolloutController(make_generator(self.config.rollout), self.scheduler)
@@ -74,7 +81,7 @@ class PPOTrainer(Run):
                         with step.timed("wait"):
                             batch = rollout.prepare_batch(prompts, workflow)
                         with step.timed("train"):
-                            batch = beside.compute(batch)
+                            batch = beside.compute(batch, actor)
                             batch = beside.compute_advantages(batch, actor)
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)

@@ -60,6 +60,8 @@ def compare_with_begin(folder: RunFolder, config: GRPOConfig) -> None:
     begin = RunBegin(folder.begun_path)
     paths = [config.actor.path, *(model.path for model in further_models(config).values())]
     found = {f"model {path}": Path(path) for path in (*paths, config.rollout.path)}
+    if config.actor.has_adapter and config.actor.lora.path:
+        found[f"adapter {config.actor.lora.path}"] = Path(config.actor.lora.path)
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
     if script.is_file() and begin.noted(f"code {script}") is None:  # else the sources compare it
         found[f"script {script}"] = script

@@ -19,6 +19,7 @@ from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
+from areal_sc.workflows.chat import ChatTurn, Conversation
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -40,6 +41,7 @@ class WorkerEpisodeEngine:
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
+        self.end_token_ids = engine.end_token_ids
         self.failure: BaseException | None = None
         self._engine = engine
         self._rewards = rewards
@@ -78,6 +80,19 @@ class WorkerEpisodeEngine:
         except Exception as error:  # the user's code may catch it; it is no result of the episode
             self.failure = error
             raise
+
+    async def chat(
+        self,
+        conversation: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: str | Sequence[str] | None = None,
+        sampling: GenerationConfig | None = None,
+    ) -> ChatTurn:
+        sampling = sampling or self._sampling
+        if stop is not None:
+            sampling = replace(sampling, stop=[stop] if isinstance(stop, str) else list(stop))
+        return await conversation.answer(self, tools, sampling)
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

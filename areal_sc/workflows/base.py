@@ -6,12 +6,10 @@ Who writes an episode also gets here what a reward and a dataset are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion
 from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
@@ -19,62 +17,29 @@ from areal_sc.rewards.base import declare_reward as declare_reward
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class Trajectory:
-    """One row of an episode, token by token; T is at most `max_context_tokens`.
-
-    Attributes:
-        input_ids: [T] prompt and completion tokens, over all turns.
-        loss_mask: [T] True on tokens that the policy sampled and that are trained.
-        behavior_logprobs: [T] nats; 0 where `loss_mask` is False.
-        versions: [T] policy version that sampled the token; -1 where `loss_mask` is False.
-        temperatures: [T] that the token was sampled at, and is trained at; 1 where `loss_mask` is
-            False. 0 (greedy) is for evaluations: a row with greedy tokens is not trained.
-        reward: scalar, finite. That of a `Score` adds its parts to the metrics.
-        metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
-        fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
-            that is `per_row`.
-    Raises: ValueError: a metric has the name of a part of the reward, and another value.
-    """
-
-    input_ids: Sequence[int]
-    loss_mask: Sequence[bool]
-    behavior_logprobs: Sequence[float]
-    versions: Sequence[int]
-    temperatures: Sequence[float]
-    reward: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        parts = self.reward.metrics if isinstance(self.reward, Score) else {}
-        for name, value in parts.items():
-            if self.metrics.get(name, value) != value:
-                raise ValueError(
-                    f"metric {name!r} is {self.metrics[name]}, and the reward of that name gave "
-                    f"{value}: give one of them another name"
-                )
-        self.metrics = {**self.metrics, **parts}
+from areal_sc.workflows.chat import ChatTurn, Conversation, TokenEngine
+from areal_sc.workflows.trajectory import Trajectory as Trajectory
 
 
-class EpisodeEngine(Protocol):
+class EpisodeEngine(TokenEngine, Protocol):
     """What an episode can do; given to it by the worker."""
 
-    tokenizer: PreTrainedTokenizerBase
-    max_context_tokens: int
+    async def chat(
+        self,
+        conversation: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: str | Sequence[str] | None = None,
+        sampling: GenerationConfig | None = None,
+    ) -> ChatTurn:
+        """Samples the next answer of a conversation, and adds it there.
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
-    ) -> Completion:
-        """Samples one completion; None samples as the run's `generation` section says.
-
-        During an evaluation the worker replaces the temperature by that of the evaluation.
-        Raises: WorkflowError: the prompt leaves no room in the context.
+        Args:
+            tools: that the model may call, as `{"type": "function", "function": {...}}`.
+            stop: strings that end the answer, in place of `generation.stop`.
+            sampling: None samples as the run's `generation` section says.
+        Raises: WorkflowError: the model has no chat template, or it refuses the messages; or the
+            last one is the assistant's. PromptTooLong: the first prompt leaves no room.
         """
         ...
 

@@ -18,6 +18,9 @@ OWN_ARGUMENTS: Final = frozenset(
 )
 """What `encode_chat` gives a chat template itself."""
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+"""The roles in which messages of a conversation may be."""
+
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = True) -> list[int]:
     """Tokens of plain text, behind what the tokenizer itself puts before a text, such as BOS.
@@ -114,16 +117,20 @@ def check_messages(messages: Any) -> None:
     if not isinstance(messages, list | tuple) or not messages:
         raise WorkflowError(f"the prompt is {messages!r:.80}: {_MESSAGES}")
     for number, message in enumerate(messages):
-        where = f"message {number} of the prompt"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise WorkflowError(f"{where} is {message!r:.80}: {_MESSAGES}")
-        content = message.get("content")
-        is_call = content is None and message.get("tool_calls")
-        if not (is_call or isinstance(content, str | list)):
-            raise WorkflowError(
-                f"the content of {where} ({message['role']}) is {content!r:.80}: expected a text, "
-                "or a list of parts"
-            )
+        check_message(message, f"message {number} of the prompt")
+
+
+def check_message(message: Any, where: str) -> None:
+    """Raises: WorkflowError: a template would write something else than was meant."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise WorkflowError(f"{where} is {message!r:.80}: {_MESSAGES}")
+    content = message.get("content")
+    is_call = content is None and message.get("tool_calls")
+    if not (is_call or isinstance(content, str | list)):
+        raise WorkflowError(
+            f"the content of {where} ({message['role']}) is {content!r:.80}: expected a text, "
+            "or a list of parts"
+        )
 
 
 _MESSAGES: Final = (

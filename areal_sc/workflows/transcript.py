@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areal_sc.engines.base import Completion
-from areal_sc.workflows.base import Trajectory
+from areal_sc.workflows.trajectory import Trajectory
 
 
 class Transcript:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_sc.algorithms.loss_tokens import LossTokens
 from areal_sc.algorithms.losses import Metric
 from areal_sc.algorithms.named_loss import loss_of
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
@@ -284,6 +285,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         logprob_chunk_tokens=scenario.get("chunk_tokens", 7),
         seed=0,
         head=ModelHead(scenario.get("head", "lm")),
+        lora=LoraConfig(**scenario.get("lora", {})),
         parallel=ParallelConfig(**scenario.get("parallel", {})),
         optimizer=OptimizerConfig(
             lr=1e-3,

@@ -29,6 +29,7 @@ PROMISED = {
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
     "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
     "chaos_models": {"num_kills", "store_growth_ref", "store_growth_sft"},
+    "chat_turns": {"turns_s", "anew_over_turns"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},

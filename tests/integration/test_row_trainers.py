@@ -172,10 +172,11 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(chat_model: Path, tmp_
     assert summary["metrics_after"] == {"loss": losses[20]}
 
 
-def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [[], ["actor.lora.rank=8", "actor.optimizer.lr=2e-2"]])
+def test_dpo_orders_held_out_pairs(chat_model: Path, tmp_path: Path, lora: list[str]) -> None:
     """In ten runs of `benchmarks/preferences.py` the share was 1.0; half of that is demanded."""
     rows, run_dir = sorting_rows(80), tmp_path / "run"
-    config = config_of(chat_model, run_dir, "total_steps=20")
+    config = config_of(chat_model, run_dir, "total_steps=20", *lora)
     DPOTrainer(config).fit(rows[:64], batch_size=16, held_out=rows[64:])
     history = History.read(RunFolder(run_dir).metrics_path)
     before, after = (

@@ -35,7 +35,7 @@ ENDS = {
     "no end": {"timeout"},
     "no end and no signals": {"timeout"},
     "os._exit": {"exited"},
-    "threads": {"exited", "memory", "timeout"},
+    "threads": {"exited", "memory", "timeout", "crashed"},
 }
 
 

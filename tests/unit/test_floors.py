@@ -57,6 +57,10 @@ LAZY_IMPORTS = {
     ("areal_sc.commands.export", "areal_sc.engines.snapshot_model"): "only an export loads torch",
     ("areal_sc.controller.dry_run", "areal_sc.algorithms.loss_trial"): "only a dry run loads torch",
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
+    (
+        "areal_sc.controller.dry_run",
+        "areal_sc.engines.training.lora",
+    ): "only a dry run loads torch",
     ("areal_sc.trainer.row_trainer", "areal_sc.engines.tokenizer"): "only rows load transformers",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",
     ("areal_sc.nodes.agent", "areal_sc.shipping.node_side"): "most nodes see the run folder",

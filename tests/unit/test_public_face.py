@@ -39,6 +39,7 @@ PUBLIC = {
     "make_generator",
     "make_model",
     # workflows and data
+    "Conversation",
     "JsonlPrompts",
     "Prompts",
     "SingleTurnWorkflow",

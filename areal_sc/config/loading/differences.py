@@ -19,6 +19,10 @@ FIXED = {
     "actor.path": "the snapshot holds the weights of another model",
     "actor.revision": "the snapshot holds the weights of another model",
     "actor.dtype": "steps that are trained again would give other weights",
+    **dict.fromkeys(
+        ("actor.lora.rank", "actor.lora.alpha", "actor.lora.targets"),
+        "the snapshot holds another adapter, or none",
+    ),
     "critic.path": "the snapshot holds the values of another critic, or none",
     "rollout.train_batch_groups": "admission counts in batches of this many groups",
     "rollout.group_size": "groups that are waiting have another number of answers",
@@ -71,6 +75,9 @@ STARTED_AGAIN = {
 """Section -> what a change of it means for workers that a killed script has left: they were started
 with the settings of that time. Shared settings are in each section that reads them."""
 
+_PRESENT_BY = {**dict.fromkeys(FURTHER_MODELS, "path"), "actor.lora": "rank"}
+"""Section -> the setting by which a run has what it is about."""
+
 _UNREADABLE = (
     "the run's config.yaml cannot be read; move it out of the folder, and the same command goes on "
     "with its own settings"
@@ -98,9 +105,9 @@ def settings_of(text: str) -> dict[str, Any]:
     Raises: RunFolderError: the text is not a YAML mapping.
     """
     settings = dict(_leaves(_parse(text)))
-    for role in FURTHER_MODELS:  # one that is not there has no settings
-        if not settings.get(f"{role}.path"):
-            for key in [key for key in settings if key.startswith(f"{role}.")]:
+    for section, name in _PRESENT_BY.items():  # what is not there has no settings
+        if not settings.get(f"{section}.{name}"):
+            for key in [key for key in settings if key.startswith(f"{section}.")]:
                 del settings[key]
     return settings
 

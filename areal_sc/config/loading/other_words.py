@@ -59,6 +59,9 @@ actor.activation_checkpointing = gradient_checkpointing enable_gradient_checkpoi
 actor.cpu_offload = param_offload optimizer_offload offload_params offload_policy
 actor.dtype = precision bf16 fp16 torch_dtype model_dtype mixed_precision
 actor.compile_layers = torch_compile use_torch_compile
+actor.lora.rank = use_peft use_lora peft_config. lora_rank lora_r
+actor.lora.alpha = lora_alpha
+actor.lora.targets = target_modules lora_target_modules
 actor.engine = strategy train_backend actor.backend deepspeed. fsdp. fsdp_config.
     zero_stage
 actor.parallel.data = data_parallel_size fsdp_size n_gpus_per_node
@@ -123,8 +126,6 @@ the reference model is the one of section reference (docs/several-models.md), ne
 the critic is the model of section critic, with a loss and an optimizer of its own
     (docs/several-models.md) = vf_coef value_loss_coef cliprange_value critic_warmup
     critic_learning_rate
-all parameters are trained; there are no adapters = use_peft lora_rank lora_r lora_alpha
-    peft_config
 the tokenizer is that of actor.path = tokenizer_path tokenizer_name
 generation samples always; evaluation.greedy is for the end = do_sample gconfig.greedy
 answers are sampled by generation.temperature, generation.top_p and generation.top_k alone =

@@ -165,9 +165,9 @@ class TrainController(Controller):
         `prepare_batch` has formed a batch anew.
 
         Args:
-            output: `logprobs` or `entropy`, in nats, or `values`, of the current weights; see
-                `TrainEngine.forward`. Or `package.module:function`, a token function, or a
-                `TokenFunction` with settings: it makes the field from the other ones.
+            output: `logprobs` or `entropy`, in nats, `values` or `base_logprobs`; of the current
+                weights, see `TrainEngine.forward`. Or `package.module:function`, a token function,
+                or a `TokenFunction` with settings: it makes the field from the other ones.
             field: its name. With `advantages` those of rows go.
         Raises: ValueError: there is no such output. MetadataError: the batch has the field.
             ConfigError: there is no such function. WorkflowError: the function has failed.
@@ -175,7 +175,7 @@ class TrainController(Controller):
         """
         if isinstance(output, TokenFunction) or ":" in output:
             return await self._work.compute_by_function(batch, output, field)
-        column_of(output, self.config.head)
+        column_of(output, self.config)
         selected = batch.select(MODEL_FIELDS).without_advantages()
         return await self._work.compute(batch, selected, output, field)
 

@@ -17,22 +17,25 @@ from pathlib import Path
 
 import torch
 
-from areal_sc.config.schema import ActorConfig
-from areal_sc.engines.base import RankPosition
+from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.handle import needs_fsdp
 from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.sharded_state import ShardedState
+from areal_sc.engines.training.adapter_files import begin_adapter
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import begin_export
+from areal_sc.engines.training.lora import is_of_adapter, merged_values, without_adapters
 from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
+from areal_sc.engines.training.whole_tensors import Values, gather_whole
 from areal_sc.transport.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
@@ -66,24 +69,30 @@ class FSDPEngine(RankEngine):
         self.counts_rows = groups.sequence.rank == 0
         self.counts_metrics = groups.tensor.rank == groups.sequence.rank == 0
         self._model, self._parts = load_sharded_model(self.config, groups)
-        if self.config.is_frozen:
-            self._model.causal_lm.requires_grad_(False)
-        parameters = dict(self._model.causal_lm.named_parameters())
+        causal_lm = self._model.causal_lm
+        parameters = dict(causal_lm.named_parameters())
         self._optimizer = ShardedAdamW(
             parameters, self.config.optimizer, self._parts, groups.world, groups.tensor
         )
         self._writer = BackgroundWriter(
             groups.world, shares_files=self.shares_files, node=self.node
         )
-        state = ShardedState(self._model.causal_lm, self._parts, self._optimizer)
+        held = parameters
+        if self.config.has_adapter:  # what is not trained is read from the model again
+            held = {name: p for name, p in parameters.items() if p.requires_grad}
+        state = ShardedState(type(causal_lm).__name__, held, self._parts, self._optimizer)
         self._snapshots = Snapshots(state, self._writer)
         self._publication = Publication(
-            list(parameters), self._parts, self._values, groups.world, compute_dtype(self.config)
+            [name for name in parameters if not is_of_adapter(name)],
+            self._parts,
+            self._take_values,
+            groups.world,
+            compute_dtype(self.config),
         )
         logger.info(
             "engine_ready model=%s rank=%d world_size=%d sequence=%d tensor=%d device=%s dtype=%s "
             "abilities=%s",
-            type(self._model.causal_lm).__name__,
+            type(causal_lm).__name__,
             rank,
             world_size,
             groups.sequence.size,
@@ -93,6 +102,12 @@ class FSDPEngine(RankEngine):
             self._model.abilities,
         )
         return groups.position
+
+    def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
+        if output != BASE_LOGPROBS:
+            return super().forward(rows, output)
+        with without_adapters(self._model.causal_lm):
+            return super().forward(rows, output)
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
         with self._model.computing():
@@ -122,17 +137,36 @@ class FSDPEngine(RankEngine):
         """The live values of this rank's part of a parameter."""
         return local_part(self._model.causal_lm.get_parameter(name).detach())
 
+    def _take_values(self) -> Values:
+        """The live values as others know the model: adapters are merged. All ranks call it."""
+        causal_lm = self._model.causal_lm
+        return merged_values(causal_lm, self._values, self._parts, self.world)
+
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
+        is_adapted = self.config.has_adapter
+        # what is not staged is published, to servers that load whole models; a value head is no
+        # part of an adapter
+        is_whole = self.config.lora.save_merged or self.config.head is not ModelHead.lm
+        if is_adapted and is_staged and not is_whole:
+            return self._begin_save_adapter(folder)
         return begin_export(
             self._model.causal_lm,
             self._parts,
-            self._values,
+            self._take_values(),
             Path(self.config.path),
             folder,
             compute_dtype(self.config),
             self._writer,
             is_staged=is_staged,
+            reads_late=is_adapted,
         )
+
+    def _begin_save_adapter(self, folder: Path) -> Future[None]:
+        self._writer.wait()
+        names = [name for name in self._parts.shapes if is_of_adapter(name)]
+        whole = gather_whole(names, self._values, self._parts, self.world, torch.float32)
+        copies = {name: values.to("cpu", copy=True) for name, values in whole}
+        return begin_adapter(self.config, copies, folder, self._writer)
 
     def _leave(self) -> None:
         if hasattr(self, "_groups"):

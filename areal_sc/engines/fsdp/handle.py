@@ -72,9 +72,14 @@ class FSDPPPOActor(TrainHandle):
     def plan_worker(
         self, index: int, shape: ModelShape, devices: Sequence[str], machine: Machine
     ) -> list[WorkerPlan]:
-        # each rank holds its part of float32 parameters, gradients and optimizer state
+        # each rank holds its part of float32 parameters, and of what training adds to them
         parallel = self.config.parallel
         share = -(-(shape.num_parameters or 0) // parallel.num_ranks)
+        width, trained, fixed = DTYPE_BYTES[self.config.dtype], share, 0
+        if self._is_model_fixed:
+            lora, layer, fixed = self.config.lora, shape.layer, share
+            of_adapter = layer.adapter_values(lora.rank, lora.targets) if layer else 0
+            trained = 0 if self.config.is_frozen else -(-of_adapter // parallel.num_ranks)
         is_rounded = rounds_copies(parallel.num_ranks // parallel.tensor, self.config)
         return [
             self.plan_rank(
@@ -83,15 +88,21 @@ class FSDPPPOActor(TrainHandle):
                 share,
                 shape,
                 machine,
-                parameter_bytes=2 * FLOAT32_BYTES * share,
-                rounded_bytes=DTYPE_BYTES[self.config.dtype] * share if is_rounded else 0,
-                optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * share,
+                parameter_bytes=width * fixed + 2 * FLOAT32_BYTES * trained,
+                rounded_bytes=width * trained if is_rounded else 0,
+                optimizer_bytes=ADAM_STATES * FLOAT32_BYTES * trained,
+                held_share=trained,
                 gathered_bytes=self._gathered_bytes(
                     shape, piece_bytes(*kind_and_memory(devices[0], machine))
                 ),
                 is_offloaded=self.config.cpu_offload,
             )
         ]
+
+    @property
+    def _is_model_fixed(self) -> bool:
+        """Whether the model's own parameters have no gradients."""
+        return self.config.has_adapter or self.config.is_frozen
 
     def _gathered_bytes(self, shape: ModelShape, most_of_vocabulary: int) -> int:
         """The most that a rank has beyond its own share, in a backward pass.
@@ -102,6 +113,7 @@ class FSDPPPOActor(TrainHandle):
         from host memory, there are two gradients of it. A rank that computes all rows on its device
         has the gradients of one layer, or of its embeddings.
         With `cpu_offload` a layer's share comes from host memory, and its gradients go there.
+        Parameters that stay as they are have no gradients; those of adapters are not counted.
 
         Args: most_of_vocabulary: bytes of a piece of it.
         """
@@ -112,14 +124,16 @@ class FSDPPPOActor(TrainHandle):
         width = DTYPE_BYTES[self.config.dtype]
         layer, others = shape.num_layer_parameters or 0, shape.num_other_parameters or 0
         largest = shape.num_vocabulary_parameters or 0
-        of_layers = (3 * width + FLOAT32_BYTES) * layer // parallel.tensor
+        of_gradient = 0 if self._is_model_fixed else width + FLOAT32_BYTES
+        of_layers = (2 * width + of_gradient) * layer // parallel.tensor
         if rounds_copies(rows_ranks, self.config):
-            return width * max(layer, largest) // parallel.tensor
+            return 0 if self._is_model_fixed else width * max(layer, largest) // parallel.tensor
         if self.config.cpu_offload:
-            of_layers += (width + FLOAT32_BYTES) * layer // parallel.num_ranks
+            of_layers += max(width, of_gradient) * layer // parallel.num_ranks
         if rows_ranks == 1:
-            return max(of_layers, 2 * (width + FLOAT32_BYTES) * others // parallel.tensor)
-        return max(of_layers, 3 * min(most_of_vocabulary, FLOAT32_BYTES * largest))
+            return max(of_layers, max(width, 2 * of_gradient) * others // parallel.tensor)
+        pieces = 1 if self._is_model_fixed else 3
+        return max(of_layers, pieces * min(most_of_vocabulary, FLOAT32_BYTES * largest))
 
 
 @dataclass(frozen=True)

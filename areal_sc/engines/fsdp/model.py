@@ -38,14 +38,22 @@ from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabula
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
+from areal_sc.engines.training.adapter_files import read_adapter
 from areal_sc.engines.training.causal_lm import (
     build_without_parameters,
     compute_dtype,
     read_causal_lm,
 )
 from areal_sc.engines.training.loading import SharedWeights
+from areal_sc.engines.training.lora import (
+    add_adapters,
+    fill_adapters,
+    is_of_adapter,
+    targeted,
+    without_adapters,
+)
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
-from areal_sc.engines.training.process_group import ProcessGroups, memory_of
+from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel
 from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import decoder_layers, stream_layers
@@ -84,16 +92,20 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     world = groups.world
     if not needs_fsdp(world.size, config):
         model = _packed(read_causal_lm(config), config, world.device, 1)
-        _check_supported(model.causal_lm, config.max_tokens_per_micro_batch)
+        _check_supported(model.causal_lm, config)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
+        _freeze(model.causal_lm, config)
         _wrap_layers(model, config)
         _add_gradients_at_once(model)
-        return model.to(world.device), CutParts.of_one_rank(model.causal_lm)
+        parts = CutParts.of_one_rank(model.causal_lm)
+        _fill_adapters(model, parts, config, world)
+        return model.to(world.device), parts
     weights = SharedWeights(config, world)
     trial = weights.open(lambda opened: _try_model(opened, config, groups))
     model = _packed(weights.build(), config, world.device, groups.tensor.size)
     causal_lm = model.causal_lm
     model.abilities = trial.abilities
+    _freeze(causal_lm, config)
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
     check_sequence_parallel(causal_lm, config.parallel, packs=model.attends_by_interface)
     _wrap_layers(model, config)
@@ -101,6 +113,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
     _fill(model, weights, parts)
+    _fill_adapters(model, parts, config, world)
     if trial.expected is not None:
         _check_spread(model, layers, trial.expected, compute_dtype(config), groups)
     return model, parts
@@ -119,7 +132,7 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
     longest_input = config.max_tokens_per_micro_batch
     causal_lm = build_without_parameters(Path(config.path), config.head)
     model = _packed(causal_lm, config, torch.device("cpu"), 1)
-    _check_supported(causal_lm, longest_input)
+    _check_supported(causal_lm, config)
 
     fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
     fill(causal_lm)
@@ -130,9 +143,13 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
     return _Trial(model.abilities, expected)
 
 
-def _check_supported(causal_lm: Any, max_tokens: int) -> None:
-    """Raises: ModelError: the log-probabilities of some rows are not well defined."""
+def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
+    """Raises: ModelError: the log-probabilities of some rows are not well defined, or an adapter is
+    to go where none can."""
     config, name = causal_lm.config.get_text_config(), type(causal_lm).__name__
+    max_tokens = settings.max_tokens_per_micro_batch
+    if settings.has_adapter:
+        targeted(causal_lm, settings.lora.targets)
     limit = rope_limits(config).get(DYNAMIC, max_tokens)
     if max_tokens > limit:
         raise ModelError(
@@ -167,7 +184,10 @@ def _wrap_layers(model: PackedModel, config: ActorConfig) -> None:
         )
     for layer in layers:
         layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=config.has_adapter and config.lora.dropout > 0,
         )
 
 
@@ -280,9 +300,48 @@ def _fill(model: PackedModel, weights: SharedWeights, parts: CutParts) -> None:
     Raises: ModelError: on every rank.
     """
     for name, parameter in model.causal_lm.named_parameters():
-        weights.receive(name, parts, local_part(parameter.detach()))
+        if not is_of_adapter(name):
+            weights.receive(name, parts, local_part(parameter.detach()))
     weights.fill_buffers(model.causal_lm)
     weights.check()
+
+
+def _freeze(causal_lm: Any, config: ActorConfig) -> None:
+    """Leaves to be trained what the settings say: all, an adapter, or nothing.
+
+    What is never changed is kept in the type that it is computed in.
+    """
+    if config.has_adapter:
+        add_adapters(causal_lm, config.lora, config.head)
+    if config.is_frozen:
+        causal_lm.requires_grad_(False)
+    if config.has_adapter or config.is_frozen:
+        for parameter in causal_lm.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(compute_dtype(config))
+
+
+def _fill_adapters(
+    model: PackedModel, parts: CutParts, config: ActorConfig, world: ProcessGroup
+) -> None:
+    """Every rank gets its part of the adapter; rank 0 alone reads one to begin from.
+
+    Raises: ModelError: on every rank: there is none, or one that does not fit.
+    """
+    named = model.causal_lm.named_parameters()
+    local = {name: local_part(p.detach()) for name, p in named if is_of_adapter(name)}
+    if not local:
+        return
+    stored = error = None
+    if config.lora.path and world.rank == 0:
+        try:
+            stored = read_adapter(config, {name: parts.shapes[name] for name in local})
+        except ModelError as failure:  # the other ranks wait
+            error = failure
+    stored, message = world.broadcast((stored, str(error) if error else None))
+    if message is not None:
+        raise error or ModelError(message)
+    fill_adapters(local, parts, config.seed, stored)
 
 
 def _check_spread(
@@ -296,7 +355,7 @@ def _check_spread(
 
     def measure() -> float:
         device = groups.world.device
-        with model.computing():
+        with model.computing(), without_adapters(model.causal_lm):
             part, own_expected = probe_hidden(model, layers, device), expected
         if groups.sequence.size > 1:
             own = SequencePart(expected.shape[1], groups.sequence).own

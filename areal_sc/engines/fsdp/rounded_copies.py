@@ -21,7 +21,8 @@ class RoundedCopies:
     Each gradient of a copy is added, in float32, to that of its parameter at once.
 
     Args:
-        model: with float32 parameters, which have their memory, but need no values yet.
+        model: its parameters have their memory, but need no values yet. Those that are float32 get
+            copies.
         layers: its decoder layers; fractions among their inputs are rounded, too.
         others: parameters that stay as they are.
         dtype: of the copies.
@@ -36,7 +37,7 @@ class RoundedCopies:
     ) -> None:
         self._dtype = dtype
         kept = {id(parameter) for parameter in others}
-        self._parameters = [p for p in model.parameters() if id(p) not in kept]
+        self._parameters = [p for p in model.parameters() if id(p) not in kept and p.dtype != dtype]
         self._copies = [
             nn.Parameter(torch.empty_like(p, dtype=dtype), requires_grad=p.requires_grad)
             for p in self._parameters
@@ -58,8 +59,9 @@ class RoundedCopies:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has copies of its parameters as they are now, and these again at the end."""
-        with torch.no_grad():
-            torch._foreach_copy_([*self._copies], [*self._parameters])
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_([*self._copies], [*self._parameters])
         self._put(self._copies)
         try:
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,15 +19,22 @@ class ShardedState:
     """A `TrainedState`. AdamW's counters of updates are one number each.
 
     Args:
-        causal_lm: the Hugging Face model, sharded or not.
-        parts: of its parameters.
-        optimizer: of its parameters.
+        architecture: class of the Hugging Face model.
+        parameters: what of the model is held, sharded or not.
+        parts: of these.
+        optimizer: of those of them that are trained.
     """
 
-    def __init__(self, causal_lm: nn.Module, parts: CutParts, optimizer: ShardedAdamW) -> None:
-        self.architecture = type(causal_lm).__name__
+    def __init__(
+        self,
+        architecture: str,
+        parameters: Mapping[str, nn.Parameter],
+        parts: CutParts,
+        optimizer: ShardedAdamW,
+    ) -> None:
+        self.architecture = architecture
         self._optimizer = optimizer
-        self._shards = _find_shards(causal_lm, parts, optimizer)
+        self._shards = _find_shards(parameters, parts, optimizer)
 
     @property
     def num_updates(self) -> int:
@@ -55,10 +62,10 @@ class _StateShard(NamedTuple):
 
 
 def _find_shards(
-    causal_lm: nn.Module, parts: CutParts, optimizer: ShardedAdamW
+    parameters: Mapping[str, nn.Parameter], parts: CutParts, optimizer: ShardedAdamW
 ) -> dict[str, _StateShard]:
     shards: dict[str, _StateShard] = {}
-    for name, parameter in causal_lm.named_parameters():
+    for name, parameter in parameters.items():
         values, box = local_part(parameter.detach()), parts.box(name)
         is_given = parts.given_by(name, parts.rank) is not None
         placed = Placed(parts.shapes[name], values.dtype, box, is_given)

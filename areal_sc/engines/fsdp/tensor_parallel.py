@@ -9,6 +9,9 @@ A rank of a tensor group has a cut of each linear layer that the plan names, and
                  the same cuts, but between the two every rank computes all features
     experts      some of a layer's experts, each whole; the ranks' outputs are added up
 
+Of an adapter A [r, I] is cut along I, or B [O, r] along O, as the layer's own weight is. The other
+one is copied, and each rank sees a part of its gradient.
+
 Between these regions every rank has the same hidden states, and so routes tokens alike. In a region
 in which a rank has its own features, all parameters must be in the plan: one that is not would get
 a part of its gradient only. What the plan asks for beyond this is refused by name. Experts are cut
@@ -35,6 +38,7 @@ from areal_sc.engines.fsdp.tensor_regions import (
     can_have_some_experts,
     split_embeddings,
 )
+from areal_sc.engines.training.lora import LORA_A, LORA_B, LoraLinear
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError
@@ -152,15 +156,28 @@ def _cuts_of_module(
             f"{name}.{own}": Cut.copies(p.shape, num_ranks, has_partial_gradients=True)
             for own, p in module.named_parameters()
         }
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+    if not _is_plain_linear(module):
         raise _refusal(causal_lm, f"plans {name} as {style!r}, but that is no plain linear layer")
     dim = 0 if style in (COLWISE, GATHERED) else 1
     size = module.weight.shape[dim]
     if style in (GATHERED, SPLIT):
-        return _cut_along(name, module, dim, _even_sizes(size, num_ranks))
-    region = causal_lm.get_submodule(name.rpartition(".")[0])
-    ranges = _ranges(causal_lm, name, size, getattr(region, "head_dim", None), num_ranks)
-    return _cut_along(name, module, dim, ranges)
+        ranges = _even_sizes(size, num_ranks)
+    else:
+        region = causal_lm.get_submodule(name.rpartition(".")[0])
+        ranges = _ranges(causal_lm, name, size, getattr(region, "head_dim", None), num_ranks)
+    cuts = _cut_along(name, module, dim, ranges)
+    if isinstance(module, LoraLinear):
+        copied = f"{name}.{LORA_A if dim == 0 else LORA_B}"
+        shape = causal_lm.get_parameter(copied).shape
+        cuts[copied] = Cut.copies(shape, num_ranks, has_partial_gradients=True)
+    return cuts
+
+
+def _is_plain_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward in (
+        nn.Linear.forward,
+        LoraLinear.forward,
+    )
 
 
 def _cuts_of_experts(causal_lm: Any, name: str, module: Any, num_ranks: int) -> dict[str, Cut]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from areal_sc.engines.training.lora import LoraLinear
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 
@@ -94,6 +95,8 @@ class RowwiseForward:
         if self._spread is not None:
             inputs = _Split.apply(inputs, self._spread)  # type: ignore[no-untyped-call]
         partial = F.linear(inputs, self._linear.weight)
+        if isinstance(self._linear, LoraLinear) and self._linear.is_adapted:
+            partial = partial + self._linear.added(inputs)
         summed: torch.Tensor = _Leave.apply(partial, self._group)  # type: ignore[no-untyped-call]
         return summed if self._linear.bias is None else summed + self._linear.bias
 

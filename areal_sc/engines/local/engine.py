@@ -79,7 +79,7 @@ class LocalEngine(GenerationThread):
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._vocab_size = local_model.vocab_size
-        self._end_ids = end_token_ids(self.tokenizer, model.generation_config, model.config)
+        self.end_token_ids = end_token_ids(self.tokenizer, model.generation_config, model.config)
         self._request_ids = itertools.count()
         self._receiver: WeightReceiver | None = None
         self._update_times = dict.fromkeys(UPDATE_TIMES, 0.0)
@@ -237,7 +237,7 @@ class LocalEngine(GenerationThread):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop_token_ids=(*self._end_ids, *sampling.stop_token_ids),
+            stop_token_ids=(*self.end_token_ids, *sampling.stop_token_ids),
             stops=StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
             prefix_group=prefix_group,
         )

@@ -123,7 +123,7 @@ class MegatronEngine(RankEngine):
         self._publication = Publication(
             list(parts.shapes),
             parts,
-            self._state.live_values,
+            lambda: self._state.live_values,
             self.world,
             compute_dtype(self.config),
         )

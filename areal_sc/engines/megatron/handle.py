@@ -41,6 +41,11 @@ class MegatronPPOActor(TrainHandle):
                     f"actor.{name}: expected false with actor.engine=megatron, got true; "
                     "actor.engine=fsdp has it"
                 )
+        if self.config.lora.rank:
+            raise ConfigError(
+                f"actor.lora.rank: expected 0 with actor.engine=megatron, got "
+                f"{self.config.lora.rank}; actor.engine=fsdp trains adapters"
+            )
         if self.config.head is not ModelHead.lm:
             raise ConfigError(
                 f"critic.engine: expected fsdp, got megatron, which has no head={self.config.head}"

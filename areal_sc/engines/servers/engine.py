@@ -80,6 +80,7 @@ class ServerEngine(ReplicaSet):
                 "transformers knows: choose disk"
             )
         self.tokenizer = self._model.tokenizer
+        self.end_token_ids = self._model.end_token_ids
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._buckets = SharedBuckets()

@@ -34,6 +34,7 @@ from areal_sc.engines.training.background import (
     SideGroup,
     replace_folder,
 )
+from areal_sc.engines.training.lora import is_of_adapter
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.engines.training.tensor_file import TensorFile
 from areal_sc.engines.training.whole_tensors import SENT_BYTES, Values, runs_of_rows
@@ -282,6 +283,7 @@ def _tensors_to_export(causal_lm: Any) -> dict[str, torch.Tensor]:
     ignored = set(causal_lm._keys_to_ignore_on_save or ())
     names: dict[int, str] = {}
     parameters = dict(causal_lm.named_parameters(remove_duplicate=False))
+    ignored |= {name for name in parameters if is_of_adapter(name)}
     for name, parameter in parameters.items():
         if id(parameter) not in names or names[id(parameter)] in tied_to_others:
             names[id(parameter)] = name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ class Publication:
     Args:
         names: of the parameters, in the order of publication; tied ones once.
         parts: of them.
-        values: the live ones.
+        take_values: gives the live ones, at the start of a publication; all ranks ask for them.
         world: all ranks.
         dtype: of what is published.
     """
@@ -29,20 +29,23 @@ class Publication:
         self,
         names: Sequence[str],
         parts: Parts,
-        values: Values,
+        take_values: Callable[[], Values],
         world: ProcessGroup,
         dtype: torch.dtype,
     ) -> None:
         self._names = names
         self._parts = parts
-        self._values = values
+        self._take_values = take_values
         self._world = world
         self._dtype = dtype
 
     def whole(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+        return self._whole(self._take_values(), bucket_bytes)
+
+    def _whole(self, live: Values, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
         for bucket in split_into_buckets(self._unfilled(), bucket_bytes):
             names = [name for name, _ in bucket]
-            yield gather_whole(names, self._values, self._parts, self._world, self._dtype)
+            yield gather_whole(names, live, self._parts, self._world, self._dtype)
 
     def own_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
         """The rows that this rank has, or else its share of tensors that all ranks gather."""
@@ -53,12 +56,14 @@ class Publication:
             if own
         }
 
+        live = self._take_values()
+
         def values() -> Iterator[torch.Tensor]:
             if self._parts.are_row_ranges:
                 for name in unfilled:
-                    yield self._values(name).flatten().to(self._dtype)
+                    yield live(name).flatten().to(self._dtype)
                 return
-            for bucket in self.whole(GATHERED_BYTES):
+            for bucket in self._whole(live, GATHERED_BYTES):
                 for name, whole in bucket:
                     if name in unfilled:
                         yield whole.flatten()[ranges[name].start : ranges[name].stop]

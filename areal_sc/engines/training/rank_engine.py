@@ -272,7 +272,7 @@ class RankEngine(ABC):
                 known, rows without any are left out: nothing is trained on them.
         Raises: ValueError: there is no such output, a field is missing, or a row is too long.
         """
-        column = column_of(output, self.config.head)
+        column = column_of(output, self.config)
         known = with_token_advantages(rows)
         (batch,) = self._plan([rows], lambda _: with_advantage(known, trained_tokens(known, None)))
         values = torch.zeros(rows.num_tokens)

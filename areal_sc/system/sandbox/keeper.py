@@ -25,6 +25,9 @@ from areal_sc.system.sandbox.trees import use_of
 LOOK_S: Final = 0.05
 """Between two looks at what a program uses, where the kernel does not hold the limit itself."""
 
+_BESIDE_PROGRAM: Final = 4
+"""Most processes among those of a layer that are not the program's own."""
+
 _START_LIMIT_S: Final = 20.0
 _CHUNK: Final = 1 << 16
 
@@ -182,7 +185,9 @@ class _Keeping:
     def _look(self) -> None:
         use, limits = use_of(self._layer.pids()), self._limits
         own_bytes = use_of([os.getpid()]).resident_bytes  # each fork has the warm server's too
-        if use.cpu_s > limits["time_s"]:
+        if use.num_threads > limits["num_processes"] + _BESIDE_PROGRAM:
+            self._stop("crashed")
+        elif use.cpu_s > limits["time_s"]:
             self._stop("timeout")
         elif use.resident_bytes - use.num_processes * own_bytes > limits["memory_bytes"]:
             self._stop("memory")

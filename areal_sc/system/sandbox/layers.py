@@ -44,6 +44,9 @@ _SYSTEM: Final = (
 )
 BOX: Final = "/box"
 _OLD: Final = "/.old"
+_ROOM_OF_USER: Final = 256
+"""Tasks that a user's other processes may begin while a program runs: the kernel counts them, too,
+and would refuse the program's own. A look at it finds the program that uses this room itself."""
 _STATUS: Final = struct.Struct("i")
 
 
@@ -229,13 +232,16 @@ class Landlock:
     """Landlock for files, seccomp for all else; a program of root's becomes another user, too.
 
     Its keeper is the parent of whatever the program leaves.
+
+    Attributes:
+        base: the folder of all programs' folders, once it is prepared.
     """
 
     def __init__(self, read: Sequence[str]) -> None:
         self.folder = ""
         self._is_root = os.geteuid() == 0
         self._readable = readable_paths(read)
-        self._base = ""
+        self.base = ""
         self._user = (os.geteuid(), os.getegid())
         self._num_beside = 0
         self._program = -1
@@ -252,22 +258,22 @@ class Landlock:
         )
 
     def prepare(self) -> None:
-        self._base = tempfile.mkdtemp(prefix="areal-sandbox-")
-        os.chmod(self._base, 0o711)
+        self.base = tempfile.mkdtemp(prefix="areal-sandbox-")
+        os.chmod(self.base, 0o711)
 
     def close(self) -> None:
         """In the server: removes what keepers that were killed have left."""
-        remove(self._base)
+        remove(self.base)
 
     def begin(self, file_bytes: int) -> None:
         kernel.become_subreaper()
-        self.folder = f"{self._base}/{os.urandom(12).hex()}"
+        self.folder = f"{self.base}/{os.urandom(12).hex()}"
         os.mkdir(self.folder, 0o700)
         if self._is_root:
             self._user = (any_user(),) * 2
             os.chown(self.folder, *self._user)
         else:
-            self._num_beside = num_tasks_of_user()
+            self._num_beside = num_tasks_of_user() + _ROOM_OF_USER
 
     def start(self, become: Callable[[], None]) -> int:
         self._program = os.fork()

@@ -26,6 +26,7 @@ from areal_sc.errors import SandboxError
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
 from areal_sc.system.sandbox.isolation import CHECK, LAYERS, way_out
 from areal_sc.system.sandbox.program import End, Ended, Limits, Program
+from areal_sc.system.sandbox.trees import remove
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +160,7 @@ class _WarmServer:
         self.layer = layer
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
+        self._folder = ""
         package = str(Path(__file__).parents[3])
         with theirs:
             self._process = subprocess.Popen(
@@ -174,15 +176,23 @@ class _WarmServer:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether its end of the connection is closed, which is so before any of its keepers'."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     async def begin(self) -> None:
         """Returns when it serves. Raises: OSError: it does not."""
         told = await asyncio.get_running_loop().sock_recv(self._connection, 1 << 16)
         if not told:
             raise ConnectionError("the sandbox's server ended at once")
-        if why := json.loads(told).get("failed"):
+        word = json.loads(told)
+        if why := word.get("failed"):
             raise OSError(why)
+        self._folder = word["folder"]
 
     async def run(self, request: bytes) -> Ended:
         """Raises: OSError: server or keeper ended. SandboxError: the program was not begun."""
@@ -212,6 +222,11 @@ class _WarmServer:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._remove_left)
+
+    def _remove_left(self) -> None:
+        if self._folder and os.path.exists(self._folder):  # the server was killed
+            remove(self._folder)
 
 
 def _answer(body: bytes) -> tuple[dict[str, Any], list[bytes]]:

@@ -68,7 +68,8 @@ def main() -> None:
     # where memory is short, the kernel kills programs before the run
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("900")
-    connection.send(b"{}")
+    folder = layer.base if isinstance(layer, Landlock) else ""
+    connection.send(json.dumps({"folder": folder}).encode())
     try:
         _serve(connection, layer)
     finally:

@@ -128,7 +128,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Exported:
     monkeypatch.setattr(
         snapshot_model,
         "export_snapshot",
-        lambda actor, snapshot, folder: found.append((Path(actor.path), snapshot, folder)),
+        lambda actor, *paths, adapter_alone: found.append((Path(actor.path), *paths)),
     )
     return found
 
@@ -176,6 +176,7 @@ def test_a_living_run_is_exported_to_elsewhere(
     [
         (["--step", "25"], 2, "there is no snapshot of step 25, only of [20, 30]"),
         (["model"], 2, "goes on from the model in model: name another FOLDER"),
+        (["out", "--adapter"], 2, "has trained no adapter"),
         (["run"], 8, "it has other files in it and is not a model's folder"),
     ],
 )

@@ -111,3 +111,16 @@ def test_listed_settings_exist() -> None:
 def test_unreadable_old_settings(text: str) -> None:
     with pytest.raises(RunFolderError, match=r"config\.yaml cannot be read"):
         config_differences(text, "a: 1")
+
+
+def test_an_adapter_stays_what_it_is(load: Load) -> None:
+    none, old = config_text(load()), config_text(load("actor.lora.rank=4"))
+    before_adapters = none.replace("lora:", "unknown:")
+    assert not check_resumable(none, config_text(load("actor.lora.alpha=4")))  # it says nothing
+    assert "actor.lora" not in str(check_resumable(before_adapters, none))
+    for changed in ("actor.lora.rank=8", "actor.lora.rank=0"):
+        with pytest.raises(RunFolderError, match=r"actor.lora.rank: 4 -> .*another adapter"):
+            check_resumable(old, config_text(load(changed)))
+    for changed in ("actor.lora.alpha=4", "actor.lora.targets=[q_proj]"):
+        with pytest.raises(RunFolderError, match=r"the snapshot holds another adapter"):
+            check_resumable(old, config_text(load("actor.lora.rank=4", changed)))

@@ -113,7 +113,8 @@ WriteYaml = Callable[..., Path]
         ("task=3", "override task=3: task: expected a mapping, got 3"),
         (
             "run_dir=${actor.pth}",
-            "run_dir: ${actor.pth} names no setting; did you mean actor.path or rollout.path?",
+            "run_dir: ${actor.pth} names no setting; did you mean actor.path or "
+            "actor.lora.path or rollout.path?",
         ),
         ("seed=${run_dir}", "seed: expected an integer; "),
         ("run_dir=${actor.path} actor.path=${run_dir}", "Recursive interpolation detected"),

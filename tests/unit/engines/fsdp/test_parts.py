@@ -98,5 +98,6 @@ def test_a_rank_without_values_has_no_number_of_updates() -> None:
     model = torch.nn.Linear(3, 1, bias=False)
     model.weight = torch.nn.Parameter(torch.empty(0, 3))
     optimizer = ShardedAdamW({"weight": model.weight}, OptimizerConfig(), parts, alone, alone)
-    placed = ShardedState(model, parts, optimizer).tensors()
+    parameters = dict(model.named_parameters())
+    placed = ShardedState("Linear", parameters, parts, optimizer).tensors()
     assert not any(tensor.box.numel or tensor.is_given for tensor in placed.values())

@@ -78,7 +78,7 @@ def test_every_engine_ends_at_the_same_tokens(
     end = AutoTokenizer.from_pretrained(folder).eos_token_id
     expected = expected - {0} | {end}
     assert set(ServedModel.read(str(folder)).end_token_ids) == expected
-    assert set(LocalEngine(config_for(folder))._end_ids) == expected
+    assert set(LocalEngine(config_for(folder)).end_token_ids) == expected
 
 
 def test_weights_that_are_not_finite_are_named(folder: Path) -> None:

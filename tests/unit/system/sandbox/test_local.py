@@ -145,6 +145,18 @@ async def test_a_killed_keeper_and_a_killed_server_are_no_verdict(sandbox: Local
     assert server_pid(sandbox) != pid
 
 
+async def test_a_killed_server_leaves_no_folder(tmp_path: Path) -> None:
+    sandbox = LocalSandbox(1, "landlock", environment={"TMPDIR": str(tmp_path)})
+    try:
+        await sandbox.layer()
+    except SandboxError as error:
+        pytest.skip(f"no Landlock here: {error}")
+    assert os.listdir(tmp_path)
+    os.kill(server_pid(sandbox), signal.SIGKILL)
+    await sandbox.close()
+    assert os.listdir(tmp_path) == []
+
+
 async def test_a_closed_sandbox_runs_nothing_and_leaves_nothing(sandbox: LocalSandbox) -> None:
     pid = server_pid(sandbox)
     waiting = asyncio.create_task(sandbox.run(Program(source="import time; time.sleep(99)"), LONG))

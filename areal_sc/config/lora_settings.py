@@ -1,0 +1,25 @@
+"""Low-rank adapters (LoRA), trained in place of a model's own parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_sc.config.fields import setting
+
+
+@dataclass
+class LoraConfig:
+    """A low-rank adapter beside a model that stays as it is: only the adapter is trained."""
+
+    rank: int = setting(0, "rank of the adapter's matrices; 0: all parameters are trained", ge=0)
+    alpha: float = setting(16.0, "the adapter's product is multiplied by alpha / rank", gt=0)
+    targets: list[str] = setting(
+        list, "linear layers by the end of their names, q_proj say; empty: all of decoder layers"
+    )
+    dropout: float = setting(
+        0.0, "share of the adapter's inputs that an update leaves out; 0 with PPO", ge=0, lt=1
+    )
+    path: str = setting("", "adapter to begin from, a folder of peft's format; empty: a new one")
+    save_merged: bool = setting(
+        True, "models are written with the adapter merged; false: the adapter alone"
+    )

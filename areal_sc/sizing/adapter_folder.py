@@ -1,0 +1,91 @@
+"""A folder with a low-rank adapter, in peft's format: what its settings say.
+
+    adapter_config.json          rank, alpha, names of the layers, the model that it belongs to
+    adapter_model.safetensors    A and B of each layer
+
+No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.errors import ModelError
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+
+_PLAIN: Final = {
+    **{"peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,)},
+    **dict.fromkeys(("use_dora", "use_rslora", "lora_bias"), (False,)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+    **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), (None,)),
+}
+"""Settings of peft that change what an adapter computes -> values with which it is a plain one."""
+
+
+def is_adapter_folder(path: str | Path) -> bool:
+    """Whether a folder is an adapter's."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def adapter_config(lora: LoraConfig, base: str, layers: Iterable[str]) -> str:
+    """The content of `adapter_config.json`.
+
+    Args:
+        base: path or name of the model.
+        layers: names of those that have an adapter.
+    """
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(lora.targets or {name.rpartition(".")[2] for name in layers}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def check_adapter(lora: LoraConfig) -> None:
+    """Checks that the adapter in `lora.path` is one that training can begin from.
+
+    Raises: ModelError: there is none, it is of another kind, or of another rank or alpha.
+    """
+    folder = Path(lora.path)
+    settings = _read(folder)
+    for name, plain in _PLAIN.items():
+        if name in settings and settings[name] not in plain:
+            raise ModelError(
+                f"actor.lora.path={folder}: expected an adapter with {name}={plain[0]}, got "
+                f"{settings[name]!r}: merge it into the model with peft, and train a new one"
+            )
+    for name, own, key in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
+        if settings.get(name) != own:
+            raise ModelError(
+                f"actor.lora.{key}: expected {settings.get(name)}, which the adapter in {folder} "
+                f"has, got {own:g}"
+            )
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(f"actor.lora.path={folder}: it has no {ADAPTER_WEIGHTS}")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"actor.lora.path={folder}: cannot read {path.name}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"actor.lora.path={folder}: {path.name} is no JSON object")
+    return settings

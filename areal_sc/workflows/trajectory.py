@@ -1,0 +1,47 @@
+"""One row of an episode. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_sc.rewards.base import Score
+
+
+@dataclass
+class Trajectory:
+    """One row of an episode, token by token; T is at most `max_context_tokens`.
+
+    Attributes:
+        input_ids: [T] prompt and completion tokens, over all turns.
+        loss_mask: [T] True on tokens that the policy sampled and that are trained.
+        behavior_logprobs: [T] nats; 0 where `loss_mask` is False.
+        versions: [T] policy version that sampled the token; -1 where `loss_mask` is False.
+        temperatures: [T] that the token was sampled at, and is trained at; 1 where `loss_mask` is
+            False. 0 (greedy) is for evaluations: a row with greedy tokens is not trained.
+        reward: scalar, finite. That of a `Score` adds its parts to the metrics.
+        metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
+        fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
+            that is `per_row`.
+    Raises: ValueError: a metric has the name of a part of the reward, and another value.
+    """
+
+    input_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    behavior_logprobs: Sequence[float]
+    versions: Sequence[int]
+    temperatures: Sequence[float]
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = self.reward.metrics if isinstance(self.reward, Score) else {}
+        for name, value in parts.items():
+            if self.metrics.get(name, value) != value:
+                raise ValueError(
+                    f"metric {name!r} is {self.metrics[name]}, and the reward of that name gave "
+                    f"{value}: give one of them another name"
+                )
+        self.metrics = {**self.metrics, **parts}

@@ -1,0 +1,59 @@
+"""A whole run that trains an adapter: its reference is the model under it, and ranks may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from integration.ranks import loaded_weights
+from integration.run_process import open_gate, tiny_run
+from safetensors.torch import load_file
+
+from areal_sc.__main__ import main
+from areal_sc.config.lora_settings import LoraConfig
+
+SETTINGS = (
+    *("actor.lora.rank=3", "actor.lora.targets=[q_proj,v_proj,down_proj]", "total_steps=5"),
+    *("actor.optimizer.lr=1e-2", "actor.ppo.kl_coefficient=0.1", "checkpoint.every_steps=2"),
+    *("task.num_free_episodes=32", "rollout.max_staleness=0"),
+)
+
+
+def test_a_rank_dies_and_the_run_ends_with_an_adapter(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with tiny_run(run_dir, tiny_model_folder, *SETTINGS) as run:
+        run.wait_for_step(2)
+        os.kill(run.worker_pid("train/0"), signal.SIGKILL)
+        for _ in range(9):
+            open_gate(run_dir)
+        run.finish()
+        steps = [step["train"] for step in run.records("step")]
+        run.wait_until_gone()
+    assert [step["num_updates"] for step in steps] == [2] * 5
+    # KL to the model under the adapter: 0 while that is new, whatever the policy is afterwards
+    assert 0 <= steps[0]["reference_kl"] < steps[-1]["reference_kl"]
+    # what is served is the adapter merged, and what is trained computes with it apart
+    assert all(step["mismatch"] <= 1e-4 for step in steps)
+
+    main(["export", str(run_dir), str(tmp_path / "adapter"), "--adapter"])
+    main(["export", str(run_dir), str(tmp_path / "whole")])
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, whole, left = (
+        loaded_weights(folder)
+        for folder in (tiny_model_folder, tmp_path / "whole", run_dir / "model")
+    )
+    scale = LoraConfig().alpha / 3
+    num_changed = 0
+    for name, values in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
+        expected = values
+        if key in adapter:
+            expected = values + scale * (adapter[key.replace("lora_A", "lora_B")] @ adapter[key])
+            num_changed += not torch.equal(left[name], values)
+        assert torch.allclose(left[name], expected, atol=1e-6), name
+        assert torch.equal(left[name], whole[name]), name
+    assert num_changed == len(adapter) // 2 > 0

@@ -1,0 +1,31 @@
+"""The example in which a model learns to use a tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from integration.run_process import REPOSITORY, started
+
+SCRIPT = REPOSITORY / "examples" / "tool_use.py"
+CONFIG = ("--config", str(REPOSITORY / "configs" / "tool_use.yaml"))
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    few = ("rollout.train_batch_groups=4", "rollout.group_size=2", "evaluation.num_prompts=4")
+    arguments = (*CONFIG, f"actor.path={tmp_path / 'model'}", "total_steps=2", *few)
+    with started(tmp_path / "run", SCRIPT, *arguments, "task.warm_up_steps=2") as run:
+        run.finish()
+        assert run.summary()["num_rows_trained"] == 2 * 4 * 2
+        assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_the_tool_is_learned(tmp_path: Path) -> None:
+    arguments = (*CONFIG, f"actor.path={tmp_path / 'model'}")
+    with started(tmp_path / "run", SCRIPT, *arguments) as run:
+        run.finish()
+        summary = run.summary()
+    assert summary["accuracy_before"] < 0.4
+    assert summary["accuracy_after"] >= 0.8
+    assert summary["num_episodes_rejected"] == 0
