@@ -3,7 +3,8 @@
 ArealError                    exit code 1
 |- ConfigError                exit code 2   a setting is unknown, of the wrong type, or impossible
 |- RunFolderError             exit code 3   the run folder is in use, finished, or cannot be resumed
-|  `- StaleTerm               exit code 11  another start of the script has taken the run over
+|  |- StaleTerm               exit code 11  another start of the script has taken the run over
+|  `- JournalDamaged                        the ledger's journal cannot be read to its end
 |- MetadataError              exit code 4   metadata operations with arguments that do not fit
 |- TransportError             exit code 4   talking to another process failed
 |  |- RpcTimeout                            no reply before the call's deadline
@@ -99,6 +100,20 @@ class StaleTerm(RunFolderError):
 
     exit_code = 11
     title = "The run goes on elsewhere"
+
+
+class JournalDamaged(RunFolderError):
+    """The ledger's journal cannot be read to its end.
+
+    Attributes:
+        path: the segment.
+        at: the byte from which on nothing of it is sound.
+    """
+
+    def __init__(self, text: str, path: Path, at: int) -> None:
+        super().__init__(text)
+        self.path = path
+        self.at = at
 
 
 class MetadataError(ArealError, ValueError):

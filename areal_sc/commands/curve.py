@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import CommandError
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import summarize
 from areal_sc.records.metrics_log import History
+from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.display import summary_table
 

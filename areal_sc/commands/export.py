@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_sc.commands.plan import config_of
-from areal_sc.commands.run_dir import check_is_run
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import CommandError, ModelError, RunFolderError
 from areal_sc.hub import local_model
 from areal_sc.run.run_begin import RunBegin, content_of
+from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
 from areal_sc.sizing.model_folder import check_replaceable

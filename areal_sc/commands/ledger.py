@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_sc.commands.run_dir import check_is_folder
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
+from areal_sc.run.run_checks import check_is_folder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import to_json
 

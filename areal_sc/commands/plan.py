@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_sc.commands.run_dir import check_is_run
 from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError, RunFolderError
@@ -22,10 +21,11 @@ from areal_sc.planning.advice import Plan, make_plan
 from areal_sc.planning.cores import shared_cores
 from areal_sc.planning.figures import MIN_STEPS
 from areal_sc.planning.simulated_run import Forecast
+from areal_sc.quantities import short_duration
 from areal_sc.records.metrics_log import History
+from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import to_json
-from areal_sc.trainer.quantities import short_duration
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_sc.commands.verdict import State, Verdict, steps_of, verdict
+from areal_sc.quantities import short_duration
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RunStatus, WorkerStatus
+from areal_sc.run.verdict import State, Verdict, steps_of, verdict
 from areal_sc.system.json_lines import to_json
-from areal_sc.trainer.quantities import short_duration
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

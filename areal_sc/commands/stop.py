@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import TransportError, WaitTimeout
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import STOP_RUN
 from areal_sc.run.agent_files import AgentFile, living_agents
+from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
 from areal_sc.schedulers.found_agents import UnseenAgents

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,7 +50,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return read_json_lines(path, dict[str, Any])
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """A run's steps and evaluations, without those that it has gone back behind.
 
@@ -58,33 +58,37 @@ class History:
         num_worker_restarts: of workers that were lost, in all of its starts.
     """
 
-    steps: Sequence[StepMetrics]
-    evaluations: Sequence[EvaluationResult]
+    steps: list[StepMetrics] = field(default_factory=list)
+    evaluations: list[EvaluationResult] = field(default_factory=list)
     num_worker_restarts: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises: RunFolderError: as `read_metrics`; or a record lacks something."""
-        found: list[StepMetrics | EvaluationResult] = []
-        num_restarts = 0
+        history = cls()
         for number, record in enumerate(read_metrics(path), start=1):
             try:
-                match record["kind"]:
-                    case "step":
-                        found.append(StepMetrics.from_record(record))
-                    case "evaluation":
-                        found.append(EvaluationResult.from_record(record))
-                    case "event" if record["name"] in ("resumed", "went_back"):
-                        found = [earlier for earlier in found if earlier.step <= record["step"]]
-                    case "event" if record["name"] == "workers_restarted":
-                        num_restarts += len(record["workers"])
+                history.add(record)
             except (KeyError, TypeError) as error:
                 raise RunFolderError(
                     f"{path}, line {number}: expected a record of a run's metrics, but {error}; "
                     "delete the line, or move the file away"
                 ) from error
-        return cls(
-            [metrics for metrics in found if isinstance(metrics, StepMetrics)],
-            [result for result in found if isinstance(result, EvaluationResult)],
-            num_restarts,
-        )
+        return history
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Goes on by the next record of the file.
+
+        Raises: KeyError, TypeError: it lacks something; the history is as before.
+        """
+        match record["kind"]:
+            case "step":
+                self.steps.append(StepMetrics.from_record(record))
+            case "evaluation":
+                self.evaluations.append(EvaluationResult.from_record(record))
+            case "event" if record["name"] in ("resumed", "went_back"):
+                last = record["step"]
+                self.steps = [earlier for earlier in self.steps if earlier.step <= last]
+                self.evaluations = [one for one in self.evaluations if one.step <= last]
+            case "event" if record["name"] == "workers_restarted":
+                self.num_worker_restarts += len(record["workers"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -57,6 +58,9 @@ class Sample(Struct, frozen=True, kw_only=True):
     answer: str
 
 
+S = TypeVar("S", bound=Sample)
+
+
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a run in the order of its steps; an unfinished last line is left out.
 
@@ -67,10 +71,15 @@ def read_samples(path: Path) -> list[Sample]:
     """
     found: list[Sample] = []
     for sample in read_json_lines(path, Sample):
-        while found and found[-1].step >= sample.step and found[-1].time != sample.time:
-            found.pop()
+        leave_out_replaced(found, sample)
         found.append(sample)
     return found
+
+
+def leave_out_replaced(found: list[S], sample: Sample) -> None:
+    """Removes the samples of steps that were trained again, which a later sample tells."""
+    while found and found[-1].step >= sample.step and found[-1].time != sample.time:
+        found.pop()
 
 
 def shortened(text: str, max_chars: int) -> str:

@@ -12,8 +12,8 @@ from areal_sc.config.schema import GRPOConfig, OverBound, RolloutConfig
 from areal_sc.engines.handles import make_generator
 from areal_sc.planning.advice import make_plan, shares_devices
 from areal_sc.planning.cores import cores_of, shared_cores
+from areal_sc.quantities import percent, short_duration
 from areal_sc.records.metrics import StepMetrics
-from areal_sc.trainer.quantities import percent, short_duration
 
 NUM_STEPS: Final = 16
 """Steps that have to agree before a line is told of them."""

@@ -24,12 +24,12 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from areal_sc.quantities import percent, short_duration, short_number
 from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.records.samples import Sample, shortened
 from areal_sc.records.trackers.base import Tracker
 from areal_sc.rejection import describe_counts
 from areal_sc.system.telling import Outlet
-from areal_sc.trainer.quantities import percent, short_duration, short_number
 from areal_sc.trainer.sample_view import group_view
 from areal_sc.trainer.step_table import StepTable, named_values
 

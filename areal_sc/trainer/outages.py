@@ -17,7 +17,7 @@ from typing import Final
 
 from areal_sc.errors import WorkerError
 from areal_sc.fleet.events import FleetEvent, UnitLeft, UnitLost, UnitServes
-from areal_sc.trainer.quantities import short_duration
+from areal_sc.quantities import short_duration
 
 SAME_EVENT_S: Final = 5.0
 """Workers that are lost so soon after each other, of the same cause, are lost by one event.

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.text import Text
 
+from areal_sc.quantities import percent, short_duration, short_number
 from areal_sc.records.metrics import Bound, StepMetrics
 from areal_sc.rejection import describe_counts
 from areal_sc.rewards.base import PART_PREFIX
-from areal_sc.trainer.quantities import percent, short_duration, short_number
 
 _NARROW = 70
 """Terminals below this width show the step's number without the total (the bar shows it)."""

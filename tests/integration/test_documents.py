@@ -77,6 +77,9 @@ NOT_RUN_HERE = {
     "--set name=mine,prompts=mine.jsonl,reward=my_task:reward": (
         "tests/integration/test_evaluate.py"
     ),
+    "python -m areal_sc page runs/minimal": "tests/integration/test_page.py",
+    "python -m areal_sc page runs/minimal runs/control": "tests/unit/commands/test_page.py",
+    "python -m areal_sc page runs/minimal --export minimal.html": "tests/unit/commands",
     "def gspo(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "def discounted(tokens": "tests/integration/test_any_update.py, which runs these lines",
     "batch = actor.compute_advantages": "tests/integration/test_any_update.py",

@@ -14,8 +14,8 @@ import pytest
 from integration.run_process import REPOSITORY, SCRIPTS, open_gate, tiny_run
 
 from areal_sc import GRPOConfig, PPOTrainer
-from areal_sc.commands.verdict import State, verdict
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.verdict import State, verdict
 
 ROWS_A_STEP = 4 * 2
 ENDLESS = "total_steps=100000"

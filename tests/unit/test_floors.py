@@ -23,6 +23,7 @@ FLOORS = {
     "ids": 0,
     "log": 0,
     "metadata": 0,
+    "quantities": 0,
     "run": 0,
     "rejection": 0,
     "sizing": 0,
@@ -46,8 +47,9 @@ FLOORS = {
     "planning": 9,
     "trainer": 9,
     "preflight": 9,
-    "commands": 10,
-    "__main__": 10,
+    "page": 10,
+    "commands": 11,
+    "__main__": 11,
 }
 
 LAZY_IMPORTS = {
@@ -79,6 +81,7 @@ TORCH_FREE = (
     "areal_sc.controller.",
     "areal_sc.fleet.",
     "areal_sc.nodes.",
+    "areal_sc.page.",
     "areal_sc.planning.",
     "areal_sc.trainer.",
     "areal_sc.commands.",

@@ -92,16 +92,24 @@ def config_differences(old_text: str, new_text: str) -> dict[str, str]:
 
     Raises: RunFolderError: a text is not a YAML mapping.
     """
-    old, new = (dict(_leaves(_parse(text))) for text in (old_text, new_text))
-    for settings in (old, new):  # what is not there has no settings
-        for section, name in _PRESENT_BY.items():
-            if not settings.get(f"{section}.{name}"):
-                for key in [key for key in settings if key.startswith(f"{section}.")]:
-                    del settings[key]
+    old, new = settings_of(old_text), settings_of(new_text)
     pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in [*new, *old]}
     return {
         key: f"{before} -> {after}" for key, (before, after) in pairs.items() if before != after
     }
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """Setting, by its whole name -> value, of a configuration given as YAML.
+
+    Raises: RunFolderError: the text is not a YAML mapping.
+    """
+    settings = dict(_leaves(_parse(text)))
+    for section, name in _PRESENT_BY.items():  # what is not there has no settings
+        if not settings.get(f"{section}.{name}"):
+            for key in [key for key in settings if key.startswith(f"{section}.")]:
+                del settings[key]
+    return settings
 
 
 def check_resumable(old_text: str, new_text: str, *, lives_with: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from zlib import crc32
 import msgspec
 
 from areal_sc.controller.ledger.ledger_records import LedgerState, Record, Trained
-from areal_sc.errors import RunFolderError
+from areal_sc.errors import JournalDamaged, RunFolderError
 
 FORMAT_VERSION = 1
 
@@ -100,8 +100,10 @@ def _frames(content: bytes, path: Path, at: int) -> tuple[list[memoryview], int]
     return packed, at
 
 
-def _damaged(path: Path, at: int, found: str) -> RunFolderError:
-    return RunFolderError(
+def _damaged(path: Path, at: int, found: str) -> JournalDamaged:
+    return JournalDamaged(
         f"{path} is damaged at byte {at}: {found}. Nothing goes on from it. Move the folder "
-        f"{path.parent} away to start from the newest snapshot, with an account that begins there"
+        f"{path.parent} away to start from the newest snapshot, with an account that begins there",
+        path,
+        at,
     )

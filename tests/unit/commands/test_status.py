@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from areal_sc import __main__ as program
-from areal_sc.commands.verdict import State, Verdict, verdict
 from areal_sc.errors import CommandError
 from areal_sc.run.agent_files import AgentFile
 from areal_sc.run.run_folder import RunFolder
@@ -30,6 +29,7 @@ from areal_sc.run.run_status import (
     Wait,
     WorkerStatus,
 )
+from areal_sc.run.verdict import State, Verdict, verdict
 from areal_sc.system.file_lock import take_lock
 from areal_sc.system.process import machine_id
 from areal_sc.trainer.failure import run_script

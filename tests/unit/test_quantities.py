@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_sc.trainer.quantities import percent, short_duration, short_number
+from areal_sc.quantities import percent, short_duration, short_number
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from areal_sc.commands.run_dir import check_is_run
 from areal_sc.errors import INTERRUPTED, RunFolderError
+from areal_sc.quantities import short_duration
 from areal_sc.run.agent_files import AgentFile, living_agents
+from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RoleStatus, RunStatus, read_status
 from areal_sc.system.process import is_stopped, machine_id
-from areal_sc.trainer.quantities import short_duration
 
 STALE_AFTER_S: Final = 15.0
 """The file is written every 2 s; a thread that does not come to it for so long stands still."""

@@ -1,0 +1,111 @@
+"""The page as one file: its scripts, its styles, and the answers that its server would give.
+
+Scripts of the page are modules that import each other. In one file each is a function that gives
+what the module exports; imported ones come first.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.page.followed_run import FollowedRun
+from areal_sc.page.group_book import GroupQuery
+from areal_sc.page.sample_rows import RowQuery
+from areal_sc.system.json_lines import to_json
+
+STATIC: Final = Path(__file__).with_name("static")
+NUM_ROWS: Final = 200
+"""The newest samples of a run that are in the file, with the lives of their groups."""
+MAX_TEXT_BYTES: Final = 8 << 20
+"""Texts of a run's samples in the file; the rows behind are left out."""
+NUM_GROUPS: Final = 200
+
+_IMPORT: Final = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
+_EXPORT: Final = re.compile(r"^export (?=(?:async function|function|const) (\w+))", re.MULTILINE)
+
+
+def exported(runs: Sequence[FollowedRun]) -> bytes:
+    """The HTML file."""
+    plot, page = _text("uPlot.iife.min.js"), script()
+    styles = _text("uPlot.min.css") + _text("style.css")
+    sources = " ".join(f"'sha256-{_digest(text)}'" for text in (plot, page))
+    policy = (
+        f"default-src 'none'; script-src {sources}; style-src 'sha256-{_digest(styles)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    answers = to_json(dict(_answers(runs))).decode().replace("<", "\\u003c")
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{escape(policy, quote=True)}">
+<title>{escape(", ".join(run.name for run in runs))}</title>
+<style>{styles}</style>
+<script>{plot}</script>
+<body>
+<script type="application/json" id="answers">{answers}</script>
+<script type="module">{page}</script>
+</body>
+</html>
+""".encode()
+
+
+def script() -> str:
+    """All modules of the page as one."""
+    told: list[str] = []
+    functions: list[str] = []
+
+    def tell(module: str) -> None:
+        if module in told:
+            return
+        told.append(module)
+        text = _text(f"{module}.js")
+        for _, imported in _IMPORT.findall(text):
+            tell(imported)
+        names = ", ".join(_EXPORT.findall(text))
+        body = _EXPORT.sub("", _IMPORT.sub(r"const \1 = of_\2;", text))
+        functions.append(f"const of_{module} = (() => {{\n{body}\nreturn {{ {names} }};\n}})();\n")
+
+    tell("app")
+    return "".join(functions)
+
+
+def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
+    """Path of a request -> its answer."""
+    yield "/api/runs", [run.about() for run in runs]
+    for number, run in enumerate(runs):
+        base = f"/api/runs/{number}"
+        yield f"{base}/steps", run.steps()
+        yield f"{base}/health", run.health()
+        fleet = run.fleet()
+        yield f"{base}/fleet", fleet
+        for log in fleet["logs"]:
+            yield f"{base}/logs/{log['name']}", {"text": run.log(log["name"])}
+        groups = run.groups(GroupQuery(), 0, NUM_GROUPS)
+        yield f"{base}/groups", {**groups, "next": None}
+        rows = run.rows(RowQuery(), 0, NUM_ROWS)
+        kept, num_bytes = [], 0
+        for row in rows["rows"]:
+            num_bytes += row["num_bytes"]
+            if num_bytes > MAX_TEXT_BYTES:
+                break
+            kept.append(row)
+            yield f"{base}/rows/{row['offset']}", run.row(row["offset"])
+        yield f"{base}/rows", {**rows, "rows": kept, "next": None}
+        shown = {group["group"] for group in groups["groups"]}
+        for group, life in run.lives(shown | {row["group"] for row in kept}).items():
+            yield f"{base}/groups/{group}", life
+
+
+def _text(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,85 @@
+"""How a run is and who works for it, by what its folder says, and the ends of its logs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.errors import CommandError
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.verdict import steps_of, verdict
+
+LOG_BYTES: Final = 64 << 10
+"""The end of a log that is shown, in bytes."""
+_WARNINGS: Final = 20
+_WORDS: Final = (" WARNING ", " ERROR ", " CRITICAL ")
+
+
+def fleet_view(folder: RunFolder) -> dict[str, Any]:
+    """State of a run, its workers, and its logs.
+
+    Returns: `state` and `text`, of the verdict; `step`, `total_steps`; `status`, as in
+        `status.json` (None: nothing that can be read); `have_workers_ended`; `snapshots`, their
+        names; `logs`, with `name`, `num_bytes`, `changed`; `warnings`, the newest lines of the
+        script's log; `now`; `damage`.
+    """
+    now, damage = time.time(), list[str]()
+    told: dict[str, Any] = {"now": now, "state": "unknown", "text": "", "status": None}
+    try:
+        found = verdict(folder, now)
+    except (CommandError, OSError) as error:
+        damage.append(str(error))
+        told |= {"have_workers_ended": False, "step": None, "total_steps": None}
+    else:
+        told |= {"state": found.state.value, "text": found.text}
+        told["have_workers_ended"] = found.have_workers_ended
+        told["status"] = found.status
+        roles = {} if found.status is None else found.status.roles
+        told["step"], told["total_steps"] = steps_of(roles)
+        damage += [found.damage] if found.damage else []
+    try:
+        told["snapshots"] = [path.name for path in folder.snapshots()]
+        told["logs"] = _logs(folder.logs)
+        told["warnings"] = _warnings(folder.log_path("controller"))
+    except OSError as error:
+        damage.append(f"{error.filename} cannot be read: {error.strerror}")
+    return {"snapshots": [], "logs": [], "warnings": [], **told, "damage": damage}
+
+
+def log_end(folder: RunFolder, name: str) -> str | None:
+    """The last whole lines of a log; None: the run has no log of that name.
+
+    Raises: OSError: it cannot be read.
+    """
+    if name not in {log["name"] for log in _logs(folder.logs)}:
+        return None
+    return _end_of(folder.logs / name)
+
+
+def _logs(folder: Path) -> list[dict[str, Any]]:
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        files = [(e.name, e.stat()) for e in entries if e.is_file(follow_symlinks=False)]
+    return [
+        {"name": name, "num_bytes": stat.st_size, "changed": stat.st_mtime}
+        for name, stat in sorted(files)
+    ]
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = os.pread(file.fileno(), LOG_BYTES, max(0, size - LOG_BYTES))
+    if size > LOG_BYTES:
+        content = content.partition(b"\n")[2]
+    return content.decode(errors="replace")
+
+
+def _warnings(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = _end_of(path).splitlines()
+    return [line for line in lines if any(word in line for word in _WORDS)][-_WARNINGS:]

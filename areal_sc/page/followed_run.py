@@ -1,0 +1,145 @@
+"""One run of the page: its folder, read as far as somebody looks at it.
+
+consumes     the files of a run folder, which other processes write
+waits for    nothing; each view reads what is new when it is asked for
+
+Views are made on threads, and one at a time follows the files; the ledger, whose reading may take
+long, has a lock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from areal_sc.config.loading.differences import settings_of
+from areal_sc.config.schema import Dtype
+from areal_sc.errors import RunFolderError
+from areal_sc.page.fleet_view import fleet_view, log_end
+from areal_sc.page.followed_health import FollowedHealth
+from areal_sc.page.group_book import GroupBook, GroupQuery
+from areal_sc.page.metric_columns import MetricColumns
+from areal_sc.page.sample_rows import RowQuery, SampleRows
+from areal_sc.page.stamps import Stamp, stamp_of
+from areal_sc.run.run_checks import check_is_run
+from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+
+_MAX_SETTINGS_BYTES: Final = 64 << 20
+"""Largest `config.yaml` that is read, in bytes."""
+
+
+class FollowedRun:
+    """Views of a run, as plain data.
+
+    Args:
+        name: as the page calls it.
+    Raises: CommandError: it is not the folder of a run.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self.folder = RunFolder(path)
+        check_is_run(self.folder)
+        self._lock, self._lock_of_groups = Lock(), Lock()
+        self._columns = MetricColumns(self.folder.metrics_path)
+        self._rows = SampleRows(self.folder.samples_path)
+        self._groups = GroupBook(self.folder.ledger)
+        self._health = FollowedHealth()
+
+    def stamps(self) -> dict[str, Stamp]:
+        """A stamp for each part of the run; it changes when the part does."""
+        folder = self.folder
+        return {
+            "steps": stamp_of(folder.metrics_path),
+            "rows": stamp_of(folder.samples_path),
+            "groups": self._groups.stamp(),
+            "fleet": stamp_of(folder.status_path, folder.summary_path),
+        }
+
+    def about(self) -> dict[str, Any]:
+        """Its name, folder, and settings; `notes` say what is particular about it."""
+        notes = []
+        marker = self.folder.marker()
+        if marker is None:
+            notes.append("run.json is gone or damaged")
+        elif marker.format_version != FORMAT_VERSION:
+            notes.append(
+                f"an earlier areal_sc wrote this folder (format {marker.format_version}, now "
+                f"{FORMAT_VERSION}): what it did not record is missing"
+            )
+        settings, failure = self._settings()
+        return {
+            "name": self.name,
+            "path": str(self.folder.path),
+            "settings": settings,
+            "notes": [*notes, failure] if failure else notes,
+        }
+
+    def steps(self, epoch: int = 0, first: int = 0) -> dict[str, Any]:
+        """New steps, as `MetricColumns.since` tells them."""
+        with self._lock:
+            self._columns.follow()
+            return self._columns.since(epoch, first)
+
+    def health(self) -> dict[str, Any]:
+        """`complaints`: what is wrong with the learning now, by the names of the rules."""
+        with self._lock:
+            self._columns.follow()
+            columns = self._columns
+            told = self._health.complaints(columns.epoch, columns.history, self._dtype())
+            return {"complaints": told, "num_steps": columns.num_steps}
+
+    def rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
+        """Samples, as `SampleRows.found` tells them."""
+        with self._lock:
+            self._rows.follow()
+            return self._rows.found(query, at, limit)
+
+    def row(self, offset: int) -> dict[str, Any] | None:
+        """One sample, as `SampleRows.row` tells it."""
+        with self._lock:
+            self._rows.follow()
+            return self._rows.row(offset)
+
+    def groups(self, query: GroupQuery, at: int, limit: int) -> dict[str, Any]:
+        """Groups, as `GroupBook.found` tells them."""
+        with self._lock_of_groups:
+            return self._groups.found(query, at, limit)
+
+    def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
+        """What `GroupBook.lives` tells, with the `rows` of each group that were kept as samples."""
+        with self._lock_of_groups:
+            lives = self._groups.lives(groups)
+        with self._lock:
+            self._rows.follow()
+            for group, life in lives.items():
+                life["rows"] = self._rows.of_group(group)
+            return lives
+
+    def fleet(self) -> dict[str, Any]:
+        """State and workers, as `fleet_view` tells them."""
+        return fleet_view(self.folder)
+
+    def log(self, name: str) -> str | None:
+        """The end of a log, as `log_end` gives it."""
+        return log_end(self.folder, name)
+
+    def _settings(self) -> tuple[dict[str, Any], str]:
+        path = self.folder.config_path
+        try:
+            if path.stat().st_size > _MAX_SETTINGS_BYTES:
+                return {}, "config.yaml is too large to be settings"
+            settings = settings_of(path.read_text(errors="replace"))
+        except FileNotFoundError:
+            return {}, ""
+        except OSError as error:
+            return {}, f"config.yaml cannot be read: {error.strerror}"
+        except RunFolderError as error:
+            return {}, f"config.yaml cannot be read: {error.__cause__ or 'it is not a mapping'}"
+        return {name: str(value) for name, value in settings.items()}, ""
+
+    def _dtype(self) -> Dtype:
+        name = self._settings()[0].get("actor.dtype", "")
+        return Dtype(name) if name in list(Dtype) else Dtype.float32

@@ -1,0 +1,244 @@
+"""What became of every group of a run, and the life of one: from the ledger's journal.
+
+The ledger numbers a step by the version that it begins from; the page by the one that it makes, as
+`metrics.jsonl` and `samples.jsonl` do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.controller.ledger import ledger_records as kinds
+from areal_sc.controller.ledger.journal import segment_paths
+from areal_sc.controller.ledger.journal_file import read_segment
+from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
+from areal_sc.controller.ledger.ledger_records import Record
+from areal_sc.errors import JournalDamaged, RunFolderError
+from areal_sc.metadata import RowMetadata
+from areal_sc.page.stamps import Stamp, stamp_of
+from areal_sc.system.disk import Disk
+
+MAX_GROUPS: Final = 500
+"""Groups of one answer."""
+
+_REST: Final = 10.0
+"""A journal that grows is read again after so many times as long as its reading took."""
+
+
+@dataclass(frozen=True)
+class GroupQuery:
+    """Which groups are asked for; "" and None: any.
+
+    Attributes:
+        outcome: as in `GroupAccount`; also `undone`.
+        cause: of a rejection.
+        worker: that ran it last.
+        step: that consumed it.
+    """
+
+    outcome: str = ""
+    cause: str = ""
+    worker: str = ""
+    step: int | None = None
+    group: int | None = None
+
+    def fits(self, account: GroupAccount) -> bool:
+        outcome = "undone" if account.is_undone else account.outcome
+        return (
+            self.outcome in ("", outcome)
+            and self.cause in ("", account.cause)
+            and self.worker in ("", account.worker)
+            and self.step in (None, _made_version(account.step))
+            and self.group in (None, account.group)
+        )
+
+
+class GroupBook:
+    """Reads the journal of a run when it is asked for, at most so often as that is cheap."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._ledger = ledger
+        self._read_of: Stamp | None = None
+        self._read_again_at = 0.0
+        self._groups: list[GroupAccount] = []
+        self._account: RunAccount | None = None
+        self._failure = ""
+        self._disk = Disk()
+
+    def stamp(self) -> Stamp:
+        """Changes when there is something new, and it is time to read it."""
+        if self._read_of is not None and time.monotonic() < self._read_again_at:
+            return self._read_of
+        return stamp_of(self._ledger)
+
+    def found(self, query: GroupQuery, at: int = 0, limit: int = 100) -> dict[str, Any]:
+        """Some groups, the newest first, and the totals of the run.
+
+        Args:
+            at: place to go on from, among the groups that fit.
+        Returns: `groups`; `next`, where to go on (None: nowhere); `num_fitting`; `outcomes`,
+            `causes` and `workers` with their numbers of groups; `account`, of the whole run (None:
+            the journal cannot be read to its end); `damage`.
+        """
+        self._follow()
+        fitting = [account for account in self._groups if query.fits(account)]
+        end = max(at, 0) + max(1, min(limit, MAX_GROUPS))
+        outcomes = Counter("undone" if it.is_undone else it.outcome for it in self._groups)
+        return {
+            "groups": [_told(account) for account in fitting[max(at, 0) : end]],
+            "next": end if end < len(fitting) else None,
+            "num_fitting": len(fitting),
+            "outcomes": outcomes,
+            "causes": Counter(it.cause for it in self._groups if it.cause),
+            "workers": Counter(it.worker for it in self._groups if it.worker),
+            "account": None if self._account is None else asdict(self._account),
+            "damage": [self._failure] if self._failure else [],
+        }
+
+    def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
+        """Group -> its `account`, and its `events` in order, of those groups that there are.
+
+        Raises: RunFolderError: the journal cannot be read.
+        """
+        self._follow()
+        accounts = {it.group: it for it in self._groups if it.group in groups}
+        lives = {group: _GroupLife() for group in accounts}
+        for record in _records(self._ledger, self._disk) if lives else ():
+            for life in _concerned(record, lives):
+                life.read(record)
+        return {
+            group: {"account": _told(account), "events": lives[group].events}
+            for group, account in accounts.items()
+        }
+
+    def _follow(self) -> None:
+        stamp = self.stamp()
+        if stamp == self._read_of:
+            return
+        began = time.monotonic()
+        groups: list[GroupAccount] = []
+        self._account, self._failure, self._disk = None, "", Disk()
+        try:
+            self._account = read_account(self._ledger, groups.append)
+        except JournalDamaged as error:
+            self._failure = str(error)
+            self._disk = _DiskUpTo(error.path, error.at)
+            groups.clear()
+            with suppress(RunFolderError):  # there is a second damage: what is before it was told
+                read_account(self._ledger, groups.append, self._disk)
+        except RunFolderError as error:
+            self._failure = str(error)
+        except OSError as error:
+            self._failure = f"{self._ledger} cannot be read: {error.strerror}"
+        self._groups = sorted(groups, key=lambda it: it.group, reverse=True)
+        self._read_of = stamp
+        ended = time.monotonic()
+        self._read_again_at = ended + _REST * (ended - began)
+
+
+def _made_version(step: int) -> int | None:
+    return None if step < 0 else step + 1
+
+
+def _told(account: GroupAccount) -> dict[str, Any]:
+    return {**asdict(account), "step": _made_version(account.step)}
+
+
+class _DiskUpTo(Disk):
+    """Reads one file as if it ended before what is damaged in it."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        super().__init__()
+        self._path, self._at = path, at
+
+    def read(self, path: Path) -> bytes:
+        """Blocks."""
+        content = super().read(path)
+        return content[: self._at] if path == self._path else content
+
+
+def _records(ledger: Path, disk: Disk) -> Iterator[Record]:
+    for path in segment_paths(ledger, disk):
+        try:
+            content = disk.read(path)
+        except OSError as error:
+            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+        yield from read_segment(content, path).records
+
+
+def _concerned(record: Record, lives: Mapping[int, _GroupLife]) -> Iterable[_GroupLife]:
+    match record:
+        case kinds.Consume(group_ids=ids) | kinds.Trained(num_rows=ids):
+            return [lives[group] for group in ids if group in lives]
+        case kinds.Publish() | kinds.TakeBack() | kinds.GoBack():
+            return lives.values()
+        case kinds.Release():
+            return ()
+        case of_group:
+            return [lives[of_group.group_id]] if of_group.group_id in lives else ()
+
+
+class _GroupLife:
+    """What happened to one group.
+
+    Attributes:
+        events: each with its name in `what`.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._is_open = False
+        self._consumed_by = -1
+        self._trains = False  # the version that comes next is made with its rows
+
+    def _note(self, what: str, **values: Any) -> None:
+        self.events.append({"what": what, **values})
+
+    def read(self, record: Record) -> None:
+        """Goes on by the next record that concerns it."""
+        match record:
+            case kinds.Admit(prompt=prompt, version=version):
+                self._is_open = True
+                place = {"dataset": prompt.dataset, "index": prompt.index, "seed": prompt.seed}
+                self._note("admitted", version=version, **place)
+            case kinds.Start(attempt=attempt, worker=worker):
+                self._note("started", attempt=attempt, worker=worker)
+            case kinds.Finish(attempt=attempt, batch=batch):
+                self._note("finished", attempt=attempt, rows=[*map(_row, batch.rows)])
+            case kinds.Requeue(attempt=attempt, cause=cause):
+                self._note("requeued", attempt=attempt, cause=cause)
+            case kinds.Reject(reason=reason, returns_prompt=returns):
+                self._is_open = False
+                self._note("rejected", cause=reason, returns_prompt=returns)
+            case kinds.Consume(step=step, lineage=lineage):
+                self._consumed_by = step
+                self._note("consumed", step=_made_version(step), lineage=lineage)
+            case kinds.TakeBack(step=step) if step == self._consumed_by:
+                self._consumed_by = -1
+                self._note("taken back", step=_made_version(step))
+            case kinds.Trained(step=step):
+                self._trains = True
+                self._note("trained", step=_made_version(step))
+            case kinds.Publish(version=version) if self._trains:
+                self._trains = False
+                self._note("published", version=version)
+            case kinds.GoBack(state=state) if self._is_open:
+                if not 0 <= self._consumed_by < state.version:
+                    self._is_open = False
+                    self._note("went back", version=state.version, lineage=state.lineage)
+
+
+def _row(row: RowMetadata) -> dict[str, Any]:
+    return {
+        "episode": row.episode,
+        "reward": row.reward,
+        "tokens": row.sequence_length,
+        "trained_tokens": row.num_loss_tokens,
+        "versions": row.version_spans,
+    }

@@ -1,0 +1,211 @@
+"""The page's server: files of the page, and views of runs as JSON.
+
+consumes     HTTP requests of browsers, and the run folders
+waits for    nothing but the disk: views are made on threads
+unblocked by itself: as long as a browser listens to `/api/changes`, it looks every second which
+             parts of which runs have changed, and says so; the browser then asks for what it shows
+
+    /                                   the page; `?key=`
+    /static/NAME                        its files
+    /api/runs                           names, folders, settings, notes
+    /api/runs/N/steps                   columns of numbers; `?epoch=&first=`
+    /api/runs/N/health                  what is wrong with the learning
+    /api/runs/N/rows                    samples; `?text=&sort=&at=&limit=&reward=0..1` ...
+    /api/runs/N/rows/OFFSET             one of them
+    /api/runs/N/groups                  from the ledger; `?outcome=&cause=&worker=&step=&at=`
+    /api/runs/N/groups/GROUP            the life of one
+    /api/runs/N/fleet                   state, workers, logs
+    /api/runs/N/logs/NAME               the end of a log
+    /api/changes                        server-sent events
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from aiohttp import web
+
+from areal_sc.errors import ArealError
+from areal_sc.page.access import HEADERS, Access, Handler
+from areal_sc.page.answers import answer, refusal
+from areal_sc.page.followed_run import FollowedRun
+from areal_sc.page.group_book import GroupQuery
+from areal_sc.page.sample_rows import RowQuery
+from areal_sc.page.stamps import Stamp
+from areal_sc.system.json_lines import to_json
+
+STATIC: Final = Path(__file__).with_name("static")
+LOOK_S: Final = 1.0
+"""Time between two looks at the run folders."""
+_BEAT_LOOKS: Final = 15
+"""A browser that hears nothing for longer asks anew; so something is sent every so many looks."""
+_COMPRESSED_BYTES: Final = 1 << 16
+
+View = Callable[[FollowedRun, web.Request], Any]
+
+
+class PageServer:
+    """Serves runs to those whom `access` lets in."""
+
+    def __init__(self, runs: Sequence[FollowedRun], access: Access) -> None:
+        self._runs = runs
+        self._is_ending = asyncio.Event()
+        app = web.Application(middlewares=[access.middleware, _errors_told])
+        app.router.add_get("/", self._index)
+        app.router.add_get("/static/{name}", self._static)
+        app.router.add_get("/api/runs", self._about)
+        app.router.add_get("/api/changes", self._changes)
+        views: dict[str, View] = {
+            "steps": _steps,
+            "health": lambda run, request: run.health(),
+            "rows": _rows,
+            "rows/{offset}": lambda run, request: run.row(_whole_number(request, "offset")),
+            "groups": _groups,
+            "groups/{group}": _group,
+            "fleet": lambda run, request: run.fleet(),
+            "logs/{name}": _log,
+        }
+        for path, view in views.items():
+            app.router.add_get(f"/api/runs/{{run}}/{path}", self._shown(view))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, bind: str, port: int) -> int:
+        """Listens; returns the port.
+
+        Raises: OSError: the address cannot be had.
+        """
+        await self._runner.setup()
+        await web.TCPSite(self._runner, bind, port).start()
+        found: int = self._runner.addresses[0][1]
+        return found
+
+    async def close(self) -> None:
+        """Ends all answers."""
+        self._is_ending.set()
+        await self._runner.cleanup()
+
+    async def _index(self, request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(STATIC / "index.html")
+
+    async def _static(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in {path.name for path in STATIC.iterdir() if path.is_file()}:
+            return refusal(404, "the page has no such file")
+        return web.FileResponse(STATIC / name)
+
+    async def _about(self, request: web.Request) -> web.StreamResponse:
+        return answer(await asyncio.to_thread(lambda: [run.about() for run in self._runs]))
+
+    def _shown(self, view: View) -> Handler:
+        async def show(request: web.Request) -> web.StreamResponse:
+            number = _whole_number(request, "run")
+            if not 0 <= number < len(self._runs):
+                return refusal(404, f"the page shows {len(self._runs)} runs, from 0 on")
+            run = self._runs[number]
+
+            def made() -> bytes | None:
+                found = view(run, request)
+                return None if found is None else to_json(found)
+
+            body = await asyncio.to_thread(made)
+            if body is None:
+                return refusal(404, f"{run.name} has nothing of that number or name")
+            response = web.Response(body=body, content_type="application/json")
+            if len(body) > _COMPRESSED_BYTES:
+                response.enable_compression()
+            return response
+
+        return show
+
+    async def _changes(self, request: web.Request) -> web.StreamResponse:
+        """Each event: number of a run -> its parts that have changed."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response.headers.update(HEADERS)
+        await response.prepare(request)
+        known = await self._stamps()
+        looks = 0
+        with suppress(ConnectionResetError):  # the browser has gone
+            await response.write(b": hello\n\n")
+            while not self._is_ending.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_ending.wait(), LOOK_S)
+                now = await self._stamps()
+                changed = {
+                    number: [part for part, value in new.items() if value != old[part]]
+                    for number, (old, new) in enumerate(zip(known, now, strict=True))
+                }
+                changed = {number: parts for number, parts in changed.items() if parts}
+                known, looks = now, looks + 1
+                if changed:
+                    await response.write(b"data: " + to_json(changed) + b"\n\n")
+                elif looks % _BEAT_LOOKS == 0:
+                    await response.write(b": still here\n\n")
+        return response
+
+    async def _stamps(self) -> list[dict[str, Stamp]]:
+        return await asyncio.to_thread(lambda: [run.stamps() for run in self._runs])
+
+
+@web.middleware
+async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What cannot be read, and wrong words, are the answer."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return refusal(error.status, error.reason)
+    except ValueError as error:
+        return refusal(400, str(error))
+    except (ArealError, OSError) as error:
+        return refusal(503, str(error))
+
+
+def _steps(run: FollowedRun, request: web.Request) -> Any:
+    return run.steps(_number(request, "epoch", 0), _number(request, "first", 0))
+
+
+def _rows(run: FollowedRun, request: web.Request) -> Any:
+    query = RowQuery.of(request.query)
+    return run.rows(query, _number(request, "at", 0), _number(request, "limit", 50))
+
+
+def _groups(run: FollowedRun, request: web.Request) -> Any:
+    words = request.query
+    query = GroupQuery(
+        outcome=words.get("outcome", ""),
+        cause=words.get("cause", ""),
+        worker=words.get("worker", ""),
+        step=_number(request, "step", None),
+        group=_number(request, "group", None),
+    )
+    return run.groups(query, _number(request, "at", 0), _number(request, "limit", 100))
+
+
+def _group(run: FollowedRun, request: web.Request) -> Any:
+    group = _whole_number(request, "group")
+    return run.lives({group}).get(group)
+
+
+def _log(run: FollowedRun, request: web.Request) -> Any:
+    text = run.log(request.match_info["name"])
+    return None if text is None else {"text": text}
+
+
+def _number(request: web.Request, name: str, default: Any) -> Any:
+    text = request.query.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}: expected a whole number, got {text!r}") from None
+
+
+def _whole_number(request: web.Request, name: str) -> int:
+    text = request.match_info[name]
+    if not text.isdecimal() or len(text) > 18:
+        raise ValueError(f"expected a whole number in the address, got {text[:80]!r}")
+    return int(text)

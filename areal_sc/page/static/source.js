@@ -1,0 +1,69 @@
+// Where answers come from: the server of the page, or the file that the page was exported to.
+
+const stored = document.getElementById("answers");
+const answers = stored && JSON.parse(stored.textContent);
+
+/** Whether the page is a file: it shows what was the case when it was written. */
+export const isFile = answers !== null;
+
+/** An answer of the server. Throws an Error that says in a sentence why there is none. */
+export async function get(path, words = {}) {
+  if (isFile) {
+    if (Object.hasOwn(answers, path)) return answers[path];
+    throw new Error("This is not in the exported file; `python -m areal_sc page` on the run folder shows it.");
+  }
+  const asked = new URLSearchParams(Object.entries(words).filter(([, value]) => value !== "" && value != null));
+  let response;
+  try {
+    response = await fetch(asked.size ? `${path}?${asked}` : path);
+  } catch {
+    throw new Error("The server of this page does not answer; it may have been ended.");
+  }
+  const found = await response.json().catch(() => ({ error: `The server answered with status ${response.status}.` }));
+  if (!response.ok) throw new Error(found.error);
+  return found;
+}
+
+/** Calls `onChange` with the parts of runs that have changed, and `onState` with whether it can hear of them. */
+export function listen(onChange, onState) {
+  if (isFile) return;
+  const events = new EventSource("/api/changes");
+  events.onopen = () => onState(true);
+  events.onerror = () => {
+    onState(false);
+    if (events.readyState === EventSource.CLOSED) setTimeout(() => listen(onChange, onState), 3000);
+  };
+  events.onmessage = (event) => onChange(JSON.parse(event.data));
+}
+
+// the key leaves the address bar, and stays for links that are copied
+const key = new URLSearchParams(location.search).get("key");
+if (key !== null) {
+  sessionStorage.setItem("key", key);
+  history.replaceState(null, "", location.pathname + location.hash);
+}
+
+/** The address of what is shown, for somebody else. */
+export function sharedAddress() {
+  const known = isFile ? null : sessionStorage.getItem("key");
+  return known === null ? location.href : `${location.origin}/?key=${encodeURIComponent(known)}${location.hash}`;
+}
+
+const known = new Map();
+
+/** Steps, evaluations and events of a run; only what is new is asked for. */
+export async function steps(run) {
+  const before = known.get(run);
+  const told = await get(`/api/runs/${run}/steps`, before && { epoch: before.epoch, first: before.num_steps });
+  if (before && told.epoch === before.epoch && told.first > 0) {
+    const none = (count) => new Array(count).fill(null);
+    const names = new Set([...Object.keys(before.columns), ...Object.keys(told.columns)]);
+    const all = [...names].map((name) => [
+      name,
+      (before.columns[name] || none(told.first)).concat(told.columns[name] || none(told.num_steps - told.first)),
+    ]);
+    told.columns = Object.fromEntries(all);
+  }
+  known.set(run, told);
+  return told;
+}

@@ -1,0 +1,105 @@
+// Who works for a run, in which state, what is waited for, and the ends of the logs.
+
+import { change, linkTo } from "./address.js";
+import { choice, duration, el, field, notes, number, short, shown, table, tile } from "./dom.js";
+import { get, steps } from "./source.js";
+import { stateBadge } from "./view_run.js";
+
+export const fleetParts = ["fleet", "steps"];
+
+export async function showFleet({ run, words }) {
+  const base = `/api/runs/${run.index}`;
+  const [fleet, told] = await Promise.all([get(`${base}/fleet`), steps(run.index)]);
+  const names = fleet.logs.map((log) => log.name);
+  const name = names.includes(words.log) ? words.log : names.find((it) => it.startsWith("controller")) || names[0];
+  const log = name ? await get(`${base}/logs/${encodeURIComponent(name)}`) : null;
+  const roles = Object.entries(fleet.status?.roles || {});
+  const ago = (at) => duration(Math.max(0, fleet.now - at));
+  const box = log && el("pre", { class: "text log", tabindex: "0", "aria-label": `log ${name}` }, log.text ? shown(log.text) : "(empty)");
+  if (box) requestAnimationFrame(() => (box.scrollTop = box.scrollHeight));
+  const root = el(
+    "div",
+    {},
+    el("h2", {}, stateBadge(fleet), " ", el("span", { class: "why" }, shown(fleet.text))),
+    notes(fleet.damage, "damage"),
+    el(
+      "div",
+      { class: "tiles" },
+      fleet.status
+        ? [
+            tile("script", shown(`process ${fleet.status.pid} on ${fleet.status.host}`)),
+            tile("started", ago(fleet.status.began), " ago"),
+            tile("wrote", ago(fleet.status.written), " ago"),
+            fleet.status.phases.map((phase) => tile("phase", shown(phase.name), phase.total ? `, ${phase.done} of ${phase.total} ${phase.unit}` : "", phase.doing ? [", ", shown(phase.doing)] : null)),
+          ]
+        : null,
+      fleet.snapshots.length ? tile("newest snapshot", shown(fleet.snapshots.at(-1))) : null,
+      roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open)} open, ${short(role.num_finished)} finished`)),
+    ),
+    waits(roles, ago),
+    workers(run, roles, fleet.have_workers_ended, ago),
+    restarts(told.events),
+    name
+      ? [
+          el("h2", {}, "Logs"),
+          el(
+            "form",
+            { class: "controls" },
+            field("log", choice("log", fleet.logs.map((it) => [it.name, `${it.name}, ${short(it.num_bytes)} bytes`]), name, (log) => change({ log }))),
+          ),
+          box,
+        ]
+      : el("p", { class: "dim" }, "no logs"),
+  );
+  root.isQuiet = () => !root.contains(document.activeElement);
+  return root;
+}
+
+function waits(roles, ago) {
+  const all = roles.flatMap(([, role]) => role.waits);
+  return all.length
+    ? [el("h2", {}, "Waits"), table(["who", "for what", "since"], all.map((wait) => [shown(wait.who), shown(wait.what), ago(wait.since)]), { label: "waits" })]
+    : null;
+}
+
+function workers(run, roles, haveEnded, ago) {
+  const all = roles.flatMap(([, role]) => role.workers);
+  if (!all.length) return el("p", { class: "dim" }, "no workers: the script has ended, or has not started any");
+  return [
+    el("h2", {}, "Workers"),
+    table(
+      ["worker", "state", "restarts", "heard", "process", "host", "log"],
+      all.map((worker) => [
+        shown(worker.name),
+        el("span", { class: `state ${haveEnded ? "ended" : worker.state.replaceAll(" ", "-")}` }, haveEnded ? "ended" : shown(worker.state)),
+        number(worker.restarts),
+        `${ago(worker.heard)} ago`,
+        String(worker.pid),
+        shown(worker.host),
+        el("a", { href: linkTo("fleet", { run: run.name, log: `${worker.name.replace("/", "-")}.log` }) }, "log"),
+      ]),
+      { label: "workers" },
+    ),
+  ];
+}
+
+function restarts(events) {
+  const found = events.filter((event) => event.name === "workers_restarted").reverse();
+  return found.length
+    ? [
+        el("h2", {}, "Restarts"),
+        table(
+          ["at", "after step", "workers", "back after", "groups that ran again", "cause"],
+          found.slice(0, 50).map((event) => [
+            new Date(1000 * event.time).toLocaleString(),
+            number(event.after_step),
+            shown((event.workers || []).join(", ")),
+            duration(event.duration_s),
+            number(event.num_groups),
+            shown(String(event.cause)),
+          ]),
+          { label: "restarts" },
+        ),
+      ]
+    : null;
+}

@@ -1,0 +1,119 @@
+"""`python -m areal_sc page` as a process: beside a run that goes on, and for an old one."""
+
+from __future__ import annotations
+
+import json
+import re
+import select
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from integration.run_process import LIMIT_S, open_gate, tiny_run
+
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
+from areal_sc.records.samples import read_samples
+from areal_sc.run.run_folder import RunFolder
+
+OLD_RUN = Path(__file__).with_name("old_runs") / "tiny_run_a32ae4a.tar.xz"
+
+
+class Page:
+    """The address of a page, and its key."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self.address, self._key = address, key
+
+    def get(self, path: str) -> Any:
+        sign = "&" if "?" in path else "?"
+        with urlopen(f"{self.address}{path}{sign}key={self._key}", timeout=LIMIT_S) as answer:
+            return json.loads(answer.read())
+
+
+@contextmanager
+def page_of(*run_dirs: Path) -> Iterator[Page]:
+    """A page that is served meanwhile, and ends by Ctrl-C without an error."""
+    command = [sys.executable, "-m", "areal_sc", "page", *map(str, run_dirs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says nothing"
+            said = process.stdout.readline().decode()
+            found = re.search(r"(http://127\.0\.0\.1:\d+)/\?key=(\S+)", said)
+            assert found, said
+            yield Page(*found.groups())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LIMIT_S) == 0, process.stdout.read()
+        finally:
+            process.kill()
+
+
+def check_is_as_in_the_files(page: Page, run_dir: Path) -> None:
+    folder = RunFolder(run_dir)
+    steps = page.get("/api/runs/0/steps")
+    records = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    of_steps = [record for record in records if record["kind"] == "step"]
+    assert of_steps
+    for name in ("step", "reward", "wait_s", "bound", "token_staleness_mean", "time"):
+        assert steps["columns"][name] == [record[name] for record in of_steps], name
+    for name, value in of_steps[-1]["train"].items():
+        assert steps["columns"][f"train/{name}"][-1] == value, name
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    assert [it["reward"] for it in steps["evaluations"]] == [it["reward"] for it in evaluations]
+    rows = page.get("/api/runs/0/rows?sort=step&limit=500")["rows"]
+    assert [(row["answer"], row["reward"]) for row in rows] == [
+        (it.answer, it.reward) for it in read_samples(folder.samples_path)
+    ]
+    groups: list[GroupAccount] = []
+    account = read_account(folder.ledger, groups.append)
+    told = page.get("/api/runs/0/groups?limit=500")
+    assert told["account"]["totals"] == account.totals
+    assert {it["group"]: it["outcome"] for it in told["groups"]} == {
+        it.group: it.outcome for it in groups
+    }
+    life = page.get(f"/api/runs/0/groups/{rows[0]['group']}")
+    assert [it["what"] for it in life["events"]][-3:] == ["consumed", "trained", "published"]
+    assert life["account"]["step"] == rows[0]["step"]
+
+
+def workers_of(page: Page) -> set[str]:
+    status = page.get("/api/runs/0/fleet")["status"]
+    roles = status["roles"].values() if status else ()
+    return {worker["name"] for role in roles for worker in role["workers"]}
+
+
+def test_beside_a_run_that_goes_on(tmp_path: Path, tiny_model_folder: Path) -> None:
+    held = ("task.num_free_episodes=32", "total_steps=5")  # after the evaluation and three steps
+    with tiny_run(tmp_path / "run", tiny_model_folder, *held) as run:
+        run.wait_for_step(1)
+        with page_of(run.run_dir) as page:
+            run.wait_until(lambda: workers_of(page) == {"train/0", "rollout/0"}, "its workers")
+            before = page.get("/api/runs/0/steps")
+            assert before["columns"]["step"][0] == 1
+            for _ in range(5):
+                open_gate(run.run_dir)
+            run.finish()
+            known = f"epoch={before['epoch']}&first={before['num_steps']}"
+            after = page.get(f"/api/runs/0/steps?{known}")
+            assert before["columns"]["step"] + after["columns"]["step"] == [1, 2, 3, 4, 5]
+            assert page.get("/api/runs/0/fleet")["state"] == "finished"
+            check_is_as_in_the_files(page, run.run_dir)
+
+
+def test_a_run_of_an_earlier_areal_sc(tmp_path: Path) -> None:
+    with tarfile.open(OLD_RUN) as archive:
+        archive.extractall(tmp_path, filter="data")
+    with page_of(tmp_path / "tiny") as page:
+        check_is_as_in_the_files(page, tmp_path / "tiny")
+        assert page.get("/api/runs")[0]["settings"]["total_steps"] == "9"
+        assert page.get("/api/runs/0/fleet")["step"] == 3
+        with pytest.raises(HTTPError, match="401"):
+            Page(page.address, "another-key").get("/api/runs")

@@ -1,0 +1,77 @@
+"""The page as one file: it asks for nothing, and a run's texts are no markup in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from contextlib import closing
+from html import unescape
+from pathlib import Path
+
+import pytest
+from sample_rows import sample
+
+from areal_sc.page.export import STATIC, exported, script
+from areal_sc.page.followed_run import FollowedRun
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.system.json_lines import JsonLines
+
+MARKUP = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def html(tmp_path: Path) -> str:
+    with RunFolder(tmp_path / "<b>run") as folder:
+        folder.open(config_text="seed: 1\n")
+    with closing(JsonLines(folder.samples_path)) as lines:
+        lines.append(sample(1, answer=MARKUP), sample(2))
+    return exported([FollowedRun(folder.path, "<b>run")]).decode()
+
+
+def test_texts_of_a_run_are_no_markup(html: str) -> None:
+    assert html.count("<script") == html.count("</script") == 3
+    assert "<b>" not in html
+    assert "<img" not in html
+    stored = html.partition('id="answers">')[2].partition("</script>")[0]
+    rows = json.loads(stored)["/api/runs/0/rows"]["rows"]
+    assert [row["answer"] for row in rows] == ["8$", MARKUP]
+    assert json.loads(stored)[f"/api/runs/0/rows/{rows[1]['offset']}"]["row"]["answer"] == MARKUP
+
+
+def test_it_may_run_its_own_scripts_and_load_nothing(html: str) -> None:
+    policy = unescape(re.findall(r'Content-Security-Policy" content="([^"]*)"', html)[0])
+    assert policy.startswith("default-src 'none'; ")
+    parts = re.findall(r"<script>(.*?)</script>|<style>(.*?)</style>", html, re.DOTALL)
+    parts += [(text, "") for text in re.findall(r'type="module">(.*?)</script>', html, re.DOTALL)]
+    assert len(parts) == 3
+    for text in map("".join, parts):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert not re.search(r'(src|href)="', html.replace('href="#', ""))
+
+
+def test_each_module_stands_once_and_after_what_it_imports() -> None:
+    text = script()
+    modules = {path.stem for path in STATIC.glob("*.js")} - {"uPlot.iife.min"}
+    places = {name: text.index(f"const of_{name} = ") for name in modules}
+    assert text.count("\nconst of_") + 1 == len(modules)
+    assert not re.search(r"^(import|export) ", text, re.MULTILINE)
+    for name in modules:
+        for imported in re.findall(r'from "\./(\w+)\.js"', (STATIC / f"{name}.js").read_text()):
+            assert places[imported] < places[name]
+
+
+def test_the_plot_library_is_unmodified() -> None:
+    told = re.findall(r"^([0-9a-f]{64})  (\S+)$", (STATIC / "uPlot.txt").read_text(), re.MULTILINE)
+    assert {name for _, name in told} == {it.name for it in STATIC.glob("uPlot.*")} - {"uPlot.txt"}
+    for digest, name in told:
+        assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest
+
+
+def test_no_script_of_the_page_makes_markup_of_texts() -> None:
+    ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|Function\("
+    for path in STATIC.glob("*.js"):
+        if path.stem != "uPlot.iife.min":
+            assert not re.search(ways, path.read_text()), path.name

@@ -1,0 +1,263 @@
+"""The page's server by HTTP: who is let in, and that its answers are what the files say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse, ClientSession, CookieJar
+from ledger_history import History, a_run
+from sample_rows import sample
+
+from areal_sc.page.access import Access
+from areal_sc.page.followed_run import FollowedRun
+from areal_sc.page.server import STATIC, PageServer
+from areal_sc.records.metrics import EvaluationResult, StepMetrics
+from areal_sc.records.metrics_log import MetricsLog
+from areal_sc.records.samples import Place
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.system.disk import Disk
+from areal_sc.system.json_lines import JsonLines
+
+KEY = "the-key"
+
+
+@pytest.fixture
+async def folder(
+    tmp_path: Path,
+    make_step: Callable[..., StepMetrics],
+    make_evaluation: Callable[..., EvaluationResult],
+) -> RunFolder:
+    """A run that was left with three steps, samples, a journal and logs."""
+    folder = RunFolder(tmp_path / "run")
+    with folder:
+        folder.open(config_text="actor:\n  dtype: bfloat16\n  lr: 1.0e-3\n")
+    with closing(MetricsLog(folder.metrics_path)) as log:
+        log.on_evaluation(make_evaluation())
+        for step in (1, 2, 3):
+            log.on_step(make_step(step, reward=step / 7))
+    with closing(JsonLines(folder.samples_path)) as lines:
+        lines.append(sample(1, group=0), sample(1, group=0, place=Place.worst, reward=0.0))
+    history = History(Disk(), folder.ledger)
+    a_run(history)
+    await history.journal.close()
+    (folder.logs / "rollout-0.log").write_bytes(b"first\n" * 20_000 + b"\x1b[2J last\xff\n")
+    (folder.logs / "controller.log").write_text("10:00 WARNING controller x: slow disk\nINFO\n")
+    return folder
+
+
+@pytest.fixture
+async def port(folder: RunFolder) -> AsyncIterator[int]:
+    server = PageServer([FollowedRun(folder.path, "run")], Access(KEY, ("node7.example",)))
+    yield await server.start("127.0.0.1", 0)
+    await server.close()
+
+
+@pytest.fixture
+async def session(port: int) -> AsyncIterator[ClientSession]:
+    jar = CookieJar(unsafe=True)  # of addresses, too
+    async with ClientSession(f"http://127.0.0.1:{port}", cookie_jar=jar) as session:
+        yield session
+
+
+async def get(session: ClientSession, path: str) -> Any:
+    async with session.get(f"{path}{'&' if '?' in path else '?'}key={KEY}") as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def status_of(session: ClientSession, path: str, **headers: str) -> tuple[int, str]:
+    async with session.get(path, headers=headers) as response:
+        return response.status, await response.text()
+
+
+async def test_without_the_key_nothing_is_told(session: ClientSession) -> None:
+    for path in ("/", "/static/app.js", "/api/runs", "/api/changes", "/api/runs/0/rows?key="):
+        status, text = await status_of(session, path)
+        assert status == 401
+        assert "the key is wrong or missing" in text
+    assert (await status_of(session, "/?key=the-kez"))[0] == 401
+    assert (await status_of(session, "/?key=%ff%00ü"))[0] == 401
+
+
+async def test_the_key_once_and_then_its_cookie(session: ClientSession) -> None:
+    async with session.get(f"/?key={KEY}") as response:
+        assert response.status == 200
+        cookie = response.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert_safe(response)
+    status, text = await status_of(session, "/api/runs")
+    assert (status, json.loads(text)[0]["name"]) == (200, "run")
+
+
+def assert_safe(response: ClientResponse) -> None:
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Referrer-Policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1@evil", ""])
+async def test_another_name_is_not_served(session: ClientSession, host: str) -> None:
+    status, text = await status_of(session, f"/?key={KEY}", Host=host)
+    assert status == 421
+    assert "not served under this name" in text
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "[::1]:8000", "10.1.2.3", "NODE7.example:80"])
+async def test_names_of_the_machine_are_served(session: ClientSession, host: str) -> None:
+    assert (await status_of(session, f"/?key={KEY}", Host=host))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+async def test_other_sites_pages_are_refused(
+    session: ClientSession, headers: dict[str, str]
+) -> None:
+    status, _ = await status_of(session, f"/api/runs?key={KEY}", **headers)
+    assert status == 403
+
+
+async def test_its_own_page_is_served(session: ClientSession, port: int) -> None:
+    own = {"Origin": f"http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"}
+    assert (await status_of(session, f"/api/runs?key={KEY}", **own))[0] == 200
+
+
+async def test_nothing_but_reading(session: ClientSession) -> None:
+    async with session.post(f"/api/runs?key={KEY}") as response:
+        assert response.status == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "told"),
+    [
+        ("/api/runs/1/steps", 404, "the page shows 1 runs"),
+        ("/api/runs/x/steps", 400, "expected a whole number"),
+        ("/api/runs/0/rows/99", 404, "run has nothing of that number or name"),
+        ("/api/runs/0/rows?limit=a", 400, "limit: expected a whole number, got 'a'"),
+        ("/api/runs/0/rows?reward=a", 400, "reward: expected a number"),
+        ("/api/runs/0/groups/77", 404, "nothing of that number"),
+        ("/api/runs/0/groups?step=-", 400, "step: expected"),
+        ("/api/runs/0/logs/..%2Frun.json", 404, "nothing of that number or name"),
+        ("/api/runs/0/logs/..%2F..%2Fetc%2Fpasswd", 404, "nothing"),
+        ("/api/runs/0/keys", 404, "Not Found"),
+        ("/static/..%2Fserver.py", 404, "no such file"),
+        ("/static/../server.py", 404, "Not Found"),
+        ("/none", 404, "Not Found"),
+    ],
+)
+async def test_what_is_not_there_is_said(
+    session: ClientSession, path: str, status: int, told: str
+) -> None:
+    found, text = await status_of(session, f"{path}{'&' if '?' in path else '?'}key={KEY}")
+    assert found == status
+    assert told in json.loads(text)["error"]
+
+
+async def test_files_of_the_page_are_served(session: ClientSession) -> None:
+    for path in STATIC.iterdir():
+        async with session.get(f"/static/{path.name}?key={KEY}") as response:
+            assert await response.read() == path.read_bytes()
+            assert_safe(response)
+
+
+async def test_answers_are_what_the_files_say(session: ClientSession, folder: RunFolder) -> None:
+    (about,) = await get(session, "/api/runs")
+    assert about["settings"] == {"actor.dtype": "bfloat16", "actor.lr": "0.001"}
+    assert about["notes"] == []
+    steps = await get(session, "/api/runs/0/steps")
+    records = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    assert steps["columns"]["reward"] == [it["reward"] for it in records if it["kind"] == "step"]
+    assert steps["evaluations"][0]["accuracy"] == records[0]["accuracy"]
+    rows = (await get(session, "/api/runs/0/rows?sort=reward"))["rows"]
+    assert [(row["reward"], row["place"]) for row in rows] == [(0.0, "worst"), (1.0, "best")]
+    row = await get(session, f"/api/runs/0/rows/{rows[0]['offset']}")
+    assert row["row"]["answer"] == "8$"
+    assert len(row["group"]) == 2
+    groups = await get(session, "/api/runs/0/groups?outcome=rejected")
+    assert [it["cause"] for it in groups["groups"]] == ["reward_error"]
+    life = await get(session, "/api/runs/0/groups/0")
+    assert [it["offset"] for it in life["rows"]] == sorted(row["offset"] for row in rows)
+    fleet = await get(session, "/api/runs/0/fleet")
+    assert fleet["state"] == "dead"
+    assert [log["name"] for log in fleet["logs"]] == ["controller.log", "rollout-0.log"]
+    assert fleet["warnings"] == ["10:00 WARNING controller x: slow disk"]
+    log = (await get(session, "/api/runs/0/logs/rollout-0.log"))["text"]
+    assert log.endswith("first\n\x1b[2J last\ufffd\n")
+    assert log.startswith("first\n")
+    assert len(log) < 70_000
+    assert await get(session, "/api/runs/0/health") == {"complaints": {}, "num_steps": 3}
+
+
+async def test_what_is_wrong_with_the_learning_is_told(
+    session: ClientSession, folder: RunFolder, make_step: Callable[..., StepMetrics]
+) -> None:
+    with closing(MetricsLog(folder.metrics_path)) as log:
+        for step in range(4, 30):
+            log.on_step(make_step(step, signal_share=0.0))
+    told = await get(session, "/api/runs/0/health")
+    assert list(told["complaints"]) == ["no signal"]
+    assert "has the reward 0.25" in told["complaints"]["no signal"]
+
+
+async def test_a_browser_hears_what_has_changed(
+    session: ClientSession, folder: RunFolder, make_step: Callable[..., StepMetrics]
+) -> None:
+    async with session.get(f"/api/changes?key={KEY}") as response:
+        assert response.content_type == "text/event-stream"
+        assert_safe(response)
+        assert (await response.content.readline()).startswith(b":")
+        with closing(MetricsLog(folder.metrics_path)) as log:
+            log.on_step(make_step(4))
+        async with asyncio.timeout(60):
+            while not (line := await response.content.readline()).startswith(b"data: "):
+                pass
+        assert json.loads(line[6:]) == {"0": ["steps"]}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+async def test_files_that_may_not_be_read_are_told_as_such(
+    session: ClientSession, folder: RunFolder
+) -> None:
+    folder.metrics_path.chmod(0)
+    steps = await get(session, "/api/runs/0/steps")
+    assert steps["damage"] == ["metrics.jsonl cannot be read: Permission denied"]
+
+
+async def test_whatever_lies_in_the_folder_each_view_answers(
+    session: ClientSession, folder: RunFolder
+) -> None:
+    """Folders stand where files were, files where folders were, and nothing is sound."""
+    for path in (folder.metrics_path, folder.samples_path, folder.config_path):
+        path.unlink()
+        path.mkdir()
+    for path in folder.ledger.iterdir():
+        path.unlink()
+    folder.ledger.rmdir()
+    folder.ledger.write_text("no folder")
+    folder.status_path.write_bytes(b"\x00")
+    (folder.path / "run.json").unlink()
+    (folder.path / ".run.json").unlink()
+    (about,) = await get(session, "/api/runs")
+    assert about["notes"] == [
+        "run.json is gone or damaged",
+        "config.yaml cannot be read: Is a directory",
+    ]
+    for view in ("steps", "rows", "groups", "fleet"):
+        assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
