@@ -121,7 +121,7 @@ def detach(path: str) -> None:
 
 
 def map_only(uid: int, gid: int) -> None:
-    """Of a new user namespace: this user and this group, as what they are outside, and no other."""
+    """A new user namespace gets this user and this group, as what they are outside, and no other."""
     for name, content in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
@@ -137,7 +137,7 @@ def forbid_gains() -> None:
 
 
 def drop_capabilities(kept: int = 0) -> None:
-    """Of this process and what it executes; no program that it starts gains one.
+    """Takes them from this process and what it executes; no program that it starts gains one.
 
     Args:
         kept: 0, or the number of one that stays.
@@ -150,7 +150,7 @@ def drop_capabilities(kept: int = 0) -> None:
 
 
 def keep_capabilities(kept: Iterable[int]) -> None:
-    """Of root: this process, and all that it executes, has no other capability than these."""
+    """This process of root, and all that it executes, has no other capability than these."""
     kept = set(kept)
     for number in range(_NUM_CAPABILITIES):
         if number not in kept:
@@ -163,7 +163,7 @@ def keep_capabilities(kept: Iterable[int]) -> None:
 
 
 def become_user(uid: int, gid: int) -> None:
-    """Of root: for good, and in no further group; `drop_capabilities` has to follow."""
+    """Root becomes a user for good, in no further group; `drop_capabilities` has to follow."""
     _prctl("PR_SET_KEEPCAPS", _PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(gid, gid, gid)

@@ -80,7 +80,7 @@ class LocalSandbox:
         return (await self._started()).layer
 
     async def run(self, program: Program, limits: Limits) -> Ended:
-        """As `Sandbox.run`.
+        """Runs it; see `Sandbox.run`.
 
         A program whose server or keeper is killed, for lack of memory say, is run once more.
 
