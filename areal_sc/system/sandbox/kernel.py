@@ -121,7 +121,7 @@ def detach(path: str) -> None:
 
 
 def map_only(uid: int, gid: int) -> None:
-    """A new user namespace gets this user and this group, as what they are outside, and no other."""
+    """A new user namespace gets this user and group, as what they are outside, and no other."""
     for name, content in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
