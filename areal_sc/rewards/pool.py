@@ -122,10 +122,10 @@ class _Process:
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it is gone."""
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             return 0.0
-        ticks = map(int, stat.rpartition(")")[2].split()[11:13])
+        ticks = map(int, stat.rpartition(b")")[2].split()[11:13])
         return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
     async def end(self) -> None:

@@ -168,10 +168,15 @@ def heard_from(output: IO[bytes], timeout_s: float) -> bytes:
     return told[1]
 
 
+def _stat_fields(stat: Path) -> list[str]:
+    """What a `stat` of /proc says behind the name, which may be any bytes."""
+    return stat.read_bytes().rpartition(b")")[2].decode().split()
+
+
 def start_ticks(pid: int) -> int:
     """When a process began, in clock ticks since the machine did; -1: it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat_fields(Path(f"/proc/{pid}/stat"))
         has_ended = fields[0] in _ENDED  # its parent has not asked how, and may never do so
         return -1 if has_ended else int(fields[19])
     except (OSError, ValueError, IndexError):
@@ -224,7 +229,7 @@ def children_of(parent_pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent_pid:
+            if int(_stat_fields(stat)[1]) == parent_pid:
                 found.append(int(stat.parent.name))
     return found
 
@@ -303,7 +308,7 @@ def process_state(pid: int) -> str:
     letters = set()
     with suppress(OSError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-            letters.add(stat.read_text().rpartition(")")[2].split()[0])
+            letters.add(_stat_fields(stat)[0])
     return next((does for letter, does in _STATES.items() if letter in letters), "is gone")
 
 

@@ -27,13 +27,20 @@ export async function get(path, words = {}) {
 /** Calls `onChange` with the parts of runs that have changed, and `onState` with whether it can hear of them. */
 export function listen(onChange, onState) {
   if (isFile) return;
-  const events = new EventSource("/api/changes");
-  events.onopen = () => onState(true);
-  events.onerror = () => {
-    onState(false);
-    if (events.readyState === EventSource.CLOSED) setTimeout(() => listen(onChange, onState), 3000);
+  let events = null;
+  const connect = () => {
+    events?.close();
+    events = document.hidden ? null : new EventSource("/api/changes");  // a host has few connections, which other tabs need
+    if (events === null) return;
+    events.onopen = () => onState(true);
+    events.onerror = ({ target }) => {
+      onState(false);
+      if (target.readyState === EventSource.CLOSED && target === events) setTimeout(connect, 3000);
+    };
+    events.onmessage = (event) => onChange(JSON.parse(event.data));
   };
-  events.onmessage = (event) => onChange(JSON.parse(event.data));
+  document.addEventListener("visibilitychange", connect);
+  connect();
 }
 
 // the key leaves the address bar, and stays for links that are copied

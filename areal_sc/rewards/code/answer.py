@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from textwrap import dedent
 from typing import Final
 
-PYTHON: Final = frozenset(("", "py", "python", "python3"))
+PYTHON: Final = frozenset(("", "py", "py3", "python", "python3"))
 """Names of Python behind a fence; a block without a name is Python."""
 
+_TAG: Final = re.compile(r"^[ \t]*</?[\w|]+>(?=[ \t]*[`~]{3})|(?<=[`~]{3})[ \t]*</?[\w|]+>[ \t]*$")
+"""A tag that is glued to a fence, as of `<answer>`."""
 _FENCE: Final = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
 
 
@@ -38,6 +40,7 @@ def _blocks(text: str) -> Iterator[CodeBlock]:
     """The closed blocks with code, in order; a fence in a longer one's block is a line of it."""
     fence, language, lines = "", "", list[str]()
     for line in text.split("\n"):
+        line = _TAG.sub("", line) if "`" in line or "~" in line else line
         mark = _FENCE.match(line)
         if not fence and mark and "`" not in line[mark.end(1) :]:
             fence, language, lines = mark[1], mark[2].lower(), []

@@ -67,9 +67,14 @@ def read_cases(tests: Any, function: str = "") -> list[Case]:
             )
     if not cases:
         raise ValueError("there are none")
+    check_outputs(cases)
+    return _unwrapped(cases)
+
+
+def check_outputs(cases: list[Case]) -> None:
+    """Raises: ValueError: a program that prints nothing would pass all of them."""
     if all(not case.function and not case.expected[0].strip() for case in cases):
         raise ValueError("all expected outputs are empty")
-    return _unwrapped(cases)
 
 
 def function_of(metadata: Any) -> str:

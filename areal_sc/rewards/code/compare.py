@@ -3,7 +3,8 @@
 Both are plain data, and no code of the candidate's runs here: no object decides what it equals.
 White space at the ends of lines and of the text does not count, nor how much stands between two
 words. Numbers are compared as decimals, exactly; where the expected one is written with a point or
-an exponent, to a tolerance. In values of calls a tuple is a list.
+an exponent, to a tolerance, but whole numbers are near no other ones; `007` is a text. In values of
+calls a tuple is a list, and truth values are no numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _NUMBER: Final = re.compile(
     r"[+-]?(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,3})?", re.A
 )
 """A number as outputs have it. Longer ones are compared as texts."""
+
+_WHOLE: Final = re.compile(r"[+-]?\d+", re.A)
+_PADDED: Final = re.compile(r"[+-]?0\d", re.A)
 
 
 def same_output(given: bytes, expected: Any, tolerance: float, *, is_call: bool) -> bool:
@@ -57,10 +61,13 @@ def _same_line(given: list[str], expected: list[str], tolerance: float) -> bool:
 def _same_number(given: str, expected: str, tolerance: float) -> bool:
     if not (_NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)):
         return False
+    if _PADDED.match(expected):  # binary digits, or a code
+        return False
     if Decimal(given) == Decimal(expected):
         return True
-    is_float = not expected.lstrip("+-").isdigit()
-    return is_float and _is_close(float(given), float(expected), tolerance)
+    return not _WHOLE.fullmatch(expected) and _is_close(
+        given if _WHOLE.fullmatch(given) else float(given), float(expected), tolerance
+    )
 
 
 def _same_value(given: Any, expected: Any, tolerance: float) -> bool:
@@ -74,10 +81,18 @@ def _same_value(given: Any, expected: Any, tolerance: float) -> bool:
             return given.keys() == expected.keys() and all(
                 _same_value(value, expected[key], tolerance) for key, value in given.items()
             )
+        case bool(), _:
+            return given is expected
         case int() | float(), float():
             return given == expected or _is_close(given, expected, tolerance)
-    return bool(given == expected)
+    return given == expected and not isinstance(expected, bool)
 
 
-def _is_close(given: float, expected: float, tolerance: float) -> bool:
-    return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
+def _is_close(given: float | str, expected: float, tolerance: float) -> bool:
+    """Args: given: an int or a text: a whole number, which is near no other whole one."""
+    if not isinstance(given, float) and expected.is_integer():
+        return int(given) == expected
+    numbers = float(given), expected
+    return all(map(math.isfinite, numbers)) and math.isclose(
+        *numbers, rel_tol=tolerance, abs_tol=tolerance
+    )

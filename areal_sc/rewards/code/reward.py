@@ -21,7 +21,7 @@ from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import RunCode, Score
 from areal_sc.rewards.code.answer import PYTHON, CodeBlock, last_program
 from areal_sc.rewards.code.calls import call_program
-from areal_sc.rewards.code.cases import Case, function_of, longest, read_cases
+from areal_sc.rewards.code.cases import Case, check_outputs, function_of, longest, read_cases
 from areal_sc.rewards.code.compare import same_output
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import End, Limits, Program
@@ -158,11 +158,14 @@ class CodeReward(Referable):
         if row.get(self._tests) is None:
             raise ValueError(f"the row has no tests, only {sorted(row)}")
         cases = read_cases(row[self._tests], function_of(row.get("metadata")))
-        cases = longest(cases, self._max_tests) if self._max_tests else cases
-        most = max((len(it.expected[0]) for it in cases if not it.function), default=0)
+        if self._max_tests:
+            cases = longest(cases, self._max_tests)
+            check_outputs(cases)
+        texts = (it.expected[0] for it in cases if not it.function)
+        most = max((len(it.encode(errors="replace")) for it in texts), default=0)
         if most > self._limits.output_bytes:
             raise ValueError(
-                f"an output has {most} characters, more than a program may print; expected at most "
+                f"an output has {most} bytes, more than a program may print; expected at most "
                 f"limits.output_bytes={self._limits.output_bytes}"
             )
         return cases

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
 from areal_sc.system.sandbox.layers import ProgramLayer
+from areal_sc.system.sandbox.program import CLOCK_FACTOR
 from areal_sc.system.sandbox.start_program import start_program
 from areal_sc.system.sandbox.trees import use_of
 
@@ -66,6 +67,7 @@ class _Keeping:
         self._header = header
         self._limits: dict[str, Any] = header["limits"]
         self._stdin, *self._files = parts
+        self._num_fed = 0
         self._output: dict[int, bytearray] = {}
         self._end = "exited"
         self._is_over = False
@@ -122,7 +124,8 @@ class _Keeping:
         for fd in (*self._output, self._connection.fileno(), ended):
             ready.register(fd, select.POLLIN)
         ready.register(self._to_stdin, select.POLLOUT)
-        over_s, look_s = begun_s + self._limits["time_s"], begun_s + LOOK_S
+        over_s = begun_s + CLOCK_FACTOR * self._limits["time_s"]
+        look_s = begun_s + LOOK_S
         self._ready = ready
         while not self._is_over:
             left_s = min(over_s, look_s) - time.monotonic()
@@ -171,13 +174,13 @@ class _Keeping:
 
     def _feed(self) -> None:
         try:
-            sent = os.write(self._to_stdin, self._stdin[:_CHUNK]) if self._stdin else 0
+            left = self._stdin[self._num_fed : self._num_fed + _CHUNK]
+            self._num_fed += os.write(self._to_stdin, left) if left else 0
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._stdin, sent = b"", 0
-        self._stdin = self._stdin[sent:]
-        if not self._stdin:
+            self._num_fed = len(self._stdin)
+        if self._num_fed == len(self._stdin):
             self._ready.unregister(self._to_stdin)
             os.close(self._to_stdin)
             self._to_stdin = -1

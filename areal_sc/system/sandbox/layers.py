@@ -101,7 +101,6 @@ class Namespaces:
         self._readable = readable_paths(read)
         self._user = (os.geteuid(), os.getegid())
         self._filter = SystemCallFilter(hides_files=False)
-        self._sees_processes = True
         self._first: int | None = None
         self._told, self._tells = -1, -1
 
@@ -191,11 +190,8 @@ class Namespaces:
             os._exit(code)
 
     def _mount_processes(self) -> None:
-        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-        try:
-            kernel.mount("proc", "/proc", "proc", flags)
-        except PermissionError:  # as in a container, whose own hides a part
-            kernel.mount("none", "/proc", "tmpfs", flags, "size=4k,mode=0555")
+        """Raises: PermissionError: in a container whose own hides a part: nothing is measured."""
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
     def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
         pass

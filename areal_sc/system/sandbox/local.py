@@ -25,7 +25,7 @@ from typing import Any, Final
 from areal_sc.errors import SandboxError
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
 from areal_sc.system.sandbox.isolation import CHECK, LAYERS, way_out
-from areal_sc.system.sandbox.program import End, Ended, Limits, Program
+from areal_sc.system.sandbox.program import CLOCK_FACTOR, End, Ended, Limits, Program
 from areal_sc.system.sandbox.trees import remove
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class LocalSandbox:
             for tries_left in reversed(range(_MAX_TRIES)):
                 server = await self._started()
                 try:
-                    async with asyncio.timeout(limits.time_s + _BESIDE_PROGRAM_S):
+                    async with asyncio.timeout(CLOCK_FACTOR * limits.time_s + _BESIDE_PROGRAM_S):
                         return await server.run(request)
                 except (OSError, TimeoutError) as error:
                     if not tries_left:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
+
+CLOCK_FACTOR: Final = 3
+"""Seconds by the clock that a program may take, for one of `Limits.time_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,8 @@ class Limits:
     """What one program may use, all that it starts included.
 
     Attributes:
-        time_s: seconds from its start to its end; CPU seconds, too.
+        time_s: CPU seconds of all of it; by the clock `CLOCK_FACTOR` times as many, since on a busy
+            machine anything takes long.
         memory_bytes: of address space a process.
         num_processes: processes and threads beside each other.
         output_bytes: of standard output and standard error together.

@@ -174,6 +174,7 @@ class SystemCallFilter:
             self._refuse(_TRUNCATE, EPERM)
         deny = _ins(_RET, _ERRNO | EPERM)
         self._when(_CLONE, 0, _ins(_JSET, _NAMESPACES, 0, 1) + deny)
+        self._when(_SOCKETPAIR, 0, _ins(_JEQ, _AF_UNIX, 1, 0) + deny)
         self._when(_SOCKETPAIR, 1, _ins(_AND, 0xF) + _ins(_JEQ, 1, 1, 0) + deny)
         self._when(_PRLIMIT, 0, _ins(_JEQ, 0, 1, 0) + deny)
         self._when(_PRCTL, 0, _ins(_JEQ, _PR_SET_DUMPABLE, 0, 1) + deny)

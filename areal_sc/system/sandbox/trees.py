@@ -36,8 +36,8 @@ def use_of(pids: list[int]) -> Use:
     use = Use()
     for pid in pids:
         with suppress(OSError):
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
+            with open(f"/proc/{pid}/stat", "rb") as file:  # its name is any bytes
+                fields = file.read().rpartition(b")")[2].split()
             use.num_processes += 1
             use.num_threads += int(fields[17])
             use.cpu_s += sum(map(int, fields[11:15])) / _TICKS_A_S
@@ -108,10 +108,11 @@ def bytes_in(folder: str, limit: int) -> int:
             return limit + 1
         try:
             for found in os.scandir(above):
-                used += max(found.stat(follow_symlinks=False).st_blocks * 512, _BLOCK_BYTES)
-                if found.is_dir(follow_symlinks=False):
-                    waiting.append(found.path)
-        except FileNotFoundError:  # it has been deleted meanwhile
+                with suppress(FileNotFoundError):  # it has been deleted meanwhile
+                    used += max(found.stat(follow_symlinks=False).st_blocks * 512, _BLOCK_BYTES)
+                    if found.is_dir(follow_symlinks=False):
+                        waiting.append(found.path)
+        except FileNotFoundError:
             continue
         except OSError:
             return limit + 1
@@ -119,9 +120,17 @@ def bytes_in(folder: str, limit: int) -> int:
 
 
 def deleted_bytes(pids: list[int]) -> int:
-    """Bytes of files that have no name any more, and that these processes hold open."""
-    used = {}
+    """Bytes of files that have no name any more, and that these processes hold open or mapped."""
+    used: dict[tuple[int, int], int] = {}
     for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            for line in maps:
+                if line.endswith(b" (deleted)\n"):
+                    place, _, _, device, inode, *_ = line.split()
+                    first, last = (int(end, 16) for end in place.split(b"-"))
+                    major, minor = (int(part, 16) for part in device.split(b":"))
+                    file = os.makedev(major, minor), int(inode)
+                    used[file] = max(last - first, used.get(file, 0))
         with suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):

@@ -15,10 +15,13 @@ from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError
 from areal_sc.system.process import (
     bury_left,
+    children_of,
     environment_of_workers,
     heard_from,
     max_more_tasks,
+    process_state,
     refuse_in_worker,
+    start_ticks,
     take_arguments_of_script,
 )
 
@@ -122,3 +125,16 @@ def test_a_worker_has_the_scripts_arguments_and_begins_no_run(
             begin()
     settings = {"run_dir": "r", "total_steps": 1, "actor.path": "m"}
     assert load_config({**settings, "rollout.max_context_tokens": 256}).total_steps == 1
+
+
+def test_a_process_may_have_any_bytes_as_its_name() -> None:
+    naming = "import ctypes; ctypes.CDLL(None).prctl(15, b'caf\\xe9', 0, 0, 0); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", naming], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as named:
+        assert named.stdout is not None
+        named.stdout.readline()
+        assert named.pid in children_of(os.getpid())
+        assert start_ticks(named.pid) > 0
+        assert process_state(named.pid) != "is gone"
+        named.communicate(b"\n")

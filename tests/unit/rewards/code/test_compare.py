@@ -33,6 +33,8 @@ TOLERANCE = 1e-6
         ("Case 1: 0.5000001", "Case 1: 0.5"),
         ("9" * 5000, "9" * 5000),
         ("日本", "日本"),
+        ("0011", "0011"),
+        ("1000000", "1000000.0"),
     ],
 )
 def test_these_texts_are_the_same(given: str, expected: str) -> None:
@@ -51,6 +53,9 @@ def test_these_texts_are_the_same(given: str, expected: str) -> None:
         ("1 2 3", "1 2"),
         ("12", "1 2"),
         ("5.1", "5"),
+        ("11", "0011"),  # binary digits, or a code
+        ("1000001", "1000000.0"),  # a whole number is near no other one
+        ("9e999", "1e400"),  # both are infinite as floats
         ("5.0000001", "5"),  # an integer is exact
         ("90071992547409930000.0", "90071992547409930001"),  # equal as float64
         ("0.33333", "0.3333333333"),
@@ -132,3 +137,19 @@ def test_a_value_deeper_than_can_be_compared_is_wrong() -> None:
     for _ in range(20_000):
         deep = [deep]
     assert not same_output(b"[" * 900 + b"]" * 900, deep, TOLERANCE, is_call=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "is_same"),
+    [
+        (True, 1, False),
+        (1, True, False),
+        (True, True, True),
+        (1000001, 1000000.0, False),
+        (1000000, 1000000.0, True),
+        (0.5000000001, 0.5, True),
+    ],
+)
+def test_truth_and_whole_numbers_are_exact(given: Any, expected: Any, is_same: bool) -> None:
+    printed = json.dumps(given).encode()
+    assert same_output(printed, expected, TOLERANCE, is_call=True) == is_same

@@ -228,7 +228,7 @@ async def test_half_a_surrogate_pair_is_no_failure_of_ours() -> None:
         ({"prompt": "p"}, r"column 'tests': the row has no tests, only \['prompt'\]"),
         ({"tests": [{"input": "1"}]}, "column 'tests': test 0: it has no output"),
         ({"tests": "[}"}, "column 'tests': Expecting value"),
-        (row("1", "2" * 2_000_000), "an output has 2000000 characters, more than a program may"),
+        (row("1", "2" * 2_000_000), "an output has 2000000 bytes, more than a program may"),
         ({"tests": "[]", "metadata": "{"}, "column 'tests': there are none"),
     ],
 )

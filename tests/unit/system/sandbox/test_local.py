@@ -79,6 +79,14 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
             0,
             "yes True\n",
         ),
+        (  # its name is no text
+            "import ctypes, time\n"
+            "ctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0); time.sleep(0.3); print('g')",
+            {},
+            End.exited,
+            0,
+            "g\n",
+        ),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))", {}, End.exited, 0, "7\n"),
     ],
 )
