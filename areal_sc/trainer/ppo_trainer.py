@@ -90,8 +90,8 @@ class PPOTrainer(Run):
                             batch = actor.compute_proximal_logprobs(batch)
                             stats = actor.ppo_update(batch)
                             stats |= beside.update(batch, actor.version)
-                        if step.number == 1 and not rollout.keeps_evaluated_weights:
-                            evaluations.collect()  # the only worker sees no publication meanwhile
+                        # the first one: nobody has its policy any more, once there is another
+                        evaluations.collect(wait=step.number == 1)
                         with step.timed("sync"):
                             actor.publish_weights(rollout)
                     except StepLost as error:  # its rows went with the memory of a node

@@ -294,11 +294,6 @@ class RolloutController(WeightsReader):
         self._register_sets(sets)
         return self._submit(self.evaluate_sets_async(sets, cut_is_wrong=cut_is_wrong))
 
-    @property
-    def keeps_evaluated_weights(self) -> bool:
-        """Whether an evaluation sees one version, while others are published."""
-        return self._workers.updates.keeps_weights
-
     async def take_over_async(self, *, goes_on: bool) -> FoundRuns:
         """Finds out what workers of an earlier start do and hold; to be called after `start_async`.
 

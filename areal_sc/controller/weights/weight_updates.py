@@ -223,7 +223,7 @@ class WeightUpdates:
 
         It does not if it is the only one, or if weights are broadcast, which needs all of them.
         """
-        held = HeldWorker(self, self._background, keeps_weights=self.keeps_weights)
+        held = HeldWorker(self, self._background, keeps_weights=self._keeps_weights)
         try:
             yield held
         finally:
@@ -231,7 +231,7 @@ class WeightUpdates:
             self.begin_all()
 
     @property
-    def keeps_weights(self) -> bool:
+    def _keeps_weights(self) -> bool:
         """Whether a worker is held for an evaluation."""
         is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
         return self._num_staying > 1 and not is_broadcast
