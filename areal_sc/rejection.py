@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from areal_sc.errors import PromptTooLong, RewardError, WorkflowError
-from areal_sc.user_code import describe, first_of, last_frames, place_of, text_of
+from areal_sc.user_code import Raised, describe, first_of, last_frames, place_of, text_of
 
 _MAX_MESSAGE_CHARS: Final = 1000
 _MAX_PROMPT_CHARS: Final = 120
@@ -114,6 +114,19 @@ class Rejection(Struct, frozen=True, array_like=True):
         if isinstance(error, WorkflowError) and not isinstance(error, RewardError):
             return cls(RejectionKind.prompt_error, message)
         return cls.raised(RejectionKind.workflow_error, message, error)
+
+    @classmethod
+    def of_episode(cls, raised: Raised, limit_s: float) -> Rejection:
+        """The rejection of an episode that raised, or took longer than `rollout.group_timeout_s`.
+
+        Args:
+            limit_s: that setting, in seconds.
+        """
+        if not raised.is_late:
+            return cls.of(raised.error)
+        why = f"the episode took longer than group_timeout_s={limit_s:g} s"
+        where = place_of(raised.error)
+        return cls(RejectionKind.timeout, why, place=where, frames=last_frames(raised.error))
 
     @classmethod
     def raised(cls, kind: RejectionKind, message: str, error: BaseException) -> Rejection:

@@ -16,10 +16,21 @@ from areal_sc.errors import CommandError
 from areal_sc.hub import is_hub_name, local_model
 from areal_sc.preflight.load import load_config
 from areal_sc.run.run_begin import content_of
+from areal_sc.run.run_marker import MARKER
+from areal_sc.run.run_owner import LOCK
 from areal_sc.system.durable import remove
+from areal_sc.system.file_lock import is_locked
 from areal_sc.trainer.display import make_display
 from areal_sc.trainer.evaluation_sets import configured_sets, evaluation_sets
-from areal_sc.trainer.kept_answers import ANSWERS, SETTINGS, SUMMARY, check_settings
+from areal_sc.trainer.kept_answers import (
+    ANSWERS,
+    OF_REWARDS,
+    OF_SET,
+    SETTINGS,
+    SUMMARY,
+    check_settings,
+    note_settings,
+)
 from areal_sc.trainer.model_evaluation import ModelEvaluation
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
@@ -28,9 +39,6 @@ if TYPE_CHECKING:
 
 _RUN = "run"
 """Folder in the output's, for what the engines write."""
-
-_REWARDS = "rewards of "
-"""Before a set's name, among the settings that answers come from: what --rescore may change."""
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,6 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     ModelError, WorkflowError, WorkerError: as of a run."""
     if arguments.limit is not None and arguments.limit < 1:
         raise CommandError(f"--limit: expected a number above 0, got {arguments.limit}")
+    if arguments.overwrite and arguments.rescore:
+        raise CommandError("--overwrite deletes the answers that --rescore judges: leave one out")
     out = arguments.out.expanduser().absolute()
     config = _config(arguments, out)
     default = SingleTurnWorkflow(_no_reward, use_chat_template=_has_chat_template(config))
@@ -89,13 +99,15 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.limit is not None:
         sets = {name: _limited(one, arguments.limit) for name, one in sets.items()}
-    _prepare(out, config, arguments)
+    settings = _prepare(out, config, arguments)
     display = make_display(run_dir=out)
     try:
         evaluation = ModelEvaluation(config, sets, out, display)
         if arguments.rescore:
             evaluation.rescore()
+            note_settings(out, settings)  # the answers have the new rewards only now
         else:
+            note_settings(out, settings)
             evaluation.generate()
         results = evaluation.results()
         differences = {}
@@ -107,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
         for name, one in differences.items():
             display.note(
                 f"{name}: accuracy {one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f}) against "
-                f"{arguments.against}"
+                f"{arguments.against}, on {one.num_prompts} prompts"
             )
     finally:
         display.close()
@@ -135,11 +147,14 @@ def _config(arguments: argparse.Namespace, out: Path) -> GRPOConfig:
     flags = ["--config", arguments.config] if arguments.config else []
     if not arguments.config:
         values["total_steps"] = 1  # which none of it goes by
-    given = [dict(_pairs(text)) for text in arguments.sets or () if "=" in text]
-    if given:
-        values["evaluation.sets"] = given
     config = load_config(values, GRPOConfig, *flags, *arguments.overrides)
-    config.evaluation.sets = _chosen(config.evaluation.sets, arguments.sets or ())
+    words = arguments.sets or ()
+    chosen = _chosen(config.evaluation.sets, words)
+    if given := [dict(_pairs(text)) for text in words if "=" in text]:
+        values["evaluation.sets"] = [*map(asdict, chosen), *given]
+        config = load_config(values, GRPOConfig, *flags, *arguments.overrides)
+    else:
+        config.evaluation.sets = chosen
     for one in config.evaluation.sets:
         if not (one.reward or one.workflow):
             raise CommandError(
@@ -161,7 +176,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 
 def _chosen(sets: Sequence[EvaluationSetConfig], words: Sequence[str]) -> list[EvaluationSetConfig]:
-    """Raises: CommandError: there is none, or not that one."""
+    """The sets of the settings. Raises: CommandError: there is none, or not that one."""
     names = [word for word in words if "=" not in word]
     known = {one.name: one for one in sets}
     for name in names:
@@ -170,16 +185,21 @@ def _chosen(sets: Sequence[EvaluationSetConfig], words: Sequence[str]) -> list[E
                 f"--set {name}: evaluation.sets has {', '.join(known) or 'none'}; or describe the "
                 "set: --set name=...,prompts=...,reward=..."
             )
-    if not sets:
+    if not (sets or words):
         raise CommandError("expected --set, or evaluation.sets in the settings of --config")
-    return [known[name] for name in names] if names else list(sets)
+    return [known[name] for name in names] if words else list(sets)
 
 
-def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> None:
+def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes the folder, unless its answers come from something else.
 
-    Raises: CommandError: they do.
+    Returns: what the answers come from.
+    Raises: CommandError: they do, or the folder is another command's or a run's.
     """
+    if (out / MARKER).exists():
+        raise CommandError(f"--out {out} is the folder of a run: name another one")
+    if is_locked(out / _RUN / LOCK):
+        raise CommandError(f"another evaluation is writing to {out}: wait for it, or stop it")
     if arguments.overwrite:
         for name in (ANSWERS, SETTINGS, SUMMARY):
             remove(out / name)
@@ -189,6 +209,7 @@ def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> No
         "model": arguments.model,
         "files of the model": content_of(folder),
         "generation": asdict(config.generation),
+        "max_context_tokens": config.rollout.max_context_tokens,
     }
     for one in config.evaluation.sets:
         described = asdict(one)
@@ -197,8 +218,9 @@ def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> No
         rewards["prompts"] = content_of(prompts) if prompts.exists() else ""
         for key in ("num_prompts", "num_samples"):  # there may be more of them each time
             del described[key]
-        settings |= {f"set {one.name}": described, f"{_REWARDS}{one.name}": rewards}
-    check_settings(out, settings, may_differ=_REWARDS if arguments.rescore else "")
+        settings |= {f"{OF_SET}{one.name}": described, f"{OF_REWARDS}{one.name}": rewards}
+    may_differ = ("model", OF_REWARDS) if arguments.rescore else ("model",)  # its files may not
+    return check_settings(out, settings, may_differ=may_differ)
 
 
 def _limited(one: EvaluationSet, limit: int) -> EvaluationSet:

@@ -28,6 +28,13 @@ class Estimate:
     high: float
 
 
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """How much more accurate one model is than another, on so many prompts of both."""
+
+    num_prompts: int
+
+
 def accuracy_interval(right: Answers) -> tuple[float, float]:
     """The 95 % interval of an accuracy, over prompts of the kind that was drawn.
 

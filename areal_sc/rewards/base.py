@@ -111,8 +111,8 @@ def vote_of(reward: Reward, completion: str) -> str | None:
     for given in functions:
         vote = getattr(given[0] if isinstance(given, tuple) else given, "vote", None)
         if vote is not None:
-            told: str | None = vote(completion)
-            return told
+            told = vote(completion)
+            return None if told is None else str(told)
     return None
 
 

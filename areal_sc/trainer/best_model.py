@@ -3,6 +3,9 @@
     a periodic evaluation begins ──► the model of that step is written to models/step-<n>, too
     its result comes             ──► better: models/best leads there; else the model is deleted
 
+A beaten model stays until a snapshot is on the disk that is not older than the better one: a run
+that goes on from an earlier snapshot has not got the better one any more.
+
 What is the best follows from the results in the metrics file, so a run that goes on knows it.
 """
 
@@ -11,17 +14,25 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Final
 
 from areal_sc.errors import ConfigError
 from areal_sc.records.metrics import PASS_AT, EvaluationResult
+from areal_sc.rewards.base import PART_PREFIX
 from areal_sc.trainer.run import Run
 
 _COMPARED: Final = ("periodic", "after")
 """Evaluations of which models are written. The model before training is not one of the run's."""
 
 _LOWER_IS_BETTER: Final = ("loss",)
+
+_MAJORITY: Final = "majority"
+"""A number that an evaluation does not have where no answer had a vote."""
+
+_USUAL: Final = ("reward", "accuracy", _MAJORITY)
+"""Numbers of each set, beside `pass@K`."""
 
 
 class BestModel:
@@ -39,15 +50,17 @@ class BestModel:
     def __init__(self, run: Run, name: str, num_samples: dict[str, int]) -> None:
         self._run = run
         self._number = "" if name else run.config.checkpoint.keep_best
-        self._set, _, self._metric = self._number.rpartition("/")
+        self._set, self._metric = _split(self._number, num_samples)
         self.results: list[EvaluationResult] = []
+        self._is_known = self._metric == _MAJORITY  # an evaluation had it, or may have it
         if self._number and num_samples:
-            _check(self._number, num_samples)
+            _check(self._number, self._set, self._metric, num_samples)
 
     @property
     def best(self) -> EvaluationResult | None:
-        """The best result; the first one of equals."""
-        return max(self.results, key=self._score, default=None)
+        """The best result that has the number; the first one of equals."""
+        numbered = (it for it in self.results if it.value(self._metric) is not None)
+        return max(numbered, key=self._score, default=None)
 
     @property
     def has_enough(self) -> bool:
@@ -64,23 +77,29 @@ class BestModel:
         """These results, and no others, are those of the run.
 
         Args:
-            last_step: later ones are none of them; None: all are.
+            last_step: later ones are none of them, and there is no model of theirs; None: all are.
         """
+        results = list(results)
+        self._is_known |= any(map(self._has_number, results))
         self.results = [
             it
             for it in results
             if self._is_compared(it) and (last_step is None or it.step <= last_step)
         ]
+        models = self._models
+        if self._number and last_step is not None and (_step_of_best(models) or 0) > last_step:
+            (models / "best").unlink()
 
     def note(self, results: Iterable[EvaluationResult]) -> None:
         """Takes new results into account.
 
-        Raises: ConfigError: an evaluation does not have the number.
+        Raises: ConfigError: no evaluation so far has the number.
         """
         for result in results:
             if not self._is_of_kind(result, "before", *_COMPARED):
                 continue  # a greedy one has a single answer a prompt
-            if result.value(self._metric) is None:
+            self._is_known |= self._has_number(result)
+            if not self._is_known:
                 numbers = ["reward", *result.workflow, *(f"{PASS_AT}{k}" for k in result.pass_at)]
                 known = ", ".join(numbers)
                 raise ConfigError(
@@ -107,8 +126,7 @@ class BestModel:
         best, checkpoints = self.best, self._run.checkpoints
         if not self._number or best is None or checkpoints is None:
             return
-        models = self._run.folder.path / "models"
-        every_steps = self._run.config.checkpoint.export_every_steps
+        models, every_steps = self._models, self._run.config.checkpoint.export_every_steps
         if checkpoints.has_model(best.step) and _step_of_best(models) != best.step:
             link = models / ".best"
             link.unlink(missing_ok=True)
@@ -116,9 +134,13 @@ class BestModel:
             os.replace(link, models / "best")
         if _step_of_best(models) != best.step:
             return
-        for step in {it.step for it in self.results} - {best.step}:
+        worse = {it.step for it in self.results} - {best.step}
+        if not (written := [it for it in worse if checkpoints.has_model(it)]):
+            return
+        safe = self._best_of_newest_snapshot()
+        for step in written:
             is_wanted = every_steps and step % every_steps == 0
-            if not is_wanted and checkpoints.has_model(step):
+            if not is_wanted and step != safe:
                 shutil.rmtree(models / f"step-{step}", ignore_errors=True)
 
     def finish(self) -> None:
@@ -127,10 +149,31 @@ class BestModel:
             return
         self._run.checkpoints.collect()
         self.settle()
-        value = best.value(self._metric)
-        self._run.display.note(
-            f"best model: step {best.step} ({self._number} {value:.4g}), in models/best"
+        what = f"best model: step {best.step} ({self._number} {best.value(self._metric):.4g})"
+        if (there := _step_of_best(self._models)) == best.step:
+            self._run.display.note(f"{what}, in models/best")
+            return
+        leads = "there is no models/best" if there is None else f"models/best is of step {there}"
+        self._run.display.warning(
+            f"{what}, but its model is not there any more, or was not written: {leads}"
         )
+
+    @property
+    def _models(self) -> Path:
+        return self._run.folder.path / "models"
+
+    def _best_of_newest_snapshot(self) -> int | None:
+        """Step of the best model, were the run to go on from the newest snapshot."""
+        if not (snapshots := self._run.folder.snapshots()):
+            return None
+        newest = int(snapshots[-1].name.rpartition("-")[2])
+        before = [it for it in self.results if it.step <= newest]
+        best = max(before, key=self._score, default=None)
+        return None if best is None else best.step
+
+    def _has_number(self, result: EvaluationResult) -> bool:
+        is_ours = self._is_of_kind(result, "before", *_COMPARED)
+        return is_ours and result.value(self._metric) is not None
 
     def _is_compared(self, result: EvaluationResult) -> bool:
         return self._is_of_kind(result, *_COMPARED)
@@ -141,18 +184,25 @@ class BestModel:
         return bool(self._number) and its_set == self._set and kind in kinds
 
     def _score(self, result: EvaluationResult) -> float:
-        value = float(result.value(self._metric))
-        if math.isnan(value):
+        value = result.value(self._metric)
+        if value is None or math.isnan(value):
             return -math.inf
-        return -value if self._metric in _LOWER_IS_BETTER else value
+        return -value if self._metric in _LOWER_IS_BETTER else float(value)
 
 
-def _check(number: str, num_samples: dict[str, int]) -> None:
-    its_set, _, metric = number.rpartition("/")
+def _split(number: str, num_samples: Mapping[str, int]) -> tuple[str, str]:
+    """The set, "" where it is that of all, and the metric, whose name may have a `/`, too."""
+    its_set, _, metric = number.partition("/")
+    return (its_set, metric) if metric and its_set in num_samples else ("", number)
+
+
+def _check(number: str, its_set: str, metric: str, num_samples: dict[str, int]) -> None:
     where = f"checkpoint.keep_best={number}"
-    if its_set and its_set not in num_samples:
+    other, _, usual = metric.rpartition("/")
+    is_usual = usual in _USUAL or usual.startswith(PASS_AT)
+    if other and is_usual and not metric.startswith(PART_PREFIX):
         names = ", ".join(filter(None, num_samples)) or "one without a name"
-        raise ConfigError(f"{where}: there is no evaluation set {its_set!r}; there is {names}")
+        raise ConfigError(f"{where}: there is no evaluation set {other!r}; there is {names}")
     most = num_samples[its_set] if its_set else min(num_samples.values())
     known = [f"{PASS_AT}{2**it}" for it in range(most.bit_length())] if most > 1 else []
     if metric.startswith(PASS_AT) and metric not in known:

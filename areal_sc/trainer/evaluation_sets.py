@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, Final
@@ -12,10 +12,12 @@ from areal_sc.config.follow_settings import EvaluationConfig, EvaluationSetConfi
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
+from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.sources.load_prompts import load_prompts
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.user_code import blame
 from areal_sc.workflows.base import Workflow
+from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 Given = PromptSource | Mapping[str, PromptSource | EvaluationSet] | None
 """Held-out prompts: one set without a name, several by name, or none."""
@@ -142,7 +144,7 @@ def _workflow_of(one: EvaluationSetConfig, workflow: Workflow) -> Workflow:
     where = f"evaluation.sets, {one.name}"
     if one.workflow:
         found = _named(f"{where}: workflow", one.workflow)
-        made = found() if callable(found) else found
+        made = _made(f"{where}: workflow", found) if callable(found) else found
         if not isinstance(made, Workflow):
             raise ConfigError(
                 f"{where}: workflow: expected a Workflow, or what makes one without arguments, got "
@@ -152,13 +154,15 @@ def _workflow_of(one: EvaluationSetConfig, workflow: Workflow) -> Workflow:
     if not one.reward:
         return workflow
     reward = _named(f"{where}: reward", one.reward)
-    return _with_reward(workflow, reward() if isinstance(reward, type) else reward, where)
+    if isinstance(reward, type):
+        reward = _made(f"{where}: reward", reward)
+    return _with_reward(workflow, reward, where)
 
 
 def _with_reward(workflow: Workflow, reward: Any, where: str) -> Workflow:
-    """The same workflow with another reward.
+    """The same workflow with another reward, which decides the accuracy alone.
 
-    Raises: ConfigError: its constructor has no argument `reward`.
+    Raises: ConfigError: its constructor has no argument `reward`, or takes none like this.
     """
     args, kwargs = workflow.constructor_arguments()
     signature = inspect.signature(type(workflow).__init__)
@@ -169,7 +173,25 @@ def _with_reward(workflow: Workflow, reward: Any, where: str) -> Workflow:
         )
     bound = signature.bind(None, *args, **kwargs)  # without the instance
     bound.arguments["reward"] = reward
-    return type(workflow)(*bound.args[1:], **bound.kwargs)
+    try:
+        names = weighted_functions(reward)
+        if isinstance(workflow, SingleTurnWorkflow) and workflow.accuracy not in names:
+            bound.arguments.pop("accuracy", None)
+        return type(workflow)(*bound.args[1:], **bound.kwargs)
+    except WorkflowError as error:
+        raise ConfigError(f"{where}: reward: {error}") from error
+
+
+def _made(key: str, make: Callable[[], Any]) -> Any:
+    """Raises: ConfigError: it cannot be called without arguments, or raises."""
+    try:
+        return make()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        raise ConfigError(
+            f"{key}: expected what can be made without arguments, got {blame(error)}"
+        ) from error
 
 
 def _named(key: str, name: str) -> Any:

@@ -189,7 +189,7 @@ class Evaluations(BesideTraining):
         """What an earlier start has recorded is not done again; what it had begun, or lost, is."""
         evaluations = history.evaluations
         self._recorded = {(result.name, result.step) for result in evaluations}
-        self._best.remember(evaluations)
+        self._best.remember(evaluations, self._rollout.version)
         version, every_steps = self._rollout.version, self._run.config.evaluation.every_steps
         due = version - version % every_steps if every_steps else 0
         is_done = any(r.name == self._full("periodic") and r.step >= due for r in evaluations)

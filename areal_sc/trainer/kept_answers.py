@@ -26,6 +26,15 @@ ANSWERS: Final = "answers.jsonl"
 SETTINGS: Final = "evaluation.json"
 SUMMARY: Final = "summary.json"
 
+OF_SET: Final = "set "
+"""Before a set's name, among the settings that answers come from."""
+
+OF_REWARDS: Final = "rewards of "
+"""Also before a set's name: what --rescore may change, with the content of its prompts' file."""
+
+_OF_ANSWERS: Final = ("temperature",)
+"""Settings of a set which do not say what its prompts are."""
+
 
 class KeptAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer to one prompt.
@@ -91,20 +100,21 @@ def write_answers(folder: Path, answers: Iterable[KeptAnswer]) -> None:
     write_file(folder / ANSWERS, b"".join(to_json(it) + b"\n" for it in answers))
 
 
-def check_settings(folder: Path, settings: Mapping[str, Any], *, may_differ: str = "") -> None:
-    """Notes what the answers of the folder come from; or compares it with what was noted.
+def check_settings(
+    folder: Path, settings: Mapping[str, Any], *, may_differ: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Compares what the answers of the folder come from with what is to come; if there are some.
 
     Args:
-        may_differ: settings whose names begin so may have changed; "": none.
-    Raises: CommandError: the answers come from other settings. RunFolderError: they cannot be read
-        or written.
+        may_differ: settings whose names begin so may have changed.
+    Returns: what `note_settings` is to note.
+    Raises: CommandError: the answers come from other settings. RunFolderError: they cannot be read.
     """
-    path = folder / SETTINGS
-    noted = _read_settings(path)
+    noted = _read_settings(folder / SETTINGS) if (folder / ANSWERS).exists() else {}
     differing = [
         f"{key}: {noted[key]} -> {value}"
         for key, value in settings.items()
-        if noted.get(key, value) != value and not (may_differ and key.startswith(may_differ))
+        if noted.get(key, value) != value and not key.startswith(may_differ)
     ]
     if differing:
         raise CommandError(
@@ -112,7 +122,36 @@ def check_settings(folder: Path, settings: Mapping[str, Any], *, may_differ: str
             "another --out, or delete them by --overwrite; where the rewards alone are others, "
             "--rescore"
         )
-    write_file(path, msgspec.json.format(to_json({**noted, **settings})) + b"\n")
+    return {**noted, **settings}
+
+
+def note_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Notes what the answers come from. Raises: RunFolderError: it cannot be written."""
+    write_file(folder / SETTINGS, msgspec.json.format(to_json(settings)) + b"\n")
+
+
+def check_prompts(folder: Path, other: Path, name: str) -> None:
+    """Raises: CommandError: a set of the same name has other prompts in the two folders."""
+    one, two = _noted_prompts(folder, name), _noted_prompts(other, name)
+    if differing := [
+        f"{key}: {two.get(key)} there, {one.get(key)} here"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key)
+    ]:
+        raise CommandError(
+            f"the answers in {other} are to other prompts of {name} than those in {folder} "
+            f"({'; '.join(differing)}): evaluate both models on the same ones"
+        )
+
+
+def _noted_prompts(folder: Path, name: str) -> dict[str, Any]:
+    """What tells the prompts of a set; the path of a file does not, but its content."""
+    noted = _read_settings(folder / SETTINGS)
+    content = noted.get(f"{OF_REWARDS}{name}", {}).get("prompts")
+    found = {k: it for k, it in noted.get(f"{OF_SET}{name}", {}).items() if k not in _OF_ANSWERS}
+    if content:
+        found["prompts"] = list(content.values())
+    return found
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -18,7 +18,7 @@ from areal_sc.engines.handles import make_generator
 from areal_sc.errors import CommandError
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_limits, check_models
-from areal_sc.records.estimates import Estimate, mean_of, paired_difference
+from areal_sc.records.estimates import Difference, mean_of, paired_difference
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.schedulers.factory import make_scheduler
@@ -30,6 +30,7 @@ from areal_sc.trainer.kept_answers import (
     ANSWERS,
     SUMMARY,
     KeptAnswer,
+    check_prompts,
     read_answers,
     write_answers,
     write_file,
@@ -170,31 +171,40 @@ class ModelEvaluation:
             found.append(evaluation_result(whole, TOGETHER, temperature=temperature))
         return found
 
-    def differences(self, other: Path) -> dict[str, Estimate]:
+    def differences(self, other: Path) -> dict[str, Difference]:
         """How much more accurate the model is than that of another such folder, by set.
 
-        Raises: CommandError: the folders have no set with the same prompts. RunFolderError: as
-            `read_answers`.
+        Compared are the prompts of this evaluation to which the other folder has answers.
+
+        Raises: CommandError: the folders have no set in common, or other prompts of one.
+            RunFolderError: as `read_answers`.
         """
         cut_is_wrong = self._config.evaluation.cut_is_wrong
-        own = _right(self._kept.values(), cut_is_wrong=cut_is_wrong)
-        others = _right(read_answers(other), cut_is_wrong=cut_is_wrong)
+        places = [(name, *place) for name in self._sets for place in self._places(name)]
+        own = _right([self._kept[place] for place in places], cut_is_wrong=cut_is_wrong)
+        prompts = {place[:2] for place in places}
+        there = [it for it in read_answers(other) if (it.set, it.prompt) in prompts]
+        others = _right(there, cut_is_wrong=cut_is_wrong)
         found = {}
         for name in self._sets:
             first, second = others.get(name, {}), own.get(name, {})
             common = sorted(first.keys() & second.keys())
             if common:
-                found[name] = paired_difference(
+                check_prompts(self._out, other, name)
+                one = paired_difference(
                     [first[prompt] for prompt in common], [second[prompt] for prompt in common]
                 )
+                found[name] = Difference(one.value, one.low, one.high, len(common))
         if not found:
             raise CommandError(f"{other} has no answers to prompts of {', '.join(self._sets)}")
         if len(found) > 1:
-            found[TOGETHER] = mean_of(list(found.values()))
+            whole = mean_of(list(found.values()))
+            count = sum(it.num_prompts for it in found.values())
+            found[TOGETHER] = Difference(whole.value, whole.low, whole.high, count)
         return found
 
     def write_summary(
-        self, results: list[EvaluationResult], differences: Mapping[str, Estimate]
+        self, results: list[EvaluationResult], differences: Mapping[str, Difference]
     ) -> Path:
         """Writes the numbers. Raises: RunFolderError: they cannot be written."""
         path = self._out / SUMMARY
@@ -219,16 +229,15 @@ def _place(answer: KeptAnswer) -> Place:
 def _right(
     answers: Iterable[KeptAnswer], *, cut_is_wrong: bool
 ) -> dict[str, dict[int, tuple[float, ...]]]:
-    """How right each answer is, by set and prompt; prompts that lack answers are left out."""
+    """How right each answer is, by set and prompt: of each the first ones, as many as all have."""
     of_prompts: dict[str, dict[int, list[EvaluationReply]]] = {}
     for answer in sorted(answers, key=_place):
         of_prompts.setdefault(answer.set, {}).setdefault(answer.prompt, []).append(answer.reply)
     found: dict[str, dict[int, tuple[float, ...]]] = {}
     for name, prompts in of_prompts.items():
-        num_samples = max(map(len, prompts.values()))
-        whole = {it: replies for it, replies in prompts.items() if len(replies) == num_samples}
-        replies = [reply for its in whole.values() for reply in its]
+        num_samples = min(map(len, prompts.values()))
+        replies = [reply for its in prompts.values() for reply in its[:num_samples]]
         outcome = EvaluationOutcome.of(replies, num_samples, cut_is_wrong=cut_is_wrong)
         if outcome.right is not None:
-            found[name] = dict(zip(whole, outcome.right, strict=True))
+            found[name] = dict(zip(prompts, outcome.right, strict=True))
     return found

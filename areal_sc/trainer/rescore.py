@@ -13,12 +13,13 @@ from typing import Any, Final
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.engines.base import Completion
-from areal_sc.errors import WorkflowError
+from areal_sc.errors import CommandError, WorkflowError
 from areal_sc.hub import local_model
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
+from areal_sc.sources.row_file import num_rows_of
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.trainer.kept_answers import KeptAnswer
 from areal_sc.user_code import Raised, await_user_code
@@ -36,9 +37,14 @@ class _Replay:
     """Stands for an engine that writes again what it wrote before."""
 
     def __init__(
-        self, tokenizer: Any, max_context_tokens: int, kept: Iterable[KeptCompletion]
+        self,
+        tokenizer: Any,
+        end_token_ids: tuple[int, ...],
+        max_context_tokens: int,
+        kept: Iterable[KeptCompletion],
     ) -> None:
         self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids
         self.max_context_tokens = max_context_tokens
         self._left = iter(kept)
 
@@ -73,8 +79,15 @@ def rescored(
     Args:
         log_path: of the reward processes.
         on_each: called after each answer.
-    Raises: WorkerStartError: no reward process can be started. ModelError: there is no tokenizer.
+    Raises: CommandError: a set has lost prompts. WorkerStartError: no reward process can be
+        started. ModelError: there is no tokenizer.
     """
+    for answer in answers:
+        if (one := sets.get(answer.set)) and answer.prompt >= (num_rows_of(one.prompts) or 0):
+            raise CommandError(
+                f"set {answer.set} has no prompt {answer.prompt} any more, of which an answer is "
+                "kept: expected the same prompts; give its file as it was, or --overwrite"
+            )
     # before the tokenizer is read: that loads torch, which begins threads
     rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
     return asyncio.run(_rescored(answers, sets, config, log_path, on_each, rewards))
@@ -88,7 +101,7 @@ async def _rescored(
     on_each: Callable[[], None],
     rewards: ForkServer,
 ) -> list[KeptAnswer]:
-    from areal_sc.engines.tokenizer import load_tokenizer
+    from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
 
     run_code = CodeRunner(config.sandbox)
     pool = RewardPool(
@@ -103,19 +116,25 @@ async def _rescored(
     )
     slots = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(answer: KeptAnswer, tokenizer: Any) -> KeptAnswer:
+    async def one(answer: KeptAnswer, tokenizer: Any, ends: tuple[int, ...]) -> KeptAnswer:
         if answer.text is None or answer.set not in sets:
             return answer
         async with slots:
-            played = await _replayed(answer, sets[answer.set], config, tokenizer, pool)
+            kept = answer.text.completions
+            model = _Replay(tokenizer, ends, config.max_context_tokens, kept)
+            played = await _replayed(answer, sets[answer.set], config, model, pool)
         on_each()
         return played
 
     try:
-        tokenizer = load_tokenizer(local_model(config.path, config.revision))
+        folder = local_model(config.path, config.revision)
+        tokenizer = load_tokenizer(folder)
+        ends = read_end_token_ids(folder, tokenizer)
         async with asyncio.TaskGroup() as tasks:
-            found = [tasks.create_task(one(answer, tokenizer)) for answer in answers]
+            found = [tasks.create_task(one(answer, tokenizer, ends)) for answer in answers]
         return [task.result() for task in found]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # by its own name
     finally:
         await pool.close()
         await run_code.close()
@@ -123,7 +142,7 @@ async def _rescored(
 
 
 async def _replayed(
-    answer: KeptAnswer, one: EvaluationSet, config: RolloutConfig, tokenizer: Any, pool: RewardPool
+    answer: KeptAnswer, one: EvaluationSet, config: RolloutConfig, model: Any, pool: RewardPool
 ) -> KeptAnswer:
     workflow, prompts = one.workflow, one.prompts
     assert workflow is not None
@@ -131,7 +150,6 @@ async def _replayed(
     where = f"prompt {answer.prompt} of {answer.set}"
     given: Any = prompts[answer.prompt]  # type: ignore[index]  # sets of settings have numbers
     row = row_of(row_to_wire(given, answer.prompt, where), where)
-    model: Any = _Replay(tokenizer, config.max_context_tokens, answer.text.completions)
     seen = EvaluatedEpisode()
     engine = WorkerEpisodeEngine(model, pool, "rescoring", config.generation, seen)
 
@@ -142,10 +160,10 @@ async def _replayed(
     try:
         rows = await await_user_code(run, config.group_timeout_s)
     except Raised as raised:
-        rows = Rejection.of(raised.error)
+        rows = Rejection.of_episode(raised, config.group_timeout_s)
     if engine.failure is not None:
         raise engine.failure
     if isinstance(rows, Rejection):
         rows = rows.of_prompt(answer.prompt, row, "")
-    reply = evaluation_reply(rows, seen, answer.text)
+    reply = await evaluation_reply(rows, seen, answer.text, config.reward_timeout_s)
     return KeptAnswer.of(answer.set, answer.prompt, answer.sample, reply)

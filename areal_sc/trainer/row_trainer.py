@@ -130,7 +130,7 @@ class RowTrainer(Run):
                 best.note([self._tell_evaluation(name, actor.version, judge(actor))])
 
         with self._workers(actor, rollout) as next_step:
-            best.remember(History.read(self.folder.metrics_path).evaluations)
+            best.remember(History.read(self.folder.metrics_path).evaluations, actor.version)
             if actor.version == 0:
                 evaluate("before")
             while next_step() and not best.has_enough:

@@ -71,12 +71,12 @@ class WorkerEpisodeEngine:
         evaluated = self._evaluated
         if evaluated is not None and evaluated.temperature is not None:
             sampling = replace(sampling, temperature=evaluated.temperature)
+        place = 0 if evaluated is None else evaluated.begin(input_ids)
         try:
             with self._waiting("generation"):
                 answer = await self._engine.generate(input_ids, sampling, prefix_group=self._group)
             if evaluated is not None:
-                evaluated.first_prompt = evaluated.first_prompt or tuple(input_ids)
-                evaluated.completions.append(answer)
+                evaluated.completions[place] = answer
             self._has_answered = True
             return answer
         except PromptTooLong as error:

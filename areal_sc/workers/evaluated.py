@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 from areal_sc.engines.base import Completion
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.base import Reward, vote_of
+from areal_sc.user_code import Raised, await_user_code, place_of
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply, KeptCompletion
 from areal_sc.workflows.base import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -25,48 +31,82 @@ class EvaluatedEpisode:
     Attributes:
         temperature: replaces that of the run; None keeps it.
         first_prompt: tokens that the model read first.
-        completions: what the model wrote, in the order in which it ended.
+        completions: what the model wrote, in the order in which it was asked for; None: it has not
+            ended.
         scored: the reward and the text that were scored last.
     """
 
     temperature: float | None = None
     first_prompt: Sequence[int] = ()
-    completions: list[Completion] = field(default_factory=list)
+    completions: list[Completion | None] = field(default_factory=list)
     scored: tuple[Reward, str] | None = None
 
     @property
-    def vote(self) -> str | None:
-        """What the scored text answers, see `EvaluationReply`."""
-        return None if self.scored is None else vote_of(*self.scored)
+    def ended(self) -> list[Completion]:
+        """The completions that have ended."""
+        return [it for it in self.completions if it is not None]
+
+    def begin(self, input_ids: Sequence[int]) -> int:
+        """A completion is asked for. Returns: its place among all of them."""
+        self.first_prompt = self.first_prompt or tuple(input_ids)
+        self.completions.append(None)
+        return len(self.completions) - 1
+
+    async def vote(self, limit_s: float) -> str | None:
+        """What the scored text answers, see `EvaluationReply`; None if the reward fails to tell.
+
+        Args:
+            limit_s: the reward may take so long.
+        """
+        if (scored := self.scored) is None:
+            return None
+        try:
+            return await await_user_code(lambda: asyncio.to_thread(vote_of, *scored), limit_s)
+        except Raised as raised:
+            what = f"took longer than {limit_s:g} s" if raised.is_late else "raised "
+            if not raised.is_late:
+                what += f"{type(raised.error).__name__} at {place_of(raised.error)}"
+            _warn(f"the vote of a reward {what}: such answers have none")
+            return None
 
 
-def evaluation_reply(
-    rows: Sequence[Trajectory] | Rejection, seen: EvaluatedEpisode, text: EvaluatedText | None
+@cache
+def _warn(text: str) -> None:
+    """Once for each text."""
+    logger.warning(text)
+
+
+async def evaluation_reply(
+    rows: Sequence[Trajectory] | Rejection,
+    seen: EvaluatedEpisode,
+    text: EvaluatedText | None,
+    vote_limit_s: float,
 ) -> EvaluationReply:
     """What an evaluated episode gave.
 
     Args:
         rows: of the episode, checked; or why there are none.
         text: as of the reply.
+        vote_limit_s: for what the reward says that the answer is.
     """
     if isinstance(rows, Rejection):
         return EvaluationReply(None, rejection=rows, text=text)
     sampled = [version for row in rows for version, _ in version_spans(row)]
     reward = sum(float(row.reward) for row in rows) / len(rows)
     versions = min(sampled), max(sampled)
-    return EvaluationReply(reward, episode_metrics(rows), versions, vote=seen.vote, text=text)
+    vote = await seen.vote(vote_limit_s)
+    return EvaluationReply(reward, episode_metrics(rows), versions, vote=vote, text=text)
 
 
 def evaluated_text(seen: EvaluatedEpisode, tokenizer: PreTrainedTokenizerBase) -> EvaluatedText:
     """What the model read and wrote, as text and as tokens."""
-    written = list(chain.from_iterable(it.token_ids for it in seen.completions))
+    written = list(chain.from_iterable(it.token_ids for it in seen.ended))
     prompt, answer = (
         str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         for tokens in (list(seen.first_prompt), written)
     )
     completions = (
-        KeptCompletion(it.token_ids, it.finish_reason, it.temperature, it.stop)
-        for it in seen.completions
+        KeptCompletion(it.token_ids, it.finish_reason, it.temperature, it.stop) for it in seen.ended
     )
     return EvaluatedText(prompt, answer, tuple(completions))
 

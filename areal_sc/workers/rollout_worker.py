@@ -56,7 +56,7 @@ from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.tensor_bytes import dtype_name
-from areal_sc.user_code import Raised, await_user_code, describe, last_frames, place_of, text_of
+from areal_sc.user_code import Raised, await_user_code, describe, text_of
 from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.base import Worker
@@ -215,7 +215,7 @@ class RolloutWorker(Worker):
         name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
         (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
-        return evaluation_reply(rows, seen, text)
+        return await evaluation_reply(rows, seen, text, self.handle.config.reward_timeout_s)
 
     async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
         return await self._texts.read(wanted, self.engine.tokenizer)
@@ -366,14 +366,7 @@ class RolloutWorker(Worker):
             with self._all_episodes.running(engine):
                 episode = await await_user_code(run, limit_s)
         except Raised as raised:
-            episode = Rejection.of(raised.error)
-            if raised.is_late:
-                episode = Rejection(
-                    RejectionKind.timeout,
-                    f"the episode took longer than group_timeout_s={limit_s:g} s",
-                    place=place_of(raised.error),
-                    frames=last_frames(raised.error),
-                )
+            episode = Rejection.of_episode(raised, limit_s)
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
         if isinstance(episode, Rejection):

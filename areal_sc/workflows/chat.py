@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from areal_sc.engines.base import Completion
 from areal_sc.errors import WorkflowError
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _THINK = "<think>"
 _THOUGHT = "</think>"
+
+_CALL_ID: Final = re.compile("[A-Za-z0-9]{9}")
+"""What every template takes; the strictest, Mistral's, take nothing else."""
 
 
 class TokenEngine(Protocol):
@@ -83,7 +87,8 @@ class ChatTurn:
         text: all that was sampled, up to the token or string that ends it.
         tool_calls: that can be run.
         invalid_calls: why other calls cannot be: broken JSON, an unknown tool, arguments that are
-            no object. Their text is in the message's content.
+            no object. Their text is in the message's content. Or the template takes one call in an
+            answer, and they are more.
         finish_reason: `stop`, `length`, `cancelled`, or `context`: no room was left to go on, or to
             begin an answer.
         num_tokens: that were sampled; 0: there was no room to begin.
@@ -247,8 +252,10 @@ class Conversation:
         if chat.tool_format is not None:
             read = chat.tool_format.read(message["content"], tools)
         calls = tuple(
-            ToolCall(call_id or f"call{self._num_calls + number:05d}", name, arguments)
-            for number, (name, arguments, call_id) in enumerate(read.calls)
+            ToolCall(call_id, name, arguments)
+            for call_id, (name, arguments, _) in zip(
+                self._call_ids([own for _, _, own in read.calls]), read.calls, strict=True
+            )
         )
         self._num_calls += len(calls)
         message["content"] = read.content
@@ -257,6 +264,21 @@ class Conversation:
         tokens = completion.token_ids
         self._note_answer(message, tokens[-1] if tokens else None)
         return ChatTurn(message, text, calls, read.problems, completion.finish_reason, len(tokens))
+
+    def _call_ids(self, own: Sequence[str]) -> list[str]:
+        """Ids of new calls: the model's own where they can be used, each once in the conversation.
+
+        Args:
+            own: "": it gives none.
+        """
+        used = {call.get("id") for it in self._messages for call in it.get("tool_calls") or ()}
+        found = list[str]()
+        for number, call_id in enumerate(own, self._num_calls):
+            if not _CALL_ID.fullmatch(call_id) or call_id in used:
+                call_id = next(made for n in count(number) if (made := f"call{n:05d}") not in used)
+            used.add(call_id)
+            found.append(call_id)
+        return found
 
     def _note_answer(self, message: Message, last_token: int | None) -> None:
         added = tuple(map(MessageShape.of, self._messages[self._num_answered :]))

@@ -360,7 +360,7 @@ class ChatFormat:
             for end in self._ends.values():
                 text = text.rpartition(end)[0] or text
             if "None" not in text and (found := find_format(text)):
-                return found
+                return replace(found, max_calls=1) if num_calls == 1 else found
             error = f", but so: {text:.400}"
         raise WorkflowError(
             "the model's chat template writes tool calls in no form that is known here"

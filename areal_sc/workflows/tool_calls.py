@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ class ToolCall:
     """A call that the model has written.
 
     Attributes:
-        id: the model's own, or nine letters and digits, which some templates want.
+        id: nine letters and digits, which some templates want; the model's own where it is so.
         arguments: values by name.
     """
 
@@ -71,10 +71,15 @@ class _Broken(Exception):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls: `marker` before each, and before the first `section`, too."""
+    """How a model writes calls: `marker` before each, and before the first `section`, too.
+
+    Attributes:
+        max_calls: that the template takes in one answer; None: any number.
+    """
 
     marker: str
     section: str
+    max_calls: int | None = field(default=None, kw_only=True)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ReadAnswer:
         """Takes an answer apart.
@@ -88,7 +93,7 @@ class ToolFormat:
         for part in parts:
             try:
                 for name, arguments, call_id in self._calls(part, known):
-                    if name not in known:
+                    if not isinstance(name, str) or name not in known:
                         raise _Broken(f"there is no tool {name!r:.80}, only {', '.join(known)}")
                     if not isinstance(arguments, dict):
                         found = type(arguments).__name__
@@ -97,6 +102,12 @@ class ToolFormat:
             except _Broken as error:
                 problems.append(f"tool call {len(calls) + len(problems) + 1}: {error}")
                 content += self.marker + part
+        if too_many := calls[self.max_calls :] if self.max_calls else []:
+            del calls[self.max_calls :]
+            problems += [
+                f"the call of {name}: expected at most {self.max_calls} in an answer"
+                for name, _, _ in too_many
+            ]
         if parts:
             content = content.strip().removesuffix(self.section).strip()
         return ReadAnswer(content, tuple(calls), tuple(problems))
@@ -129,7 +140,7 @@ class JsonCalls(ToolFormat):
             value, rest = _json(rest)
             items.append(value)
         for item in items:
-            call_id = str(item.get("id", "")) if isinstance(item, dict) else ""
+            call_id = str(item.get("id") or "") if isinstance(item, dict) else ""
             if isinstance(item, dict) and isinstance(item.get("function"), dict):
                 item = item["function"]
             if not isinstance(item, dict) or not {self.name_key, self.arguments_key} <= set(item):
@@ -256,6 +267,6 @@ def _json(text: str) -> tuple[Any, str]:
     text = text.lstrip()
     try:
         value, end = _READ_JSON(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _Broken(f"no JSON: {error}") from error
     return value, text[end:]

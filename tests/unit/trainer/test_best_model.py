@@ -41,7 +41,7 @@ class Models(KeepsSnapshots):
         return (self.folder / f"step-{step}").exists()
 
     def write(self, step: int) -> None:
-        (self.folder / f"step-{step}").mkdir(parents=True)
+        (self.folder / f"step-{step}").mkdir(parents=True, exist_ok=True)
 
     @property
     def there(self) -> set[str]:
@@ -176,6 +176,89 @@ def test_a_number_that_there_cannot_be_is_told_before_the_start(
     run.config.checkpoint.keep_best = number
     with pytest.raises(ConfigError, match=message):
         BestModel(run, "", {"easy": 4, "hard": 16})
+
+
+def test_a_metric_may_have_a_slash(run: Run, models: Models) -> None:
+    run.config.checkpoint.keep_best = "reward/right"
+    best = BestModel(run, "", {"easy": 4, "hard": 16})
+    record = result(4, 0.5).to_record()
+    found = EvaluationResult.from_record({**record, "workflow": {"reward/right": 0.5}})
+    best.note([found])
+    assert best.best == found
+    run.config.checkpoint.keep_best = "hard/reward/right"
+    best = BestModel(run, "", {"easy": 4, "hard": 16})
+    of_set = EvaluationResult.from_record({**found.to_record(), "name": "hard/periodic"})
+    best.note([found, of_set])
+    assert best.best == of_set
+
+
+def test_evaluations_without_a_vote_have_no_majority(
+    run: Run, models: Models, evaluate: Callable[..., None]
+) -> None:
+    run.config.checkpoint.keep_best = "majority"
+    run.config.evaluation.stop_after = 1
+    best = BestModel(run, "", {"": 4})
+    evaluate(best, 10, 0.5)
+    best.finish()
+    assert (best.best, best.has_enough) == (None, False)
+    voted = result(20, 0.5, majority=0.25)
+    best.note([voted])
+    evaluate(best, 30, 0.5)
+    resumed = BestModel(run, "", {"": 4})
+    resumed.remember(best.results, 30)
+    resumed.settle()
+    assert (resumed.best, resumed.has_enough) == (voted, True)
+
+
+def test_a_number_that_a_later_evaluation_lacks_ends_nothing(run: Run, models: Models) -> None:
+    best = BestModel(run, "", {"": 1})
+    first = result(10, 0.0)
+    without = EvaluationResult.from_record({**result(20, 1.0).to_record(), "workflow": {"a": 1.0}})
+    best.note([first, without])
+    assert best.best == first
+    resumed = BestModel(run, "", {"": 1})
+    resumed.remember([result(0, 0.5, "before")], 0)
+    resumed.note([without])
+    assert resumed.best is None
+
+
+def test_a_run_that_goes_on_from_before_its_best_model_has_the_one_before(
+    run: Run, models: Models, evaluate: Callable[..., None]
+) -> None:
+    run.folder.snapshot_path(30).mkdir(parents=True)
+    best = BestModel(run, "", {"": 1})
+    evaluate(best, 10, 0.25)
+    evaluate(best, 20, 0.5)
+    assert models.there == {"step-20", "best"}, "the newest snapshot is not older than this one"
+    evaluate(best, 40, 0.75)
+    assert models.there == {"step-20", "step-40", "best"}
+
+    resumed = BestModel(run, "", {"": 1})
+    resumed.remember(best.results, 30)
+    assert models.there == {"step-20", "step-40"}, "best led to a model that is none of the run's"
+    resumed.settle()
+    evaluate(resumed, 40, 0.25)
+    resumed.finish()
+    assert (models.folder / "best").resolve().name == "step-20"
+    assert "best model: step 20 (accuracy 0.5), in models/best" in shown(run)
+
+    run.folder.snapshot_path(50).mkdir()
+    evaluate(resumed, 60, 0.75)
+    run.folder.snapshot_path(60).mkdir()
+    resumed.settle()
+    assert models.there == {"step-60", "best"}
+
+
+def test_a_best_model_that_is_gone_is_not_said_to_be_there(
+    run: Run, models: Models, evaluate: Callable[..., None]
+) -> None:
+    best = BestModel(run, "", {"": 1})
+    evaluate(best, 10, 0.5)
+    best.note([result(20, 0.75)])
+    best.finish()
+    said = "best model: step 20 (accuracy 0.75), but its model is not there any more"
+    assert said in shown(run)
+    assert "models/best is of step 10" in shown(run)
 
 
 def test_a_number_that_no_evaluation_has(run: Run, models: Models) -> None:

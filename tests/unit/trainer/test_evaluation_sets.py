@@ -24,6 +24,16 @@ class NoReward(Workflow):
     """Takes none."""
 
 
+class Needs:
+    """A reward that cannot be made without an argument."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __call__(self, prompt: dict[str, Any], completion: str) -> float:
+        return float(self.limit)
+
+
 def made() -> Workflow:
     return SingleTurnWorkflow(exact_match, prompt_key="question")
 
@@ -72,12 +82,25 @@ def test_a_set_may_have_a_workflow_and_the_class_of_a_reward(
     assert (found.prompt_key, type(found.reward)) == ("question", ExactMatch)
 
 
+def test_the_reward_of_a_set_decides_its_accuracy(prompts: str) -> None:
+    rewards = {"length": exact_match, "right": exact_match}
+    several = SingleTurnWorkflow(rewards, accuracy="right")
+    found = configured_sets(one_set(prompts, reward=NUMERIC), several)["aime"].workflow
+    assert isinstance(found, SingleTurnWorkflow)
+    assert (found.reward, found.accuracy) == (numeric_match, "")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"reward": "nothing.here:at_all"}, "aime: reward: expected package.module:name, got"),
         ({"reward": "numeric_match"}, "aime: reward: expected package.module:name, got"),
-        ({"workflow": "json:dumps"}, "dumps"),
+        (
+            {"workflow": "json:dumps"},
+            "aime: workflow: expected what can be made without arguments, got TypeError: dumps",
+        ),
+        ({"reward": f"{__name__}:Needs"}, "aime: reward: expected what can be made without"),
+        ({"reward": "json:__name__"}, "aime: reward: "),
         ({"workflow": "builtins:dict"}, "expected a Workflow, or what makes one"),
         (
             {"workflow": f"{__name__}:NoReward", "reward": NUMERIC},
@@ -88,7 +111,7 @@ def test_a_set_may_have_a_workflow_and_the_class_of_a_reward(
 def test_what_cannot_be_used_is_told_by_the_name_of_the_set(
     prompts: str, workflow: Workflow, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ConfigError, TypeError), match=message):
+    with pytest.raises(ConfigError, match=message):
         configured_sets(one_set(prompts, **changes), workflow)
 
 

@@ -408,6 +408,31 @@ async def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_text(
     check_trained(engine, conversation)
 
 
+async def test_each_call_has_an_id_of_its_own_that_the_template_takes() -> None:
+    engine = engine_for(templates.MISTRAL)
+    conversation = Conversation("hi there")
+    found = []
+    for ids in (['"1"', '"abcdefgh1"', "null"], ['"abcdefgh1"', '"call00003"', '"call00003"']):
+        calls = ", ".join(f'{{"name": "weather", "arguments": {{}}, "id": {it}}}' for it in ids)
+        engine.will_say(f"[TOOL_CALLS][{calls}]</s>")
+        turn = await engine.episode.chat(conversation, tools=[TOOL])
+        conversation.add(*[call.answer("20") for call in turn.tool_calls])
+        found += [call.id for call in turn.tool_calls]
+    assert found == ["call00000", "abcdefgh1", "call00002", "call00003", "call00004", "call00005"]
+
+
+async def test_more_calls_than_the_template_takes_end_no_conversation() -> None:
+    engine = engine_for(templates.LLAMA)
+    conversation = Conversation("hi there")
+    call = '{"name": "weather", "parameters": {"city": "Paris"}}'
+    engine.will_say(f"{call}; {call}<|eot_id|>", "fine<|eot_id|>")
+    turn = await engine.episode.chat(conversation, tools=[TOOL])
+    assert (len(turn.tool_calls), len(turn.invalid_calls)) == (1, 1)
+    conversation.add(turn.tool_calls[0].answer("sunny"))
+    assert (await engine.episode.chat(conversation, tools=[TOOL])).content == "fine"
+    check_trained(engine, conversation)
+
+
 async def test_a_conversation_that_has_no_room_left_says_so_and_keeps_its_rows() -> None:
     engine = engine_for(templates.QWEN, max_context_tokens=120)
     conversation = Conversation("hi there")

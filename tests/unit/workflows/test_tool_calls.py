@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import chat_templates as templates
@@ -117,9 +118,26 @@ def test_arguments_between_tags_with_the_name_in_a_tag() -> None:
 def test_several_calls_without_a_marker() -> None:
     found = format_for(templates.LLAMA)
     calls = '{"name": "weather", "parameters": {}}; {"name": "weather", "parameters": {}}'
-    assert len(found.read(calls, [WEATHER]).calls) == 2
+    read = found.read(calls, [WEATHER])
+    assert (len(read.calls), read.content) == (1, "")
+    assert read.problems == ("the call of weather: expected at most 1 in an answer",)
+    assert len(replace(found, max_calls=None).read(calls, [WEATHER]).calls) == 2
     assert found.read('{"temperature": 20}', [WEATHER]).problems == ()  # an answer in JSON
     assert "no JSON" in found.read('{"name": "weather", ', [WEATHER]).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ('{"name": ["weather"], "arguments": {}}', "there is no tool ['weather']"),
+        ('{"name": {"a": 1}, "arguments": {}}', "there is no tool {'a': 1}"),
+        ('{"name": "weather", "arguments": ' + "[" * 100_000, "no JSON"),
+    ],
+)
+def test_a_call_that_nothing_can_read_is_a_problem(call: str, problem: str) -> None:
+    read = format_for(templates.QWEN).read(f"<tool_call>{call}</tool_call>", [WEATHER])
+    assert read.calls == ()
+    assert problem in read.problems[0]
 
 
 @pytest.mark.parametrize("text", ["", "areal_first then areal_second", "call:areal_first{akey:1}"])
