@@ -176,7 +176,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 
 def _chosen(sets: Sequence[EvaluationSetConfig], words: Sequence[str]) -> list[EvaluationSetConfig]:
-    """Those of the settings. Raises: CommandError: there is none, or not that one."""
+    """The sets of the settings. Raises: CommandError: there is none, or not that one."""
     names = [word for word in words if "=" not in word]
     known = {one.name: one for one in sets}
     for name in names:

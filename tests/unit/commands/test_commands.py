@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -18,6 +20,7 @@ from ledger_history import History, a_run
 from sample_rows import sample
 
 from areal_sc import __main__ as program
+from areal_sc.commands import evaluate
 from areal_sc.commands.new import project_files
 from areal_sc.config.loading.loader import config_text
 from areal_sc.config.schema import GRPOConfig
@@ -28,9 +31,13 @@ from areal_sc.records.metrics_log import MetricsLog
 from areal_sc.records.samples import Place
 from areal_sc.run.run_begin import RunBegin, content_of
 from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_marker import MARKER
+from areal_sc.run.run_owner import LOCK
 from areal_sc.system.disk import Disk
+from areal_sc.system.file_lock import take_lock
 from areal_sc.system.json_lines import JsonLines
 from areal_sc.trainer.failure import run_script
+from areal_sc.trainer.kept_answers import ANSWERS, SETTINGS, note_settings
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -533,6 +540,48 @@ def test_evaluate_says_what_it_needs(tmp_path: Path, tiny_model_folder: Path, ca
     assert "evaluation.sets, a: reward: expected package.module:name, got 'no_such:reward'" in wrong
     rescored = said("--set", f"{a_set},{reward}", "--rescore")
     assert "there are no answers in" in rescored
+    assert not (tmp_path / "out" / SETTINGS).exists(), "nothing comes from these rewards"
+    both = said("--set", f"{a_set},{reward}", "--rescore", "--overwrite")
+    assert "--overwrite deletes the answers that --rescore judges" in both
+    note_settings(tmp_path / "out", {"rewards of a": {}})
+    answers = tmp_path / "out" / ANSWERS
+    answers.touch()
     other = said("--set", f"{a_set},reward=areal_sc.rewards.answers:ExactMatch")
     assert "come from other settings (rewards of a: " in other
     assert "--overwrite; where the rewards alone are others, --rescore" in other
+    (tmp_path / "out" / "run").mkdir()
+    lock = take_lock(tmp_path / "out" / "run" / LOCK, fcntl.LOCK_EX)
+    assert lock is not None
+    with closing(lock):
+        assert "another evaluation is writing to" in said(
+            "--set", f"{a_set},{reward}", "--overwrite"
+        )
+    assert answers.exists()
+    (tmp_path / "out" / MARKER).touch()
+    assert "is the folder of a run: name another one" in said("--set", f"{a_set},{reward}")
+
+
+def test_evaluate_takes_named_and_described_sets_together(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    settings = tmp_path / "x.yaml"
+    settings.write_text(
+        "evaluation:\n  sets:\n"
+        "    - {name: a, prompts: a.jsonl, reward: 'x:y'}\n"
+        "    - {name: b, prompts: b.jsonl, reward: 'x:y'}\n"
+        "total_steps: 1\n"
+    )
+    parser = argparse.ArgumentParser()
+    evaluate.add_to(parser.add_subparsers())
+
+    def chosen(*words: str) -> list[str]:
+        line = ["evaluate", str(tiny_model_folder), "generation.max_new_tokens=4", *words]
+        line += ["--out", str(tmp_path / "out"), "--config", str(settings)]
+        arguments = parser.parse_args(line)
+        return [it.name for it in evaluate._config(arguments, tmp_path / "out").evaluation.sets]
+
+    described = "name=c,prompts=c.jsonl,reward=x:y"
+    assert chosen() == ["a", "b"]
+    assert chosen("--set", "b") == ["b"]
+    assert chosen("--set", described) == ["c"]
+    assert chosen("--set", described, "--set", "a") == ["a", "c"]

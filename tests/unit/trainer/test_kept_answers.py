@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from areal_sc.errors import CommandError
 from areal_sc.records.samples import Place
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.system.json_lines import JsonLines
@@ -11,6 +14,9 @@ from areal_sc.trainer.kept_answers import (
     ANSWERS,
     KeptAnswer,
     as_samples,
+    check_prompts,
+    check_settings,
+    note_settings,
     read_answers,
     write_answers,
 )
@@ -38,6 +44,38 @@ def test_answers_come_back_equal_and_the_last_one_of_a_place_counts(tmp_path: Pa
     assert found[1].rejected == "timeout: task.py:3"
     write_answers(tmp_path, found)
     assert read_answers(tmp_path) == found
+
+
+def test_settings_count_where_there_are_answers(tmp_path: Path) -> None:
+    first = {"model": "m", "tokens": 1, "rewards of a": 1}
+    note_settings(tmp_path, check_settings(tmp_path, first))
+    note_settings(tmp_path, check_settings(tmp_path, {**first, "tokens": 2}))
+    write_answers(tmp_path, [KeptAnswer.of("a", 0, 0, RIGHT)])
+    other = {"model": "./m", "tokens": 2, "rewards of a": 2, "rewards of b": 1}
+    assert check_settings(tmp_path, other, may_differ=("model", "rewards of ")) == other
+    for _ in range(2):  # comparing does not note anything
+        with pytest.raises(CommandError, match=r"other settings \(rewards of a: 1 -> 2\)"):
+            check_settings(tmp_path, other, may_differ=("model",))
+
+
+def test_prompts_of_two_folders_are_compared_by_their_content(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+
+    def note(folder: Path, path: str, content: str, **others: object) -> None:
+        folder.mkdir(exist_ok=True)
+        a_set = {"prompts": path, "template": "", "temperature": None, **others}
+        rewards = {"reward": path, "prompts": {path: content}}
+        note_settings(folder, {"set a": a_set, "rewards of a": rewards})
+
+    note(one, "a.jsonl", "1f")
+    note(two, "b.jsonl", "1f", temperature=0.5)
+    check_prompts(one, two, "a")
+    note(two, "a.jsonl", "2f")
+    with pytest.raises(CommandError, match=r"other prompts of a .*2f.* there, .*1f.* here"):
+        check_prompts(one, two, "a")
+    note(two, "a.jsonl", "1f", template="{q}")
+    with pytest.raises(CommandError, match=r"template: \{q\} there,  here"):
+        check_prompts(one, two, "a")
 
 
 def test_samples_show_answers_to_a_prompt_together_with_what_was_rejected() -> None:
