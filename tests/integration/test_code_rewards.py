@@ -217,7 +217,7 @@ async def test_a_test_of_50_mb(run_code: CodeRunner) -> None:
     code = "import shutil, sys\nshutil.copyfileobj(sys.stdin, sys.stdout)"
     reward = CodeReward(limits=Limits(time_s=60.0, output_bytes=64 << 20))
     assert await reward({"tests": tests}, fenced(code), run_code) == 1.0
-    with pytest.raises(RewardError, match="an output has 26624000 characters, more than"):
+    with pytest.raises(RewardError, match="an output has 26624000 bytes, more than"):
         await code_reward({"tests": tests}, fenced(code), run_code)
 
 
