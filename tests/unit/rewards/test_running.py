@@ -108,7 +108,8 @@ def engine_of(run_code: CodeRunner, tmp_path: Path) -> WorkerEpisodeEngine:
         sources=tmp_path,
         run_code=run_code,
     )
-    engine = cast("Any", type("Engine", (), {"tokenizer": None, "max_context_tokens": 8}))
+    given = {"tokenizer": None, "max_context_tokens": 8, "end_token_ids": ()}
+    engine = cast("Any", type("Engine", (), given))
     return WorkerEpisodeEngine(engine, pool, "group", GenerationConfig(), None)
 
 

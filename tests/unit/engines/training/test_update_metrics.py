@@ -22,8 +22,8 @@ class TwoRanks:
         self.others = others
 
     def gather(self, value: Any) -> list[Any]:
-        message, metrics = value
-        return [value, (message, metrics | self.others)]
+        message, metrics, worst = value
+        return [value, (message, metrics | self.others, worst)]
 
 
 def summary(metrics: UpdateMetrics, **others: tuple[str, float, float]) -> dict[str, float]:
