@@ -110,10 +110,8 @@ class JournalDamaged(RunFolderError):
         at: the byte from which on nothing of it is sound.
     """
 
-    def __init__(self, text: str, path: Path, at: int) -> None:
-        super().__init__(text)
-        self.path = path
-        self.at = at
+    path: Path = Path()
+    at: int = 0
 
 
 class MetadataError(ArealError, ValueError):

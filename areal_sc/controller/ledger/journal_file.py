@@ -101,9 +101,9 @@ def _frames(content: bytes, path: Path, at: int) -> tuple[list[memoryview], int]
 
 
 def _damaged(path: Path, at: int, found: str) -> JournalDamaged:
-    return JournalDamaged(
+    error = JournalDamaged(
         f"{path} is damaged at byte {at}: {found}. Nothing goes on from it. Move the folder "
-        f"{path.parent} away to start from the newest snapshot, with an account that begins there",
-        path,
-        at,
+        f"{path.parent} away to start from the newest snapshot, with an account that begins there"
     )
+    error.path, error.at = path, at
+    return error
