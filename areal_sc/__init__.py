@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from areal_sc.sources.prompts import Prompts as Prompts
     from areal_sc.trainer.checkpoints import Checkpoints as Checkpoints
     from areal_sc.trainer.dpo_trainer import DPOTrainer as DPOTrainer
-    from areal_sc.trainer.evaluations import Evaluations as Evaluations
+    from areal_sc.trainer.evaluation.evaluations import Evaluations as Evaluations
     from areal_sc.trainer.failure import run_script as run_script
     from areal_sc.trainer.ppo_trainer import PPOTrainer as PPOTrainer
     from areal_sc.trainer.reward_model_trainer import RewardModelTrainer as RewardModelTrainer
@@ -51,7 +51,7 @@ _HOMES = {
     "Conversation": "areal_sc.workflows.chat",
     "DPOTrainer": "areal_sc.trainer.dpo_trainer",
     "EvaluationSet": "areal_sc.controller.rollout.evaluation",
-    "Evaluations": "areal_sc.trainer.evaluations",
+    "Evaluations": "areal_sc.trainer.evaluation.evaluations",
     "RewardModelTrainer": "areal_sc.trainer.reward_model_trainer",
     "Run": "areal_sc.trainer.run",
     "Tracker": "areal_sc.records.trackers.base",

@@ -21,8 +21,8 @@ from areal_sc.run.run_owner import LOCK
 from areal_sc.system.durable import remove
 from areal_sc.system.file_lock import is_locked
 from areal_sc.trainer.display import make_display
-from areal_sc.trainer.evaluation_sets import configured_sets, evaluation_sets
-from areal_sc.trainer.kept_answers import (
+from areal_sc.trainer.evaluation.evaluation_sets import configured_sets, evaluation_sets
+from areal_sc.trainer.evaluation.kept_answers import (
     ANSWERS,
     OF_REWARDS,
     OF_SET,
@@ -31,7 +31,7 @@ from areal_sc.trainer.kept_answers import (
     check_settings,
     note_settings,
 )
-from areal_sc.trainer.model_evaluation import ModelEvaluation
+from areal_sc.trainer.evaluation.model_evaluation import ModelEvaluation
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from areal_sc.errors import CommandError
 from areal_sc.records.samples import Place, Sample, read_samples
 from areal_sc.run.run_checks import check_is_folder
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.trainer.kept_answers import as_samples, read_answers
+from areal_sc.trainer.evaluation.kept_answers import as_samples, read_answers
 from areal_sc.trainer.sample_view import sample_view
 
 if TYPE_CHECKING:

@@ -21,7 +21,15 @@ def own_scheduler(name: str) -> Any:
     """
     if name in _BUILT_IN:
         return None
-    expected = f"scheduler.type: expected {', '.join(_BUILT_IN)} or package.module:Class"
+    return named(name, f"scheduler.type: expected {', '.join(_BUILT_IN)} or package.module:Class")
+
+
+def named(name: str, expected: str) -> Any:
+    """What `package.module:name` means to the caller, also beside a script.
+
+    Args: expected: how a message begins.
+    Raises: ConfigError: there is nothing of that name.
+    """
     if ":" not in name:
         raise ConfigError(f"{expected}, got {name!r}")
     try:

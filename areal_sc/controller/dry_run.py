@@ -79,7 +79,7 @@ def look_at_model(
         tell(f"loss {loss.name}: tried on two rows")
     folder = cached_model(handle.config.path, handle.config.revision)
     if folder and handle.config.has_adapter:
-        from areal_sc.engines.training.lora import describe_adapter
+        from areal_sc.engines.training.adapters.lora import describe_adapter
 
         tell(describe_adapter(replace(handle.config, path=str(folder))))
     if is_on_this_machine and role not in (TRAIN_ROLE, *FURTHER_MODELS):  # these were told before

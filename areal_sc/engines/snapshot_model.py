@@ -12,12 +12,12 @@ import torch
 
 from areal_sc.config.schema import ActorConfig
 from areal_sc.engines.fsdp.cuts import CutParts
-from areal_sc.engines.training.adapter_files import begin_adapter
+from areal_sc.engines.training.adapters.adapter_files import begin_adapter
+from areal_sc.engines.training.adapters.lora import add_adapters, is_of_adapter, merged_values
 from areal_sc.engines.training.background import FAILURES, BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import begin_export
 from areal_sc.engines.training.loading import SharedWeights
-from areal_sc.engines.training.lora import add_adapters, is_of_adapter, merged_values
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.engines.training.snapshot_index import SnapshotIndex

@@ -25,8 +25,8 @@ from areal_sc.errors import ConfigError, StepLost
 from areal_sc.records.metrics import Summary
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.trainer.checkpoints import Checkpoints
-from areal_sc.trainer.evaluation_sets import Given
-from areal_sc.trainer.evaluations import Evaluations
+from areal_sc.trainer.evaluation.evaluation_sets import Given
+from areal_sc.trainer.evaluation.evaluations import Evaluations
 from areal_sc.trainer.models_beside import ModelsBeside
 from areal_sc.trainer.run import Run
 from areal_sc.workflows.base import Workflow

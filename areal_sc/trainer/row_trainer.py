@@ -36,8 +36,8 @@ from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import Opening
 from areal_sc.sources.prompts import prompt_at
 from areal_sc.system.process import process_age_s
-from areal_sc.trainer.best_model import BestModel
 from areal_sc.trainer.checkpoints import Checkpoints
+from areal_sc.trainer.evaluation.best_model import BestModel
 from areal_sc.trainer.failure import Terminated
 from areal_sc.trainer.outages import Outages
 from areal_sc.trainer.resume_checks import compare_with_begin

@@ -69,7 +69,7 @@ NOT_RUN_HERE = {
     "python -m areal_sc samples runs/minimal --step 40": "tests/unit/commands/test_commands.py",
     "python -m areal_sc samples runs/minimal --worst --last 10": "tests/unit/commands",
     "python -m areal_sc ledger runs/minimal": "tests/unit/commands",
-    "PPOTrainer(config).fit(": "tests/unit/trainer/test_evaluations.py has such sets",
+    "PPOTrainer(config).fit(": "tests/unit/trainer/evaluation/test_evaluations.py has such sets",
     "python -m areal_sc evaluate MODEL --config x.yaml --out evaluations/a --set aime": (
         "tests/integration/test_evaluate.py"
     ),

@@ -59,10 +59,13 @@ LAZY_IMPORTS = {
     ("areal_sc.controller.dry_run", "areal_sc.engines.tokenizer"): "only a dry run loads torch",
     (
         "areal_sc.controller.dry_run",
-        "areal_sc.engines.training.lora",
+        "areal_sc.engines.training.adapters.lora",
     ): "only a dry run loads torch",
     ("areal_sc.trainer.row_trainer", "areal_sc.engines.tokenizer"): "only rows load transformers",
-    ("areal_sc.trainer.rescore", "areal_sc.engines.tokenizer"): "only rescoring loads transformers",
+    (
+        "areal_sc.trainer.evaluation.rescore",
+        "areal_sc.engines.tokenizer",
+    ): "only rescoring loads transformers",
     ("areal_sc.preflight.load", "areal_sc.preflight.dry_run"): "a script does not wait for it",
     ("areal_sc.nodes.agent", "areal_sc.shipping.node_side"): "most nodes see the run folder",
     ("areal_sc.workers.base", "areal_sc.shipping.worker_side"): "most nodes see the run folder",

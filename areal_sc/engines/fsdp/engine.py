@@ -25,11 +25,11 @@ from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.sharded_state import ShardedState
-from areal_sc.engines.training.adapter_files import begin_adapter
+from areal_sc.engines.training.adapters.adapter_files import begin_adapter
+from areal_sc.engines.training.adapters.lora import is_of_adapter, merged_values, without_adapters
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
 from areal_sc.engines.training.export import begin_export
-from areal_sc.engines.training.lora import is_of_adapter, merged_values, without_adapters
 from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.publication import Publication

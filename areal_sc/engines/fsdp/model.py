@@ -38,20 +38,20 @@ from areal_sc.engines.fsdp.tensor_parallel import cut_model, plan_cuts, vocabula
 from areal_sc.engines.fsdp.units import check_units
 from areal_sc.engines.fsdp.vocabulary import look_up_whole, spread_vocabulary
 from areal_sc.engines.rotary import DYNAMIC, rope_limits
-from areal_sc.engines.training.adapter_files import read_adapter
-from areal_sc.engines.training.causal_lm import (
-    build_without_parameters,
-    compute_dtype,
-    read_causal_lm,
-)
-from areal_sc.engines.training.loading import SharedWeights
-from areal_sc.engines.training.lora import (
+from areal_sc.engines.training.adapters.adapter_files import read_adapter
+from areal_sc.engines.training.adapters.lora import (
     add_adapters,
     fill_adapters,
     is_of_adapter,
     targeted,
     without_adapters,
 )
+from areal_sc.engines.training.causal_lm import (
+    build_without_parameters,
+    compute_dtype,
+    read_causal_lm,
+)
+from areal_sc.engines.training.loading import SharedWeights
 from areal_sc.engines.training.probe import TOLERANCES, require_agreement
 from areal_sc.engines.training.process_group import ProcessGroup, ProcessGroups, memory_of
 from areal_sc.engines.training.sequence_parallel import SequencePart, check_sequence_parallel

@@ -38,7 +38,7 @@ from areal_sc.engines.fsdp.tensor_regions import (
     can_have_some_experts,
     split_embeddings,
 )
-from areal_sc.engines.training.lora import LORA_A, LORA_B, LoraLinear
+from areal_sc.engines.training.adapters.lora import LORA_A, LORA_B, LoraLinear
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 from areal_sc.errors import ModelError

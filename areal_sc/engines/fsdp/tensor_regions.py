@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from areal_sc.engines.training.lora import LoraLinear
+from areal_sc.engines.training.adapters.lora import LoraLinear
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
 

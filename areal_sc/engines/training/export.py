@@ -28,13 +28,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
+from areal_sc.engines.training.adapters.lora import is_of_adapter
 from areal_sc.engines.training.background import (
     FAILURES,
     BackgroundWriter,
     SideGroup,
     replace_folder,
 )
-from areal_sc.engines.training.lora import is_of_adapter
 from areal_sc.engines.training.parts import Box, Parts
 from areal_sc.engines.training.tensor_file import TensorFile
 from areal_sc.engines.training.whole_tensors import SENT_BYTES, Values, runs_of_rows

@@ -36,8 +36,8 @@ from areal_sc.run.run_owner import LOCK
 from areal_sc.system.disk import Disk
 from areal_sc.system.file_lock import take_lock
 from areal_sc.system.json_lines import JsonLines
+from areal_sc.trainer.evaluation.kept_answers import ANSWERS, SETTINGS, note_settings
 from areal_sc.trainer.failure import run_script
-from areal_sc.trainer.kept_answers import ANSWERS, SETTINGS, note_settings
 
 REPOSITORY = Path(__file__).parents[3]
 

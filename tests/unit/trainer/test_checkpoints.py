@@ -19,7 +19,7 @@ from areal_sc.records.metrics_log import read_metrics
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.trainer.checkpoints import Checkpoints
-from areal_sc.trainer.evaluations import Evaluations
+from areal_sc.trainer.evaluation.evaluations import Evaluations
 from areal_sc.trainer.run import Run
 from areal_sc.trainer.snapshots import CONTROLLERS, load_latest_snapshot
 

@@ -19,7 +19,7 @@ from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
 from areal_sc.engines.base import BASE_LOGPROBS
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.handles import make_actor
-from areal_sc.engines.training.lora import LoraLinear, add_adapters, lora_layers
+from areal_sc.engines.training.adapters.lora import LoraLinear, add_adapters, lora_layers
 from areal_sc.errors import CheckpointError, ConfigError, ModelError
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.model_folder import read_model_shape

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
-from pkgutil import resolve_name
 from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationConfig, EvaluationSetConfig
+from areal_sc.config.named_scheduler import named
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
@@ -143,7 +143,7 @@ def _prompts_of(one: EvaluationSetConfig) -> PromptSource:
 def _workflow_of(one: EvaluationSetConfig, workflow: Workflow) -> Workflow:
     where = f"evaluation.sets, {one.name}"
     if one.workflow:
-        found = _named(f"{where}: workflow", one.workflow)
+        found = named(one.workflow, f"{where}: workflow: expected package.module:name")
         made = _made(f"{where}: workflow", found) if callable(found) else found
         if not isinstance(made, Workflow):
             raise ConfigError(
@@ -153,7 +153,7 @@ def _workflow_of(one: EvaluationSetConfig, workflow: Workflow) -> Workflow:
         workflow = made
     if not one.reward:
         return workflow
-    reward = _named(f"{where}: reward", one.reward)
+    reward = named(one.reward, f"{where}: reward: expected package.module:name")
     if isinstance(reward, type):
         reward = _made(f"{where}: reward", reward)
     return _with_reward(workflow, reward, where)
@@ -192,19 +192,3 @@ def _made(key: str, make: Callable[[], Any]) -> Any:
         raise ConfigError(
             f"{key}: expected what can be made without arguments, got {blame(error)}"
         ) from error
-
-
-def _named(key: str, name: str) -> Any:
-    """What a name means to the caller, also beside a script.
-
-    Raises: ConfigError: there is no such name.
-    """
-    expected = f"{key}: expected package.module:name"
-    if ":" not in name:
-        raise ConfigError(f"{expected}, got {name!r}")
-    try:
-        return resolve_name(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the user's code may raise anything
-        raise ConfigError(f"{expected}, got {name!r}: {blame(error)}") from error

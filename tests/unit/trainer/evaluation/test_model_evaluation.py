@@ -11,8 +11,8 @@ from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.errors import CommandError
 from areal_sc.records.estimates import paired_difference
 from areal_sc.trainer.display import make_display
-from areal_sc.trainer.kept_answers import KeptAnswer, note_settings, write_answers
-from areal_sc.trainer.model_evaluation import ModelEvaluation
+from areal_sc.trainer.evaluation.kept_answers import KeptAnswer, note_settings, write_answers
+from areal_sc.trainer.evaluation.model_evaluation import ModelEvaluation
 from areal_sc.workers.calls import EvaluationReply
 
 NUM_PROMPTS = 4

@@ -14,7 +14,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import read_metrics
 from areal_sc.trainer.beside import KeepsSnapshots
-from areal_sc.trainer.best_model import BestModel
+from areal_sc.trainer.evaluation.best_model import BestModel
 from areal_sc.trainer.run import Run
 
 

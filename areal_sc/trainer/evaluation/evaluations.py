@@ -20,8 +20,8 @@ from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
 from areal_sc.rejection import describe_counts
 from areal_sc.trainer.beside import BesideTraining
-from areal_sc.trainer.best_model import BestModel
-from areal_sc.trainer.evaluation_sets import (
+from areal_sc.trainer.evaluation.best_model import BestModel
+from areal_sc.trainer.evaluation.evaluation_sets import (
     Given,
     configured_sets,
     evaluation_result,

@@ -12,7 +12,7 @@ from areal_sc.config.follow_settings import EvaluationConfig, EvaluationSetConfi
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.errors import ConfigError, WorkflowError
 from areal_sc.rewards.answers import ExactMatch
-from areal_sc.trainer.evaluation_sets import configured_sets, evaluation_sets
+from areal_sc.trainer.evaluation.evaluation_sets import configured_sets, evaluation_sets
 from areal_sc.workflows.base import Workflow
 from areal_sc.workflows.math_reward import exact_match, numeric_match
 from areal_sc.workflows.single_turn import SingleTurnWorkflow

@@ -25,8 +25,8 @@ from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sources.row_file import num_rows_of
 from areal_sc.system.json_lines import JsonLines, to_json
 from areal_sc.trainer.display import Display
-from areal_sc.trainer.evaluation_sets import evaluation_result
-from areal_sc.trainer.kept_answers import (
+from areal_sc.trainer.evaluation.evaluation_sets import evaluation_result
+from areal_sc.trainer.evaluation.kept_answers import (
     ANSWERS,
     SUMMARY,
     KeptAnswer,
@@ -35,7 +35,7 @@ from areal_sc.trainer.kept_answers import (
     write_answers,
     write_file,
 )
-from areal_sc.trainer.rescore import rescored
+from areal_sc.trainer.evaluation.rescore import rescored
 from areal_sc.workers.calls import EvaluationReply
 
 TOGETHER: Final = "together"

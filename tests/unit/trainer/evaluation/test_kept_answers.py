@@ -10,7 +10,7 @@ from areal_sc.errors import CommandError
 from areal_sc.records.samples import Place
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.system.json_lines import JsonLines
-from areal_sc.trainer.kept_answers import (
+from areal_sc.trainer.evaluation.kept_answers import (
     ANSWERS,
     KeptAnswer,
     as_samples,

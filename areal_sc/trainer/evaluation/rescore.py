@@ -21,7 +21,7 @@ from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.sources.row_file import num_rows_of
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.trainer.kept_answers import KeptAnswer
+from areal_sc.trainer.evaluation.kept_answers import KeptAnswer
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.calls import KeptCompletion
 from areal_sc.workers.episodes import WorkerEpisodeEngine

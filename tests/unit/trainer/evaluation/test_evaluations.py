@@ -14,7 +14,7 @@ from areal_sc.errors import ConfigError, StepsLost, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
 from areal_sc.rejection import Rejection, RejectionKind
-from areal_sc.trainer.evaluations import Evaluations
+from areal_sc.trainer.evaluation.evaluations import Evaluations
 from areal_sc.trainer.run import Run
 
 OUTCOME = EvaluationOutcome(

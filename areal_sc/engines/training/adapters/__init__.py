@@ -1,0 +1,1 @@
+"""Low-rank adapters: their layers, and their files in the format of peft."""
