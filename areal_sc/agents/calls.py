@@ -1,0 +1,133 @@
+"""One call of an agent, whatever its client speaks. No torch.
+
+    client's body -- Dialect.read --> ModelCall -- session --> ModelAnswer -- Dialect.write --> body
+
+A dialect is a pure translation between what a client sends and reads, and these types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal_sc.workflows.chat import ChatTurn
+from areal_sc.workflows.chat_format import Message
+
+
+class CallRefused(Exception):
+    """A call that gets no answer; each dialect tells it in its own form.
+
+    Args:
+        status: of HTTP, 400 or more.
+        code: one word for programs, such as `unknown_key`.
+        message: for people: what is wrong, and what to do.
+        retry_after_s: when the same call may succeed; None: it never will.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What a client asks for.
+
+    Attributes:
+        messages: in OpenAI's form, arguments of tool calls as their text or as objects.
+        tools: `{"type": "function", "function": {...}}` each.
+        stop: strings that end the answer.
+        max_tokens: most tokens of the answer; None: as the run's sampling says.
+        sampling: temperature, top_p and the like as the client asks, by their names in
+            `GenerationConfig`. The run's own win; what differs is counted.
+        model: that the client names; it is told back, and means nothing.
+        wants_logprobs: of the sampled tokens.
+        is_streamed: the answer is sent in pieces.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    model: str = ""
+    wants_logprobs: bool = False
+    is_streamed: bool = False
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A token of an answer, as a client may ask for it. `logprob`: nats."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """What the model answered.
+
+    Attributes:
+        answer_id: unique in the run.
+        created_s: Unix time.
+        num_prompt_tokens: that the model read, earlier answers among them.
+        tokens: the sampled ones, if the client wants them.
+    """
+
+    answer_id: str
+    created_s: int
+    turn: ChatTurn
+    num_prompt_tokens: int
+    tokens: tuple[SampledToken, ...] = ()
+
+
+class AnswerStream(Protocol):
+    """One streamed answer: pieces of `text/event-stream`, each ready to be sent."""
+
+    def begin(self) -> Sequence[bytes]:
+        """What comes before the first text."""
+        ...
+
+    def text(self, added: str) -> Sequence[bytes]:
+        """More of the message's content: never a part of a tool call, and never of reasoning."""
+        ...
+
+    def end(self, answer: ModelAnswer) -> Sequence[bytes]:
+        """The rest of the answer: reasoning, content that was not sent yet, tool calls, usage."""
+        ...
+
+    def fail(self, refused: CallRefused) -> Sequence[bytes]:
+        """The answer breaks off."""
+        ...
+
+
+class Dialect(Protocol):
+    """How one kind of client speaks.
+
+    Attributes:
+        path: of its calls, such as `/v1/chat/completions`.
+    """
+
+    path: str
+
+    def read(self, body: Mapping[str, Any]) -> ModelCall:
+        """Raises: CallRefused: 400: the body is wrong, or asks for what cannot be done exactly."""
+        ...
+
+    def write(self, call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def stream(self, call: ModelCall, answer_id: str, created_s: int) -> AnswerStream:
+        """Begins a streamed answer."""
+        ...
+
+    def refuse(self, refused: CallRefused) -> dict[str, Any]:
+        """The body of an answer that says why there is none."""
+        ...
