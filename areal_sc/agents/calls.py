@@ -48,6 +48,8 @@ class ModelCall:
             `GenerationConfig`. The run's own win; what differs is counted.
         model: that the client names; it is told back, and means nothing.
         wants_logprobs: of the sampled tokens.
+        wants_usage: a streamed answer tells its numbers of tokens, where that is the client's
+            choice.
         is_streamed: the answer is sent in pieces.
     """
 
@@ -58,6 +60,7 @@ class ModelCall:
     sampling: Mapping[str, float] = field(default_factory=dict)
     model: str = ""
     wants_logprobs: bool = False
+    wants_usage: bool = False
     is_streamed: bool = False
 
 

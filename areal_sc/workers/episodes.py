@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from areal_sc.agents.server import AgentServer
+from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
@@ -20,6 +22,7 @@ from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
+from areal_sc.workflows.base import AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -30,6 +33,7 @@ class WorkerEpisodeEngine:
 
     Args:
         evaluated: notes what the episode asks for; None: it is trained.
+        agents: serves its sessions; None: it can have none.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -42,6 +46,7 @@ class WorkerEpisodeEngine:
         group: str,
         sampling: GenerationConfig,
         evaluated: EvaluatedEpisode | None = None,
+        agents: AgentServer | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -52,6 +57,7 @@ class WorkerEpisodeEngine:
         self._group = group
         self._sampling = sampling
         self._evaluated = evaluated
+        self._agents = agents
         self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
@@ -101,6 +107,21 @@ class WorkerEpisodeEngine:
         if stop is not None:
             sampling = replace(sampling, stop=[stop] if isinstance(stop, str) else list(stop))
         return await conversation.answer(self, tools, sampling)
+
+    def open_session(
+        self,
+        *,
+        rows: str = "merge",
+        history: str = "template",
+        max_turns: int = 0,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> AbstractAsyncContextManager[AgentSession]:
+        if self._agents is None:
+            raise WorkflowError(
+                "open_session: an agent cannot be played again from kept answers: evaluate anew"
+            )
+        settings = SessionSettings(rows, history, max_turns, chat_template_arguments)
+        return self._agents.open(self, self._sampling, settings)
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

@@ -251,12 +251,13 @@ class ChatFormat:
         return [int(it) for it in self._tokenizer.encode(text, add_special_tokens=False)]
 
     def _trial(self, shapes: tuple[MessageShape, ...]) -> _TriedAnswer | None:
-        if shapes not in self._trials:
-            if len(self._trials) >= _MAX_TRIALS:
-                self._trials.clear()
-                self._proved.clear()
-            self._trials[shapes] = self._try(shapes)
-        return self._trials[shapes]
+        if shapes in (known := self._trials):
+            return known[shapes]
+        if len(known) >= _MAX_TRIALS:
+            # new ones: another thread may read the old ones
+            self._trials, self._proved = {}, {}
+        trial = self._trials[shapes] = self._try(shapes)
+        return trial
 
     def _go_on(self, messages: Sequence[Message], answer: Message, added: Sequence[Message]) -> str:
         """What the template makes of a trial and of the real messages behind it."""
