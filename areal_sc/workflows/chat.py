@@ -16,14 +16,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkflowError
+from areal_sc.workflows.answer_text import TextStream, begins_thought, split_reasoning, text_of
 from areal_sc.workflows.chat_format import ChatFormat, Message, MessageShape, TurnBridge, format_of
 from areal_sc.workflows.text import ROLES, check_message
 from areal_sc.workflows.tool_calls import ReadAnswer, ToolCall
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_THINK = "<think>"
-_THOUGHT = "</think>"
+OnText: TypeAlias = Callable[[str], None]
+"""Takes the next piece of an answer's content."""
 
 _CALL_ID: Final = re.compile("[A-Za-z0-9]{9}")
 """What every template takes; the strictest, Mistral's, take nothing else."""
@@ -56,11 +57,19 @@ class TokenEngine(Protocol):
     end_token_ids: tuple[int, ...]
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Samples one completion; None samples as the run's `generation` section says.
 
         During an evaluation the worker replaces the temperature by that of the evaluation.
+
+        Args:
+            on_tokens: gets the tokens while they are sampled, each once. What it raises ends the
+                call, and is raised here.
         Raises: WorkflowError: the prompt leaves no room in the context.
         """
         ...
@@ -172,6 +181,7 @@ class Conversation:
         engine: TokenEngine,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         """One turn; what `engine.chat` does."""
         if self._is_answering:
@@ -180,7 +190,7 @@ class Conversation:
             raise WorkflowError("the last message is the assistant's: add one that it answers to")
         self._is_answering = True
         try:
-            return await self._answer(engine, tools, sampling)
+            return await self._answer(engine, tools, sampling, on_text)
         finally:
             self._is_answering = False
 
@@ -189,6 +199,7 @@ class Conversation:
         engine: TokenEngine,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
+        on_text: OnText | None,
     ) -> ChatTurn:
         ends = frozenset((*engine.end_token_ids, *sampling.stop_token_ids))
         chat = format_of(engine.tokenizer, _checked_tools(tools), self._arguments, ends)
@@ -201,13 +212,18 @@ class Conversation:
         if self._rows and len(prompt) >= engine.max_context_tokens:
             message = {"role": "assistant", "content": ""}
             return ChatTurn(message, "", (), (), "context", 0)
-        completion = await engine.generate(prompt, sampling)
+        is_thinking = chat.splits_reasoning and begins_thought(engine.tokenizer, prompt)
+        on_tokens: OnTokens | None = None
+        if on_text is not None:
+            stream = TextStream(chat, sampling.stop, is_thinking=is_thinking)
+            on_tokens = stream.to(on_text)
+        completion = await engine.generate(prompt, sampling, on_tokens=on_tokens)
         if bridge is None:
             self._rows.append(row)
         row.add_context(context)
         row.add_completion(completion)
         self._format = chat
-        return self._take(engine, completion, ends, prompt, tools)
+        return self._take(engine, completion, ends, tools, is_thinking=is_thinking)
 
     def _bridge(self, chat: ChatFormat) -> TurnBridge | None:
         """What goes on the row; None: a new one begins."""
@@ -237,17 +253,18 @@ class Conversation:
         engine: TokenEngine,
         completion: Completion,
         ends: frozenset[int],
-        prompt: list[int],
         tools: Sequence[Mapping[str, Any]],
+        *,
+        is_thinking: bool,
     ) -> ChatTurn:
         chat = self._format
         assert chat is not None
-        text = _text_of(engine.tokenizer, completion, ends)
+        text = text_of(engine.tokenizer, completion, ends)
         message: Message = {"role": "assistant", "content": text}
         if chat.splits_reasoning:
-            opening = str(engine.tokenizer.decode(prompt[-8:], skip_special_tokens=False))
-            message |= _split(text, is_thinking=opening.rstrip().endswith(_THINK))
-        message["content"] = chat.unwrapped(message["content"])
+            message |= split_reasoning(text, is_thinking=is_thinking)
+        before, behind = chat.around
+        message["content"] = message["content"].removeprefix(before).removesuffix(behind)
         read = ReadAnswer(message["content"])
         if chat.tool_format is not None:
             read = chat.tool_format.read(message["content"], tools)
@@ -292,36 +309,6 @@ class Conversation:
         self._messages.append(message)
         self._num_answered = len(self._messages)
         self._last = MessageShape.of(message), last_token
-
-
-def _text_of(
-    tokenizer: PreTrainedTokenizerBase, completion: Completion, ends: frozenset[int]
-) -> str:
-    """The answer up to what ends it, with special tokens: calls and reasoning may have some."""
-    tokens = completion.token_ids
-    if tokens and tokens[-1] in ends:
-        tokens = tokens[:-1]
-    decoded: Any = tokenizer.decode(
-        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    starts = [start for stop in completion.stop if (start := decoded.find(stop)) >= 0]
-    return str(decoded)[: min(starts, default=None)]
-
-
-def _split(text: str, *, is_thinking: bool) -> Message:
-    """The reasoning that an answer begins with, and the rest of it.
-
-    Args:
-        is_thinking: its beginning stands in the prompt.
-    """
-    begun = text.lstrip().startswith(_THINK)
-    if not (begun or is_thinking):
-        return {"content": text}
-    reasoning, _, content = text.partition(_THOUGHT)
-    return {
-        "content": content.strip(),
-        "reasoning_content": reasoning.lstrip().removeprefix(_THINK).strip(),
-    }
 
 
 def _checked(message: Mapping[str, Any], number: int) -> Message:

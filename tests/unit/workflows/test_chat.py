@@ -12,7 +12,7 @@ import chat_templates as templates
 import pytest
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import WorkflowError
 from areal_sc.rewards.pool import RewardPool
@@ -54,6 +54,7 @@ class ScriptedEngine:
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self.sent.append(list(input_ids))
         await asyncio.sleep(0)
@@ -65,6 +66,9 @@ class ScriptedEngine:
             found = next((n for n, it in enumerate(tokens, 1) if stops.completes(it)), 0)
             tokens, reason = (tokens[:found], "stop") if found else (tokens, reason)
         self.sampled.append(tokens)
+        for token in tokens if on_tokens else ():
+            await asyncio.sleep(0)
+            on_tokens((token,))
         number = len(self.sent)
         logprobs = [-number - n / 1000 for n in range(len(tokens))]
         versions = [number // 2] * len(tokens)
