@@ -49,6 +49,8 @@ class ModelCall:
         model: that the client names; it is told back, and means nothing.
         wants_logprobs: of the sampled tokens.
         wants_reasoning: the client reads what the model has thought.
+        wants_usage: a streamed answer tells its numbers of tokens, where that is the client's
+            choice.
         is_streamed: the answer is sent in pieces.
     """
 
@@ -60,6 +62,7 @@ class ModelCall:
     model: str = ""
     wants_logprobs: bool = False
     wants_reasoning: bool = True
+    wants_usage: bool = False
     is_streamed: bool = False
 
 

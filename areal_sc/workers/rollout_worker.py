@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from areal_sc.agents.server import AgentServer
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import (
     CountsRequests,
@@ -108,6 +109,7 @@ class RolloutWorker(Worker):
             isolation=config.sandbox.isolation,
             hides=(spec.run.run_dir, spec.memory_root),
         )
+        self._agents = AgentServer(spec.name)
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
@@ -151,6 +153,7 @@ class RolloutWorker(Worker):
         if self._reward_watch:
             self._reward_watch.cancel()
         await self._runs.close()
+        await self._agents.close()
         if isinstance(self._engine, RunsBesideWorker):
             await self._engine.close()
         await self._rewards.close()
@@ -353,6 +356,7 @@ class RolloutWorker(Worker):
             group,
             config.generation,
             evaluated,
+            self._agents,
         )
         limit_s = config.group_timeout_s
 

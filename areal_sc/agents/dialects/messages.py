@@ -29,7 +29,7 @@ _ERRORS: Final = {
 _STOP_REASONS: Final = {"length": "max_tokens", "context": "model_context_window_exceeded"}
 
 
-class MessagesDialect:
+class AnthropicMessages:
     """The dialect of Anthropic's clients."""
 
     path = "/v1/messages"

@@ -30,7 +30,7 @@ _WITHOUT: Final = frozenset(
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class ResponsesDialect:
+class Responses:
     """The dialect of OpenAI's newer clients, and the default of its Agents SDK."""
 
     path = "/v1/responses"

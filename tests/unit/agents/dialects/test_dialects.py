@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from unit.agents.dialects.answers import QUESTION, an_answer, streamed
 
 from areal_sc.agents.calls import CallRefused, Dialect, ModelAnswer, ModelCall
-from areal_sc.agents.dialects.messages import MessagesDialect
-from areal_sc.agents.dialects.responses import ResponsesDialect
+from areal_sc.agents.dialects.messages import AnthropicMessages
+from areal_sc.agents.dialects.responses import Responses
 from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.tool_calls import ToolCall
 
-RESPONSES, MESSAGES = ResponsesDialect(), MessagesDialect()
+RESPONSES, MESSAGES = Responses(), AnthropicMessages()
 
 
 def with_output(body: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ import pytest
 from unit.agents.dialects.answers import an_answer, events_of, streamed
 
 from areal_sc.agents.calls import CallRefused, ModelCall
-from areal_sc.agents.dialects.messages import MessagesDialect
+from areal_sc.agents.dialects.messages import AnthropicMessages
 from areal_sc.workflows.tool_calls import ToolCall
 
-DIALECT = MessagesDialect()
+DIALECT = AnthropicMessages()
 TOOL = {"name": "f", "description": "Looks.", "input_schema": {"type": "object"}}
 
 

@@ -8,10 +8,10 @@ import pytest
 from unit.agents.dialects.answers import an_answer, streamed
 
 from areal_sc.agents.calls import CallRefused, ModelCall, SampledToken
-from areal_sc.agents.dialects.responses import ResponsesDialect
+from areal_sc.agents.dialects.responses import Responses
 from areal_sc.workflows.tool_calls import ToolCall
 
-DIALECT = ResponsesDialect()
+DIALECT = Responses()
 
 
 def test_a_whole_history_is_read() -> None:
