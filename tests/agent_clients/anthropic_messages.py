@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-from anthropic import Anthropic
+from anthropic import Anthropic, APIStatusError
 from task import DESCRIPTION, PARAMETERS, QUESTION, look_up
 
 TOOLS = [{"name": "look_up", "description": DESCRIPTION, "input_schema": PARAMETERS}]
 
 
-def answer(client: Anthropic, messages: list, is_streamed: bool):
+def answer(client: Anthropic, messages: list, is_streamed: bool, texts: list):
     asked = {
         "model": "policy",
         "max_tokens": 1024,
@@ -23,18 +23,19 @@ def answer(client: Anthropic, messages: list, is_streamed: bool):
     if not is_streamed:
         return client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
-        for _ in stream:
-            pass
+        texts += stream.text_stream
         return stream.get_final_message()
 
 
 def run(client: Anthropic, is_streamed: bool) -> dict:
     messages: list = [{"role": "user", "content": QUESTION}]
+    texts: list = []
     while True:
-        message = answer(client, messages, is_streamed)
+        message = answer(client, messages, is_streamed, texts)
         if message.stop_reason != "tool_use":
             text = "".join(it.text for it in message.content if it.type == "text")
-            return {"text": text, "usage": message.usage.model_dump()}
+            usage = [message.usage.input_tokens, message.usage.output_tokens]
+            return {"text": text, "usage": usage, "texts": texts}
         results = [
             {"type": "tool_result", "tool_use_id": it.id, "content": look_up(**it.input)}
             for it in message.content
@@ -46,6 +47,18 @@ def run(client: Anthropic, is_streamed: bool) -> dict:
         ]
 
 
+def refusal(client: Anthropic, content: list) -> list:
+    messages = [{"role": "user", "content": content}]
+    try:
+        client.messages.create(model="policy", max_tokens=9, messages=messages)
+    except APIStatusError as error:
+        return [type(error).__name__, error.status_code, error.message]
+
+
 url, key = sys.argv[1:]
-client = Anthropic(base_url=url, api_key=key, max_retries=0)
-print(json.dumps([run(client, is_streamed) for is_streamed in (False, True)]))
+client = Anthropic(base_url=url, api_key=key)
+source = {"type": "base64", "media_type": "image/png", "data": ""}
+image = {"type": "image", "source": source}
+refused = [refusal(client, [image]), refusal(client.with_options(api_key="other"), [])]
+runs = [run(client, is_streamed) for is_streamed in (False, True)]
+print(json.dumps({"runs": runs, "refused": refused}))

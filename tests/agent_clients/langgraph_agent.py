@@ -22,12 +22,22 @@ find.__name__ = "look_up"
 
 def run(is_streamed: bool) -> dict:
     model = ChatOpenAI(
-        model="policy", base_url=f"{url}/v1", api_key=key, max_retries=0, streaming=is_streamed
+        model="policy", base_url=f"{url}/v1", api_key=key, streaming=is_streamed, stream_usage=True
     )
     agent = create_agent(model, [find], system_prompt="Answer with a digit.")
-    result = agent.invoke({"messages": [("user", QUESTION)]})
+    asked = {"messages": [("user", QUESTION)]}
+    texts = []
+    if is_streamed:
+        for mode, chunk in agent.stream(asked, stream_mode=["messages", "values"]):
+            if mode == "messages":
+                texts.append(chunk[0].content)
+            else:
+                result = chunk
+    else:
+        result = agent.invoke(asked)
     message = result["messages"][-1]
-    return {"text": message.content, "usage": message.usage_metadata}
+    usage = [message.usage_metadata[name] for name in ("input_tokens", "output_tokens")]
+    return {"text": message.content, "usage": usage, "texts": texts}
 
 
-print(json.dumps([run(is_streamed) for is_streamed in (False, True)]))
+print(json.dumps({"runs": [run(is_streamed) for is_streamed in (False, True)]}))

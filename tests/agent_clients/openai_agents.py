@@ -18,19 +18,21 @@ agent = Agent(name="Keeper", instructions="Answer with a digit.", tools=[functio
 
 
 async def run(is_streamed: bool) -> dict:
+    texts: list = []
     if is_streamed:
         result = Runner.run_streamed(agent, QUESTION)
-        async for _ in result.stream_events():
-            pass
+        async for event in result.stream_events():
+            if getattr(getattr(event, "data", None), "type", "") == "response.output_text.delta":
+                texts.append(event.data.delta)
     else:
         result = await Runner.run(agent, QUESTION)
-    usage = result.context_wrapper.usage
-    counted = {"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}
-    return {"text": result.final_output, "usage": counted}
+    usage = result.context_wrapper.usage.request_usage_entries[-1]
+    counted = [usage.input_tokens, usage.output_tokens]
+    return {"text": result.final_output, "usage": counted, "texts": texts}
 
 
-async def main() -> list:
-    return [await run(is_streamed) for is_streamed in (False, True)]
+async def main() -> dict:
+    return {"runs": [await run(is_streamed) for is_streamed in (False, True)]}
 
 
 print(json.dumps(asyncio.run(main())))

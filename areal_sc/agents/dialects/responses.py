@@ -122,8 +122,8 @@ class _Stream:
         yield self._event("response.output_item.done", output_index=number, item=item)
 
     def _begin_item(self, number: int, item: Mapping[str, Any]) -> Iterator[bytes]:
-        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        begun = {**item, **empty, "status": "in_progress"}
+        nothing: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        begun = {**item, **nothing, "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=number, item=begun)
         for part in item.get("content", ()):
             at = {"item_id": item["id"], "output_index": number, "content_index": 0}
