@@ -88,7 +88,7 @@ class OpenSession:
         discount: float = 1.0,
         metrics: Mapping[str, float] | None = None,
     ) -> list[Trajectory]:
-        """As of `Session`."""
+        """The rows of the session, see there."""
         return self._session.trajectories(reward, discount=discount, metrics=metrics)
 
 

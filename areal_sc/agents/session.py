@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, Final
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken
-from areal_sc.agents.history import History, Place
+from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import PromptTooLong, WorkflowError
@@ -202,7 +202,7 @@ class Session:
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
-        self._history = History[SessionCall]()
+        self._history = CallHistory[SessionCall]()
         self._calls = list[SessionCall]()  # in the order in which they began
         self._newest = dict[str, SessionCall]()  # by the key that a retry has
         self._tasks = set[asyncio.Task[None]]()
@@ -366,7 +366,7 @@ class Session:
             stop=_stop_of(node, call.stop),
         )
 
-    def _last_node(self, begun: SessionCall, place: Place[SessionCall]) -> TurnNode | None:
+    def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:
         """The node that a call goes on from."""
         self.counts["rewritten_history"] += place.is_rewritten
         if (after := place.after) is None:

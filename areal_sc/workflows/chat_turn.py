@@ -295,7 +295,7 @@ class NextTurn:
         return None
 
     def _shapes(self) -> tuple[tuple[MessageShape, ...], tuple[tuple[MessageShape, ...], ...]]:
-        """Those of the beginning, and of the turns before the answer."""
+        """The shapes of the beginning, and of the turns before the answer."""
         after = self._after
         if after is None:
             return tuple(map(MessageShape.of, self._messages)), ()
