@@ -35,7 +35,7 @@ class AnthropicMessages:
     path = "/v1/messages"
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
-        asked = read_body(body, _Body, without=_WITHOUT)
+        asked = read_body(body, _MessagesBody, without=_WITHOUT)
         if asked.tool_choice.disable_parallel_tool_use and asked.tools:
             raise one_call_only()
         sampling = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
@@ -59,13 +59,13 @@ class AnthropicMessages:
         return {**body, "content": _blocks(call, answer), **_stop(answer), "usage": _usage(answer)}
 
     def stream(self, call: ModelCall, answer_id: str, created_s: int) -> AnswerStream:
-        return _Stream(call, answer_id)
+        return _BlockStream(call, answer_id)
 
     def refuse(self, refused: CallRefused) -> dict[str, Any]:
         return {"type": "error", "error": _error(refused)}
 
 
-class _Stream:
+class _BlockStream:
     """A message, block by block; text that is there early comes before the reasoning."""
 
     def __init__(self, call: ModelCall, answer_id: str) -> None:
@@ -99,33 +99,33 @@ class _Stream:
         return [event("error", error=_error(refused))]
 
 
-class _Text(Struct, tag="text"):
+class _AnthropicText(Struct, tag="text"):
     text: str
 
 
-class _Thinking(Struct, tag="thinking"):
+class _ThinkingBlock(Struct, tag="thinking"):
     thinking: str
 
 
-class _ToolUse(Struct, tag="tool_use"):
+class _ToolUseBlock(Struct, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class _ToolResult(Struct, tag="tool_result"):
+class _ToolResultBlock(Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[_Text] = ""
+    content: str | list[_AnthropicText] = ""
 
 
 class _UserTurn(Struct, tag_field="role", tag="user"):
-    content: str | list[_Text | _ToolResult]
+    content: str | list[_AnthropicText | _ToolResultBlock]
 
     def as_messages(self) -> Iterator[Message]:
-        blocks = [_Text(self.content)] if isinstance(self.content, str) else self.content
-        texts = list[_Text]()
+        blocks = [_AnthropicText(self.content)] if isinstance(self.content, str) else self.content
+        texts = list[_AnthropicText]()
         for block in blocks:
-            if isinstance(block, _Text):
+            if isinstance(block, _AnthropicText):
                 texts.append(block)
                 continue
             if texts:
@@ -138,18 +138,18 @@ class _UserTurn(Struct, tag_field="role", tag="user"):
 
 
 class _AssistantTurn(Struct, tag_field="role", tag="assistant"):
-    content: str | list[_Text | _Thinking | _ToolUse]
+    content: str | list[_AnthropicText | _ThinkingBlock | _ToolUseBlock]
 
     def as_messages(self) -> Iterator[Message]:
-        blocks = [_Text(self.content)] if isinstance(self.content, str) else self.content
+        blocks = [_AnthropicText(self.content)] if isinstance(self.content, str) else self.content
         message: Message = {
             "role": "assistant",
-            "content": _joined([it for it in blocks if isinstance(it, _Text)]),
+            "content": _joined([it for it in blocks if isinstance(it, _AnthropicText)]),
         }
-        thoughts = [it.thinking for it in blocks if isinstance(it, _Thinking)]
+        thoughts = [it.thinking for it in blocks if isinstance(it, _ThinkingBlock)]
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
-        calls = [it for it in blocks if isinstance(it, _ToolUse)]
+        calls = [it for it in blocks if isinstance(it, _ToolUseBlock)]
         if calls:
             message["tool_calls"] = [
                 {
@@ -162,7 +162,7 @@ class _AssistantTurn(Struct, tag_field="role", tag="assistant"):
         yield message
 
 
-class _Tool(Struct):
+class _MessagesTool(Struct):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -183,12 +183,12 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
     format: None = None
 
 
-class _Body(Struct, forbid_unknown_fields=True):
+class _MessagesBody(Struct, forbid_unknown_fields=True):
     messages: Annotated[list[_UserTurn | _AssistantTurn], Meta(min_length=1)]
     model: str = ""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    system: str | list[_Text] = ""
-    tools: list[_Tool] = []
+    system: str | list[_AnthropicText] = ""
+    tools: list[_MessagesTool] = []
     tool_choice: _ToolChoice = msgspec.field(default_factory=_ToolChoice)
     stop_sequences: list[str] = []
     stream: bool = False
@@ -205,7 +205,7 @@ class _Body(Struct, forbid_unknown_fields=True):
             yield from turn.as_messages()
 
 
-def _joined(content: str | Sequence[_Text]) -> str:
+def _joined(content: str | Sequence[_AnthropicText]) -> str:
     return content if isinstance(content, str) else "\n".join(it.text for it in content)
 
 

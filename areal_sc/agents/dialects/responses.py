@@ -36,7 +36,14 @@ class Responses:
     path = "/v1/responses"
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
-        asked = read_body(_with_types(body), _Body, without=_WITHOUT)
+        for name in ("previous_response_id", "conversation"):
+            if body.get(name) is not None:
+                raise CallRefused(
+                    400,
+                    "invalid_body",
+                    f"{name}: a call has its whole conversation here: send all items as its input",
+                )
+        asked = read_body(_with_types(body), _ResponsesBody, without=_WITHOUT)
         if asked.tools and not asked.parallel_tool_calls:
             raise one_call_only()
         sampling = {"temperature": asked.temperature, "top_p": asked.top_p}
@@ -57,13 +64,13 @@ class Responses:
         return _ended(_response(call, answer.answer_id, answer.created_s), answer, _output(answer))
 
     def stream(self, call: ModelCall, answer_id: str, created_s: int) -> AnswerStream:
-        return _Stream(call, answer_id, created_s)
+        return _ResponseStream(call, answer_id, created_s)
 
     def refuse(self, refused: CallRefused) -> dict[str, Any]:
         return {"error": _error(refused)}
 
 
-class _Stream:
+class _ResponseStream:
     """A response, item by item; text that is there early comes before the reasoning."""
 
     def __init__(self, call: ModelCall, answer_id: str, created_s: int) -> None:
@@ -138,36 +145,36 @@ class _Stream:
         return event(kind, sequence_number=self._num_events - 1, **fields)
 
 
-class _Text(Struct):
+class _ItemText(Struct):
     type: Literal["input_text", "output_text"]
     text: str
 
 
 class _MessageItem(Struct, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[_Text]
+    content: str | list[_ItemText]
 
 
-class _Call(Struct, tag="function_call"):
+class _CallItem(Struct, tag="function_call"):
     call_id: str
     name: str
     arguments: str
 
 
-class _CallOutput(Struct, tag="function_call_output"):
+class _CallOutputItem(Struct, tag="function_call_output"):
     call_id: str
-    output: str | list[_Text]
+    output: str | list[_ItemText]
 
 
-class _Thought(Struct):
+class _ReasoningText(Struct):
     text: str
 
 
-class _Reasoning(Struct, tag="reasoning"):
-    content: list[_Thought] | None = None
+class _ReasoningItem(Struct, tag="reasoning"):
+    content: list[_ReasoningText] | None = None
 
 
-class _Tool(Struct, tag="function"):
+class _ResponsesTool(Struct, tag="function"):
     name: str
     parameters: dict[str, Any] | None = None
     description: str | None = None
@@ -182,11 +189,11 @@ class _TextOptions(Struct, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
-class _Body(Struct, forbid_unknown_fields=True):
-    input: str | list[_MessageItem | _Call | _CallOutput | _Reasoning]
+class _ResponsesBody(Struct, forbid_unknown_fields=True):
+    input: str | list[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem]
     model: str = ""
     instructions: str = ""
-    tools: list[_Tool] = []
+    tools: list[_ResponsesTool] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     temperature: float | None = None
@@ -212,16 +219,16 @@ class _Body(Struct, forbid_unknown_fields=True):
                 case _MessageItem():
                     role = "user" if item.role == "user" else "system"
                     messages.append({"role": role, "content": _joined(item.content)})
-                case _Reasoning(content=None | []):
+                case _ReasoningItem(content=None | []):
                     pass
-                case _Reasoning():
+                case _ReasoningItem():
                     answer = _answer(messages, without="reasoning_content")
                     answer["reasoning_content"] = "\n".join(it.text for it in item.content or ())
-                case _Call():
+                case _CallItem():
                     function = {"name": item.name, "arguments": item.arguments}
                     call = {"id": item.call_id, "type": "function", "function": function}
                     _answer(messages).setdefault("tool_calls", []).append(call)
-                case _CallOutput():
+                case _CallOutputItem():
                     content = _joined(item.output)
                     messages.append(
                         {"role": "tool", "tool_call_id": item.call_id, "content": content}
@@ -249,7 +256,7 @@ def _answer(messages: list[Message], without: str | None = None) -> Message:
     return messages[-1]
 
 
-def _joined(content: str | Sequence[_Text]) -> str:
+def _joined(content: str | Sequence[_ItemText]) -> str:
     return content if isinstance(content, str) else "\n".join(it.text for it in content)
 
 

@@ -1,4 +1,4 @@
-"""What both dialects promise: a history that comes back is the one that was sent."""
+"""What all dialects promise: a history that comes back is the one that was sent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from unit.agents.dialects.answers import QUESTION, an_answer, streamed
 
 from areal_sc.agents.calls import CallRefused, Dialect, ModelAnswer, ModelCall
+from areal_sc.agents.dialects.chat_completions import ChatCompletions
 from areal_sc.agents.dialects.messages import AnthropicMessages
 from areal_sc.agents.dialects.responses import Responses
 from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.tool_calls import ToolCall
 
-RESPONSES, MESSAGES = Responses(), AnthropicMessages()
+CHAT, RESPONSES, MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
+
+
+def with_message(body: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [QUESTION, body["choices"][0]["message"]]}
 
 
 def with_output(body: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +35,7 @@ def with_content(body: dict[str, Any]) -> dict[str, Any]:
 
 
 HANDS_BACK = [
+    pytest.param(CHAT, with_message, id="chat completions"),
     pytest.param(RESPONSES, with_output, id="responses"),
     pytest.param(MESSAGES, with_content, id="messages"),
 ]
@@ -119,8 +125,15 @@ def test_a_streamed_message_is_the_whole_one(answer: ModelAnswer, cuts: list[int
     assert events[-1]["type"] == "message_stop"
 
 
-@pytest.mark.parametrize("dialect", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES, MESSAGES])
 @given(body=st.dictionaries(st.sampled_from(["input", "messages", "tools", "model"]), VALUES))
 def test_any_other_body_is_refused(dialect: Dialect, body: dict[str, Any]) -> None:
     with suppress(CallRefused):  # and nothing else is raised
         dialect.read(body)
+
+
+def test_developer_is_another_name_of_system() -> None:
+    said = {"role": "developer", "content": "Be sure."}
+    (message,) = CHAT.read({"messages": [said]}).messages
+    assert message == RESPONSES.read({"input": [said]}).messages[0]
+    assert message["role"] == "system"
