@@ -54,7 +54,7 @@ class AgentWorkflow(Workflow):
         if not 0 <= discount <= 1:
             raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
         self.discount = discount
-        self._session = {
+        self._session: dict[str, Any] = {
             "rows": rows,
             "history": history,
             "chat_template_arguments": dict(chat_template_arguments or {}),
@@ -110,10 +110,10 @@ class AgentWorkflow(Workflow):
         return [replace(one, output=end.output) for one in rows]
 
     def _rows_of(self, end: AgentEnd, session: AgentSession) -> list[Trajectory]:
-        is_number = isinstance(end.reward, float)
-        metrics = {"accuracy": float(end.reward >= 1.0)} if is_number else {}
+        reward = end.reward
+        metrics = {"accuracy": float(reward >= 1.0)} if isinstance(reward, float) else {}
         try:
-            return session.trajectories(end.reward, discount=self.discount, metrics=metrics)
+            return session.trajectories(reward, discount=self.discount, metrics=metrics)
         except WorkflowError as error:  # a reward is of no call
             message = f"agent {name_of(self.agent)}: {error}"
             raise AgentError(message, kind=RejectionKind.bad_reward) from error

@@ -114,9 +114,7 @@ class RolloutWorker(Worker):
             **apart,
         )
         self._agents = AgentServer(spec.name)
-        log = spec.log_path.with_name(
-            f"episode-{spec.order.index}.log"
-        )  # agent-N.log is the node's
+        log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         self._agent_pool = AgentPool(self._reward_server, config.agents, log_path=log, **apart)
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
