@@ -50,7 +50,7 @@ class ScriptedEngine:
         self._answers = iter(answers)
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None, **_: Any
     ) -> Completion:
         begun = time.process_time()
         tokens = next(self._answers)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import chat_templates as templates
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.episodes import WorkerEpisodeEngine
@@ -45,6 +45,7 @@ class ScriptedEngine:
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         tokens, reason = self.answers.pop(0), "length"
         self.sent.append(list(input_ids))
@@ -59,6 +60,9 @@ class ScriptedEngine:
             found = next((n for n, it in enumerate(tokens, 1) if stops.completes(it)), 0)
             tokens, reason = (tokens[:found], "stop") if found else (tokens, reason)
         self.sampled[number - 1] = tokens
+        for token in tokens if on_tokens else ():
+            await asyncio.sleep(0)
+            on_tokens((token,))
         logprobs = [-number - n / 1000 for n in range(len(tokens))]
         versions = [number // 2] * len(tokens)
         return Completion(tokens, logprobs, versions, reason, 1.0, tuple(sampling.stop))

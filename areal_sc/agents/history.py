@@ -18,14 +18,14 @@ import msgspec
 from areal_sc.workflows.chat_format import Message
 
 
-class Answered(Protocol):
+class AnsweredCall(Protocol):
     """An answer of the model to a call."""
 
     @property
     def message(self) -> Message: ...
 
     @property
-    def after(self) -> Answered | None:
+    def after(self) -> AnsweredCall | None:
         """The answer that its call went on from; None: it began a conversation."""
         ...
 
@@ -35,11 +35,11 @@ class Answered(Protocol):
         ...
 
 
-A = TypeVar("A", bound=Answered)
+A = TypeVar("A", bound=AnsweredCall)
 
 
 @dataclass(frozen=True)
-class Place(Generic[A]):
+class CallPlace(Generic[A]):
     """Where a call stands among the earlier ones.
 
     Attributes:
@@ -54,13 +54,13 @@ class Place(Generic[A]):
 
 
 @dataclass(frozen=True)
-class History(Generic[A]):
+class CallHistory(Generic[A]):
     """The calls of a session, by their messages."""
 
     _answers: dict[bytes, list[A]] = field(default_factory=dict)
     _prompts: set[bytes] = field(default_factory=set)
 
-    def place(self, messages: Sequence[Message]) -> Place[A]:
+    def place(self, messages: Sequence[Message]) -> CallPlace[A]:
         """Raises: UnicodeError: a text of a message is none."""
         digests, last = list[bytes](), b""
         for message in messages:
@@ -72,18 +72,18 @@ class History(Generic[A]):
                 continue
             for answer in reversed(self._answers.get(digests[number], ())):
                 if _agrees(answer, messages):
-                    return Place(answer, is_rewritten, digests)
+                    return CallPlace(answer, is_rewritten, digests)
             is_rewritten |= number > 0 and digests[number - 1] in self._prompts
-        return Place(None, is_rewritten, digests)
+        return CallPlace(None, is_rewritten, digests)
 
-    def add(self, place: Place[A], answer: A) -> None:
+    def add(self, place: CallPlace[A], answer: A) -> None:
         """Notes the answer to a call."""
         prompt = place.digests[-1]
         self._prompts.add(prompt)
         self._answers.setdefault(_digest(prompt, answer.message), []).append(answer)
 
 
-def _agrees(answer: Answered | None, messages: Sequence[Message]) -> bool:
+def _agrees(answer: AnsweredCall | None, messages: Sequence[Message]) -> bool:
     """Whether the reasoning of the messages, where they have some, is that of the answers."""
     while answer is not None:
         told = messages[answer.num_messages - 1].get("reasoning_content")

@@ -22,7 +22,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Iterable,
     Mapping,
     Sequence,
@@ -39,7 +38,7 @@ from areal_sc.agents.dialects.chat_completions import ChatCompletions
 from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SESSION_ENDED, Session, SessionCall, SessionSettings, anew
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -87,7 +86,7 @@ class OpenSession:
         discount: float = 1.0,
         metrics: Mapping[str, float] | None = None,
     ) -> list[Trajectory]:
-        """As of `Session`."""
+        """The rows of the session, see there."""
         return self._session.trajectories(reward, discount=discount, metrics=metrics)
 
 
@@ -214,48 +213,54 @@ class AgentServer:
             key=f"key {retried}" if retried else _digest(dialect.path, body),
             is_retry=bool(retried) or request.headers.get(_RETRY_COUNT, "0") != "0",
         )
-        if call.is_streamed:
-            return await self._stream(dialect, request, call, begun)
-        answer = await begun.answer()
-        response = web.Response(
-            body=msgspec.json.encode(dialect.write(call, answer)), content_type="application/json"
-        )
-
-        async def send() -> None:
-            with begun.delivering():
-                await response.prepare(request)
-                await response.write_eof()
-
-        return await self._sent(request, send(), response)
+        with begun.client():
+            if call.is_streamed:
+                return await self._stream(dialect, request, call, begun)
+            answer = await begun.answer()
+            body = msgspec.json.encode(dialect.write(call, answer))
+            response = web.Response(body=body, content_type="application/json")
+            return await self._send(request, response, begun)
 
     async def _stream(
         self, dialect: Dialect, request: web.Request, call: ModelCall, begun: SessionCall
     ) -> web.StreamResponse:
+        """Begins with the first text, so that a call which is refused has its own status."""
         stream = dialect.stream(call, begun.answer_id, begun.created_s)
-        answer = await begun.answer()
         response = web.StreamResponse(headers=_STREAM_HEADERS)
+        async for text in begun.texts():
+            opening = [] if response.prepared else stream.begin()
+            await response.prepare(request)
+            await response.write(b"".join((*opening, *stream.text(text))))
+        opening = [] if response.prepared else stream.begin()
+        try:
+            answer = await begun.answer()
+        except CallRefused as refused:
+            if not response.prepared:
+                raise
+            await response.write_eof(b"".join(stream.fail(refused)))
+            return response
+        return await self._send(request, response, begun, b"".join((*opening, *stream.end(answer))))
+
+    async def _send(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        begun: SessionCall,
+        rest: bytes = b"",
+    ) -> web.StreamResponse:
+        """Sends the rest of an answer, and notes whether the system has taken its last byte.
+
+        A client that has it may go away at once, which cancels the handler, but not the sending.
+        """
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
 
         async def send() -> None:
             with begun.delivering():
                 await response.prepare(request)
-                await response.write_eof(b"".join((*stream.begin(), *stream.end(answer))))
+                await response.write_eof(rest)
 
-        return await self._sent(request, send(), response)
-
-    async def _sent(
-        self,
-        request: web.Request,
-        sending: Coroutine[Any, Any, None],
-        response: web.StreamResponse,
-    ) -> web.StreamResponse:
-        """The response, when its last byte has been given to the system.
-
-        A client that has all of it may go away, which ends the handler; but not this: it says
-        whether the answer was delivered.
-        """
-        if request.transport is not None:
-            request.transport.set_write_buffer_limits(high=0)
-        task = asyncio.create_task(sending)
+        task = asyncio.create_task(send())
         self._sending.add(task)
         task.add_done_callback(self._note_sent)
         with suppress(ConnectionError):
@@ -293,9 +298,21 @@ class _EngineOnItsLoop:
         self._loop = asyncio.get_running_loop()
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
-        asked = self._engine.generate(input_ids, sampling)
+        loop = asyncio.get_running_loop()
+
+        def tell(token_ids: Sequence[int]) -> None:
+            assert on_tokens is not None
+            loop.call_soon_threadsafe(on_tokens, list(token_ids))
+
+        asked = self._engine.generate(
+            input_ids, sampling, on_tokens=None if on_tokens is None else tell
+        )
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
 

@@ -15,14 +15,14 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken
-from areal_sc.agents.history import History, Place
+from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import PromptTooLong, WorkflowError
@@ -102,6 +102,8 @@ class SessionCall:
         self.after: SessionCall | None = None
         self.is_delivered = False
         self._num_clients = 0
+        self._text = ""
+        self._changed = asyncio.Event()
         self._answer: asyncio.Future[ModelAnswer] = asyncio.get_running_loop().create_future()
 
     @property
@@ -117,23 +119,38 @@ class SessionCall:
         return self.node.num_messages
 
     @property
-    def is_ended(self) -> bool:
-        """Whether there is an answer, or will be none."""
-        return self._answer.done()
-
-    @property
     def is_left(self) -> bool:
         """Whether no client has the answer, or waits for it."""
         return not (self.is_delivered or self._num_clients)
 
-    async def answer(self) -> ModelAnswer:
-        """Raises: CallRefused: there is none."""
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """Around what a client has of the call, from its beginning on."""
         self._num_clients += 1
         try:
-            # the call goes on for a retry, though this client may go
-            return await asyncio.shield(self._answer)
+            yield
         finally:
             self._num_clients -= 1
+
+    async def texts(self) -> AsyncIterator[str]:
+        """The content while it is sampled, piece by piece; ends when the call does."""
+        num_given = 0
+        while True:
+            if added := self._text[num_given:]:
+                num_given += len(added)
+                yield added
+            elif self._answer.done():
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def answer(self) -> ModelAnswer:
+        """The whole answer; the call goes on for a retry, though this client may go.
+
+        Raises: CallRefused: there is none.
+        """
+        return await asyncio.shield(self._answer)
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
@@ -148,10 +165,16 @@ class SessionCall:
             self.is_delivered = was_delivered
             raise
 
+    def add_text(self, text: str) -> None:
+        """Takes the next piece of the answer's content."""
+        self._text += text
+        self._changed.set()
+
     def finish(self, answer: ModelAnswer | CallRefused) -> None:
         """Gives all clients what they wait for; the first word counts."""
         if self._answer.done():
             return
+        self._changed.set()
         if isinstance(answer, ModelAnswer):
             self._answer.set_result(answer)
         else:
@@ -179,7 +202,7 @@ class Session:
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
-        self._history = History[SessionCall]()
+        self._history = CallHistory[SessionCall]()
         self._calls = list[SessionCall]()  # in the order in which they began
         self._newest = dict[str, SessionCall]()  # by the key that a retry has
         self._tasks = set[asyncio.Task[None]]()
@@ -229,7 +252,8 @@ class Session:
         Raises: CallRefused: there is no answer.
         """
         begun = self.begin(call)
-        answer = await begun.answer()
+        with begun.client():
+            answer = await begun.answer()
         begun.is_delivered = True
         return answer
 
@@ -323,7 +347,8 @@ class Session:
                 f"the messages are {num_prompt_tokens} tokens: expected fewer than "
                 f"max_context_tokens={most}"
             )
-        completion = await self._engine.generate(turn.prompt, sampling)
+        on_tokens = turn.text_stream(begun.add_text) if call.is_streamed else None
+        completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
         node = turn.node(completion, self._num_tool_calls)
         self._num_tool_calls += len(node.turn.tool_calls)
         begun.node = node
@@ -334,7 +359,7 @@ class Session:
             tokens = tuple(map(SampledToken, texts, completion.logprobs))
         return ModelAnswer(begun.answer_id, begun.created_s, node.turn, num_prompt_tokens, tokens)
 
-    def _last_node(self, begun: SessionCall, place: Place[SessionCall]) -> TurnNode | None:
+    def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:
         """The node that a call goes on from."""
         self.counts["rewritten_history"] += place.is_rewritten
         if (after := place.after) is None:

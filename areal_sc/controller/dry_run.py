@@ -25,7 +25,7 @@ from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
@@ -137,6 +137,7 @@ class _Model:
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         limit = self.max_context_tokens
         check_prompt(input_ids, vocab_size=_ANY_TOKEN, max_context_tokens=limit)
@@ -146,6 +147,8 @@ class _Model:
             await asyncio.get_running_loop().create_future()  # until the episode is cancelled
         whole = self.answer or []
         answer = whole[: min(limit - len(input_ids), sampling.max_new_tokens)]
+        if on_tokens is not None and answer:
+            on_tokens(answer)
         zeros = [0.0] * len(answer)
         reason = "stop" if answer == whole else "length"
         versions, stop = [0] * len(answer), tuple(sampling.stop)

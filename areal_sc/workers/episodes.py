@@ -13,7 +13,7 @@ from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
 from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.base import Reward, RewardFunction, Score
@@ -24,7 +24,7 @@ from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
 from areal_sc.workflows.base import AgentEnd, AgentSession
-from areal_sc.workflows.chat import ChatTurn, Conversation
+from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -72,7 +72,11 @@ class WorkerEpisodeEngine:
         return list(self._waits.values()) or [(OWN_CODE, self._own_code_since_s)]
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         sampling = sampling or self._sampling
         if not isinstance(sampling, GenerationConfig):
@@ -82,9 +86,23 @@ class WorkerEpisodeEngine:
         if evaluated is not None and evaluated.temperature is not None:
             sampling = replace(sampling, temperature=evaluated.temperature)
         place = 0 if evaluated is None else evaluated.begin(input_ids)
+        is_told = False
+
+        def tell(token_ids: Sequence[int]) -> None:
+            nonlocal is_told
+            assert on_tokens is not None
+            is_told = True
+            on_tokens(token_ids)
+            is_told = False
+
         try:
             with self._waiting("generation"):
-                answer = await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+                answer = await self._engine.generate(
+                    input_ids,
+                    sampling,
+                    prefix_group=self._group,
+                    on_tokens=None if on_tokens is None else tell,
+                )
             if evaluated is not None:
                 evaluated.completions[place] = answer
             self._has_answered = True
@@ -96,7 +114,8 @@ class WorkerEpisodeEngine:
         except (WorkflowError, ConfigError):  # by what the user's code asked for
             raise
         except Exception as error:  # the user's code may catch it; it is no result of the episode
-            self.failure = error
+            if not is_told:  # else it is the user's own
+                self.failure = error
             raise
 
     async def chat(
@@ -106,11 +125,12 @@ class WorkerEpisodeEngine:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] | None = None,
         sampling: GenerationConfig | None = None,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         sampling = sampling or self._sampling
         if stop is not None:
             sampling = replace(sampling, stop=[stop] if isinstance(stop, str) else list(stop))
-        return await conversation.answer(self, tools, sampling)
+        return await conversation.answer(self, tools, sampling, on_text)
 
     def open_session(
         self,

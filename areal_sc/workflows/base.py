@@ -19,7 +19,7 @@ from areal_sc.rewards.base import declare_reward as declare_reward
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program
-from areal_sc.workflows.chat import ChatTurn, Conversation
+from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory as Trajectory
 
@@ -77,6 +77,7 @@ class EpisodeEngine(TokenEngine, Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] | None = None,
         sampling: GenerationConfig | None = None,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         """Samples the next answer of a conversation, and adds it there.
 
@@ -84,6 +85,9 @@ class EpisodeEngine(TokenEngine, Protocol):
             tools: that the model may call, as `{"type": "function", "function": {...}}`.
             stop: strings that end the answer, in place of `generation.stop`.
             sampling: None samples as the run's `generation` section says.
+            on_text: called with pieces of the message's content while it is sampled; joined, they
+                are its beginning. What may still become a call, reasoning or a stop string is held
+                back. What it raises ends the call, and is raised here.
         Raises: WorkflowError: the model has no chat template, or it refuses the messages; or the
             last one is the assistant's. PromptTooLong: the first prompt leaves no room.
         """

@@ -28,6 +28,7 @@ from areal_sc.workflows.chat_turn import (
     paths_of,
     transcript_of,
 )
+from areal_sc.workflows.chat_turn import OnText as OnText
 from areal_sc.workflows.chat_turn import PastTurns as PastTurns
 from areal_sc.workflows.text import ROLES, check_message
 
@@ -97,6 +98,7 @@ class Conversation:
         engine: TokenEngine,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         """One turn; what `engine.chat` does."""
         if self._is_answering:
@@ -107,7 +109,7 @@ class Conversation:
             raise WorkflowError("the last message is the assistant's: add one that it answers to")
         self._is_answering = True
         try:
-            return await self._answer(engine, last, tools, sampling)
+            return await self._answer(engine, last, tools, sampling, on_text)
         finally:
             self._is_answering = False
 
@@ -117,6 +119,7 @@ class Conversation:
         last: TurnNode | None,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
+        on_text: OnText | None,
     ) -> ChatTurn:
         check_tools(tools)
         planned = NextTurn(
@@ -131,7 +134,8 @@ class Conversation:
         if last is not None and len(planned.prompt) >= engine.max_context_tokens:
             message = {"role": "assistant", "content": ""}
             return ChatTurn(message, "", (), (), "context", 0)
-        completion = await engine.generate(planned.prompt, sampling)
+        on_tokens = None if on_text is None else planned.text_stream(on_text)
+        completion = await engine.generate(planned.prompt, sampling, on_tokens=on_tokens)
         node = planned.node(completion, self._num_calls)
         self._nodes.append(node)
         self._num_calls += len(node.turn.tool_calls)

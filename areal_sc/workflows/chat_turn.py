@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkflowError
+from areal_sc.workflows.answer_text import TextStream, begins_thought, split_reasoning, text_of
 from areal_sc.workflows.chat_format import ChatFormat, Message, MessageShape, TurnBridge, format_of
 from areal_sc.workflows.tool_calls import ReadAnswer, ToolCall
 from areal_sc.workflows.transcript import Transcript
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_THINK = "<think>"
-_THOUGHT = "</think>"
+OnText: TypeAlias = Callable[[str], None]
+"""Takes the next piece of an answer's content."""
 
 _CALL_ID: Final = re.compile("[A-Za-z0-9]{9}")
 """What every template takes; the strictest, Mistral's, take nothing else."""
@@ -51,11 +52,19 @@ class TokenEngine(Protocol):
     end_token_ids: tuple[int, ...]
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Samples one completion; None samples as the run's `generation` section says.
 
         During an evaluation the worker replaces the temperature by that of the evaluation.
+
+        Args:
+            on_tokens: gets the tokens while they are sampled, each once. What it raises ends the
+                call, and is raised here.
         Raises: WorkflowError: the prompt leaves no room in the context.
         """
         ...
@@ -211,6 +220,18 @@ class NextTurn:
         self._context = bridge.token_ids if bridge else self._chat.begin(messages)
         before = self._row.input_ids if self._row else []
         self.prompt = [*before, *self._context]
+        self._stop = sampling.stop
+        self._is_thinking = self._chat.splits_reasoning and begins_thought(
+            engine.tokenizer, self.prompt
+        )
+
+    def text_stream(self, on_text: OnText) -> OnTokens:
+        """A function that takes the answer's tokens while they are sampled.
+
+        Args:
+            on_text: gets the content that they add, as far as it is sure.
+        """
+        return TextStream(self._chat, self._stop, is_thinking=self._is_thinking).to(on_text)
 
     def node(self, completion: Completion, first_call: int) -> TurnNode:
         """What the answer comes to.
@@ -218,12 +239,12 @@ class NextTurn:
         Args:
             first_call: number in the id of its first tool call, if the model gives it none.
         """
-        text = _text_of(self._tokenizer, completion, self._ends)
+        text = text_of(self._tokenizer, completion, self._ends)
         message: Message = {"role": "assistant", "content": text}
         if self._chat.splits_reasoning:
-            opening = str(self._tokenizer.decode(self.prompt[-8:], skip_special_tokens=False))
-            message |= _split(text, is_thinking=opening.rstrip().endswith(_THINK))
-        message["content"] = self._chat.unwrapped(message["content"])
+            message |= split_reasoning(text, is_thinking=self._is_thinking)
+        before, behind = self._chat.around
+        message["content"] = message["content"].removeprefix(before).removesuffix(behind)
         read = ReadAnswer(message["content"])
         if self._chat.tool_format is not None:
             read = self._chat.tool_format.read(message["content"], self._tools)
@@ -274,7 +295,7 @@ class NextTurn:
         return None
 
     def _shapes(self) -> tuple[tuple[MessageShape, ...], tuple[tuple[MessageShape, ...], ...]]:
-        """Those of the beginning, and of the turns before the answer."""
+        """The shapes of the beginning, and of the turns before the answer."""
         after = self._after
         if after is None:
             return tuple(map(MessageShape.of, self._messages)), ()
@@ -312,33 +333,3 @@ def check_tools(tools: Any) -> None:
                 f"a tool is {tool!r:.200}: expected "
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
             )
-
-
-def _text_of(
-    tokenizer: PreTrainedTokenizerBase, completion: Completion, ends: frozenset[int]
-) -> str:
-    """The answer up to what ends it, with special tokens: calls and reasoning may have some."""
-    tokens = completion.token_ids
-    if tokens and tokens[-1] in ends:
-        tokens = tokens[:-1]
-    decoded: Any = tokenizer.decode(
-        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    starts = [start for stop in completion.stop if (start := decoded.find(stop)) >= 0]
-    return str(decoded)[: min(starts, default=None)]
-
-
-def _split(text: str, *, is_thinking: bool) -> Message:
-    """The reasoning that an answer begins with, and the rest of it.
-
-    Args:
-        is_thinking: its beginning stands in the prompt.
-    """
-    begun = text.lstrip().startswith(_THINK)
-    if not (begun or is_thinking):
-        return {"content": text}
-    reasoning, _, content = text.partition(_THOUGHT)
-    return {
-        "content": content.strip(),
-        "reasoning_content": reasoning.lstrip().removeprefix(_THINK).strip(),
-    }

@@ -296,7 +296,7 @@ class CannedEngine:
         self.run_code = CodeRunner(SandboxConfig())
         self._answers = iter(answers)
 
-    async def generate(self, input_ids: list[int], sampling: Any = None) -> Completion:
+    async def generate(self, input_ids: list[int], sampling: Any = None, **_: Any) -> Completion:
         answer = [*next(self._answers).encode()]
         return Completion(answer, [-1.0] * len(answer), [0] * len(answer), "length", 1.0)
 

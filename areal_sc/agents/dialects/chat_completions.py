@@ -37,7 +37,7 @@ class ChatCompletions:
     path = "/v1/chat/completions"
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
-        asked = read_body(body, _Body, without=_WITHOUT)
+        asked = read_body(body, _ChatBody, without=_WITHOUT)
         if asked.tools and not asked.parallel_tool_calls:
             raise one_call_only()
         sampling = {name: getattr(asked, name) for name in _SAMPLING}
@@ -153,7 +153,7 @@ class _User(_Said, tag="user"):
     pass
 
 
-class _Tool(_Said, tag="tool"):
+class _ToolSaid(_Said, tag="tool"):
     tool_call_id: str
 
     def as_message(self) -> Message:
@@ -165,7 +165,7 @@ class _Function(Struct):
     arguments: str
 
 
-class _Call(Struct):
+class _CallSaid(Struct):
     id: str
     function: _Function
     type: Literal["function"] = "function"
@@ -173,7 +173,7 @@ class _Call(Struct):
 
 class _Assistant(Struct, tag_field="role", tag="assistant"):
     content: _Content | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_CallSaid] | None = None
     reasoning_content: str | None = None
 
     def as_message(self) -> Message:
@@ -200,12 +200,12 @@ class _StreamOptions(Struct, frozen=True):
     include_usage: bool = False
 
 
-class _PlainText(Struct):
+class _AnswerFormat(Struct):
     type: Literal["text"]
 
 
-class _Body(Struct, forbid_unknown_fields=True):
-    messages: list[_System | _Developer | _User | _Assistant | _Tool]
+class _ChatBody(Struct, forbid_unknown_fields=True):
+    messages: list[_System | _Developer | _User | _Assistant | _ToolSaid]
     model: str = ""
     tools: list[_FunctionTool] = []
     tool_choice: Literal["auto", "none"] = "auto"
@@ -222,7 +222,7 @@ class _Body(Struct, forbid_unknown_fields=True):
     n: Literal[1] = 1
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
-    response_format: _PlainText | None = None
+    response_format: _AnswerFormat | None = None
     modalities: list[Literal["text"]] = []
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()

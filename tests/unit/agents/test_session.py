@@ -347,21 +347,19 @@ async def test_a_retry_joins_the_running_call_or_gets_its_answer() -> None:
     engine.will_say("hello<|im_end|>")
     engine.may_answer.clear()
     first = session.begin(agent.call, key="k")
-    waiting = asyncio.create_task(first.answer())
-    await asyncio.sleep(0)
-    joined = session.begin(agent.call, key="k", is_retry=True)
-    assert joined is first
-    second = asyncio.create_task(joined.answer())
-    await asyncio.sleep(0)
-    waiting.cancel()  # the first client gives up
+    with first.client():
+        joined = session.begin(agent.call, key="k", is_retry=True)
+    assert joined is first  # the first client has given up
+    again = session.begin(agent.call, key="k")
+    assert again is first
     engine.may_answer.set()
-    answer = await second
+    answer = await again.answer()
     assert session.begin(agent.call, key="k") is first  # as its answer was not delivered
     with first.delivering():
         pass
     again = session.begin(agent.call, key="k", is_retry=True)
     assert await again.answer() is answer
-    assert session.counts["retries"] == 3
+    assert session.counts["retries"] == 4
     assert len(engine.sent) == 1
     check_trained(engine, session.trajectories(1.0))
 
@@ -375,9 +373,8 @@ async def test_the_same_question_again_is_another_sample() -> None:
 
     async def ask() -> str:
         begun = session.begin(agent.call, key="k")
-        answer = await begun.answer()
-        with begun.delivering():
-            return answer.turn.content
+        with begun.client(), begun.delivering():
+            return (await begun.answer()).turn.content
 
     assert await asyncio.gather(ask(), ask()) == ["one", "two"]
     assert await ask() == "three"
@@ -480,6 +477,22 @@ async def test_the_run_says_how_is_sampled_and_an_agent_may_only_shorten() -> No
     assert answer.turn.content == "three"
     assert sampled == [run, replace(run, max_new_tokens=3, stop=["!", "</so>"])]
     assert session.counts["other_sampling"] == 2
+
+
+async def test_content_is_told_while_it_is_sampled_and_from_its_beginning() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say("one, two<|im_end|>")
+    call = ModelCall((user("hi"),), is_streamed=True)
+    begun = session.begin(call, key="k")
+    texts = begun.texts()
+    first = await anext(texts)
+    assert "one, two".startswith(first)
+    assert first != "one, two"
+    joined = session.begin(call, key="k", is_retry=True)
+    assert [first + "".join([it async for it in texts])] == ["one, two"]
+    assert [it async for it in joined.texts()] == ["one, two"]
+    assert (await begun.answer()).turn.content == "one, two"
 
 
 async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
