@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
@@ -22,7 +23,7 @@ from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
-from areal_sc.workflows.base import AgentSession
+from areal_sc.workflows.base import AgentEnd, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -34,6 +35,7 @@ class WorkerEpisodeEngine:
     Args:
         evaluated: notes what the episode asks for; None: it is trained.
         agents: serves its sessions; None: it can have none.
+        agent_pool: runs its agents; not there without `agents`.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -47,6 +49,7 @@ class WorkerEpisodeEngine:
         sampling: GenerationConfig,
         evaluated: EvaluatedEpisode | None = None,
         agents: AgentServer | None = None,
+        agent_pool: AgentPool | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -58,6 +61,7 @@ class WorkerEpisodeEngine:
         self._sampling = sampling
         self._evaluated = evaluated
         self._agents = agents
+        self._agent_pool = agent_pool
         self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
@@ -140,8 +144,21 @@ class WorkerEpisodeEngine:
             raise WorkflowError(
                 "open_session: an agent cannot be played again from kept answers: evaluate anew"
             )
+        if self._agent_pool is not None:
+            max_turns = max_turns or self._agent_pool.config.max_turns
         settings = SessionSettings(rows, history, max_turns, chat_template_arguments)
         return self._agents.open(self, self._sampling, settings)
+
+    async def run_agent(
+        self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
+    ) -> AgentEnd:
+        assert self._agent_pool is not None
+        try:
+            with self._waiting(f"the agent {name_of(agent)}"):
+                return await self._agent_pool.run(agent, row, session, is_alone=is_alone)
+        except WorkerError as error:
+            self.failure = error
+            raise
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

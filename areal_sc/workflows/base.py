@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
@@ -51,6 +52,19 @@ class AgentSession(Protocol):
         Raises: WorkflowError: a reward is of no call.
         """
         ...
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How an agent ended.
+
+    Attributes:
+        reward: a number; or several by name, as `AgentSession.trajectories` takes them.
+        output: what it wrote to standard output and error; of much, the end.
+    """
+
+    reward: float | dict[str, float]
+    output: str
 
 
 class EpisodeEngine(TokenEngine, Protocol):
@@ -101,6 +115,20 @@ class EpisodeEngine(TokenEngine, Protocol):
         """
         ...
 
+    async def run_agent(
+        self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
+    ) -> AgentEnd:
+        """Runs an agent in a process that can be killed, until it returns.
+
+        Args:
+            agent: as of an `AgentWorkflow`.
+            is_alone: no other episode is in its process.
+        Raises: AgentError: it raised, returned no finite number, took longer than
+            `agents.episode_timeout_s`, or its process ended. WorkflowError: the row cannot be given
+            to it.
+        """
+        ...
+
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         """Runs the reward: an async one on the event loop, a sync one in a killable process.
 
@@ -148,6 +176,12 @@ class Workflow(Referable):
         """What can be said of it without a row; called in the script, before a run starts.
 
         Raises: WorkflowError: no episode can be played.
+        """
+
+    def check_settings(self, config: RolloutConfig) -> None:
+        """What can be said of it with the run's settings; called in the script, as `check`.
+
+        Raises: WorkflowError, ConfigError: no episode can be played.
         """
 
     def check_row(self, row: Mapping[str, Any]) -> None:

@@ -63,6 +63,12 @@ NOT_RUN_HERE = {
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
+    "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
+    "trainer.fit(AgentWorkflow(": "examples/agent.py",
+    "async with engine.open_session(": "tests/integration/test_agents.py has such lines",
+    "python examples/agent.py --config configs/tool_use.yaml run_dir=runs/agent": (
+        "tests/integration/test_tool_use.py"
+    ),
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
     "make test": ".ci/run",
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",

@@ -146,7 +146,10 @@ class _System(_Said, tag="system"):
 
 
 class _Developer(_Said, tag="developer"):
-    pass
+    """A newer name of `system`, which most templates do not know, and leave out."""
+
+    def as_message(self) -> Message:
+        return {**super().as_message(), "role": "system"}
 
 
 class _User(_Said, tag="user"):
