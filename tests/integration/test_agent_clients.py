@@ -12,12 +12,13 @@ from typing import Any
 import chat_templates as templates
 import pytest
 import pytest_asyncio
-from scripted_engine import check_trained, engine_for
+from scripted_engine import ScriptedEngine, check_trained
 
 from areal_sc import AgentWorkflow
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLIENTS = REPOSITORY / "tests" / "agent_clients"
@@ -32,6 +33,16 @@ ANSWERS = (
     f"<think>\nI do not know.\n</think>\n\nLet me look.\n{CALL}<|im_end|>",
     "<think>\nThat is it.\n</think>\n\nIt is 7.<|im_end|>",
 )
+
+
+class BreakingEngine(ScriptedEngine):
+    """Breaks off in the middle of an answer that it was not told."""
+
+    async def generate(self, *asked: Any, **how: Any) -> Completion:
+        if self.answers:
+            return await super().generate(*asked, **how)
+        how["on_tokens"](self.tokenizer.encode("Let me look.", add_special_tokens=False))
+        raise OSError("the server is gone")
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +86,8 @@ async def output_of(*command: str | Path) -> dict[str, Any]:
 async def test_a_client_as_it_is(
     programs: Path, server: AgentServer, interpreter: str, program: str
 ) -> None:
-    """Whole and streamed, and what it was refused; its two conversations are a row each."""
-    engine = engine_for(templates.QWEN_THINKING)
+    """Whole and streamed, and its errors; its two conversations are a row each."""
+    engine = BreakingEngine(templates.tokenizer_for(templates.QWEN_THINKING))
     engine.will_say(*ANSWERS, *ANSWERS)
     sampling = GenerationConfig(max_new_tokens=200)
     async with server.open(engine.episode, sampling, SessionSettings()) as session:
@@ -104,6 +115,11 @@ async def test_a_client_as_it_is(
     ):
         assert (kind, status) == expected[:2]
         assert expected[2] in message
+    if "broken" in output:
+        kind, message, texts = output["broken"]
+        assert kind in ("APIError", "APIStatusError"), kind
+        assert "the server is gone" in message
+        assert "".join(texts) == "Let me look."
 
 
 def test_clients_run_without_areal_sc_in_an_interpreter_of_their_own(
