@@ -173,6 +173,10 @@ class _CallSaid(Struct):
     function: _Function
     type: Literal["function"] = "function"
 
+    def as_message(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class _Assistant(Struct, tag_field="role", tag="assistant"):
     content: _Content | None = None
@@ -184,7 +188,7 @@ class _Assistant(Struct, tag_field="role", tag="assistant"):
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            message["tool_calls"] = list(map(msgspec.to_builtins, self.tool_calls))
+            message["tool_calls"] = [it.as_message() for it in self.tool_calls]
         return message
 
 
