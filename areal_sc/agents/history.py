@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -34,6 +34,9 @@ class AnsweredCall(Protocol):
         """How many messages the conversation has with it."""
         ...
 
+
+_ENCODE: Final = msgspec.json.Encoder(order="sorted")
+_COMPARED_APART: Final = frozenset(["reasoning_content", "tool_calls"])
 
 A = TypeVar("A", bound=AnsweredCall)
 
@@ -94,17 +97,15 @@ def _agrees(answer: AnsweredCall | None, messages: Sequence[Message]) -> bool:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    meant = {name: it for name, it in message.items() if it and name != "reasoning_content"}
-    if calls := meant.get("tool_calls"):
-        meant["tool_calls"] = [_meant_by(call) for call in calls]
-    found = hashlib.blake2b(before, digest_size=16)
-    found.update(msgspec.json.encode(meant, order="sorted"))
-    return found.digest()
+    meant = [it for it in sorted(message.items()) if it[1] and it[0] not in _COMPARED_APART]
+    calls = [_meant_by(call) for call in message.get("tool_calls") or ()]
+    told = before + _ENCODE.encode((meant, calls))
+    return hashlib.blake2b(told, digest_size=16).digest()
 
 
-def _meant_by(call: Mapping[str, Any]) -> list[Any]:
+def _meant_by(call: Mapping[str, Any]) -> tuple[Any, ...]:
     function = call["function"]
-    return [call.get("id"), function["name"], _value(function["arguments"])]
+    return call.get("id"), function["name"], _value(function["arguments"])
 
 
 def _value(value: Any) -> Any:

@@ -35,6 +35,8 @@ from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused, Dialect, ModelCall
 from areal_sc.agents.dialects.chat_completions import ChatCompletions
+from areal_sc.agents.dialects.messages import AnthropicMessages
+from areal_sc.agents.dialects.responses import Responses
 from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SESSION_ENDED, Session, SessionCall, SessionSettings, anew
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(),)
+DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages())
 MAX_BODY_BYTES: Final = 8 << 20
 _BODY_TIMEOUT_S: Final = 60.0
 _HOST: Final = "127.0.0.1"

@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -357,7 +357,14 @@ class Session:
         if call.wants_logprobs:
             texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
             tokens = tuple(map(SampledToken, texts, completion.logprobs))
-        return ModelAnswer(begun.answer_id, begun.created_s, node.turn, num_prompt_tokens, tokens)
+        return ModelAnswer(
+            begun.answer_id,
+            begun.created_s,
+            node.turn,
+            num_prompt_tokens,
+            tokens,
+            stop=_stop_of(node, call.stop),
+        )
 
     def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:
         """The node that a call goes on from."""
@@ -378,6 +385,17 @@ class Session:
                 _tell_of_sampling(name, own)
         most = min(run.max_new_tokens, call.max_tokens or run.max_new_tokens)
         return replace(run, max_new_tokens=most, stop=[*run.stop, *call.stop])
+
+
+def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
+    """The string that ended an answer; "": none of these."""
+    if not stop:
+        return ""
+    tokens, cut = node.completion.token_ids, len(node.turn.text)
+    text: Any = node.chat.tokenizer.decode(
+        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return next((it for it in stop if text.startswith(it, cut)), "")
 
 
 def _too_long(message: str) -> CallRefused:

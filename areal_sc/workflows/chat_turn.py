@@ -147,9 +147,11 @@ class TurnNode:
     @property
     def input_ids(self) -> list[int]:
         """All tokens of its row, with those that were sampled last."""
-        return [
-            token for node in self.path for token in (*node.context, *node.completion.token_ids)
-        ]
+        found = list[int]()
+        for node in self.path:
+            found += node.context
+            found += node.completion.token_ids
+        return found
 
     @property
     def last_token(self) -> int | None:

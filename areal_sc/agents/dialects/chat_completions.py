@@ -146,7 +146,10 @@ class _System(_Said, tag="system"):
 
 
 class _Developer(_Said, tag="developer"):
-    pass
+    """A newer name of `system`, which most templates do not know, and leave out."""
+
+    def as_message(self) -> Message:
+        return {**super().as_message(), "role": "system"}
 
 
 class _User(_Said, tag="user"):
@@ -170,6 +173,10 @@ class _CallSaid(Struct):
     function: _Function
     type: Literal["function"] = "function"
 
+    def as_message(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class _Assistant(Struct, tag_field="role", tag="assistant"):
     content: _Content | None = None
@@ -181,7 +188,7 @@ class _Assistant(Struct, tag_field="role", tag="assistant"):
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            message["tool_calls"] = list(map(msgspec.to_builtins, self.tool_calls))
+            message["tool_calls"] = [it.as_message() for it in self.tool_calls]
         return message
 
 

@@ -474,7 +474,7 @@ async def test_the_run_says_how_is_sampled_and_an_agent_may_only_shorten() -> No
     asked = {"temperature": 0.2, "top_p": 1.0, "presence_penalty": 0.5}
     await session.answer(ModelCall((user("hi"),), max_tokens=99, sampling=asked))
     answer = await session.answer(ModelCall((user("so"),), max_tokens=3, stop=("</so>",)))
-    assert answer.turn.content == "three"
+    assert (answer.turn.content, answer.stop) == ("three", "</so>")
     assert sampled == [run, replace(run, max_new_tokens=3, stop=["!", "</so>"])]
     assert session.counts["other_sampling"] == 2
 
