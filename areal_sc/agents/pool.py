@@ -32,7 +32,7 @@ from areal_sc.sources.reference import written_reference
 from areal_sc.sources.values import UnfitValue, to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.own_processes import OwnProcess, OwnProcesses
-from areal_sc.workflows.base import AgentEnd, AgentSession
+from areal_sc.workflows.base import AgentReturn, AgentSession
 
 LOAD_TIMEOUT_S: Final = 120.0
 """Bound of importing the agent's module, which is no part of an episode's time."""
@@ -135,11 +135,11 @@ class _Crew:
         except UnfitValue as error:
             raise WorkflowError(error.located(f"agent {name_of(self.agent)}: row")) from None
 
-    def end_of(self, kind: str, told: Any, output: str) -> AgentEnd:
+    def end_of(self, kind: str, told: Any, output: str) -> AgentReturn:
         """Raises: AgentError: the agent failed."""
         if kind == "failed":
             raise self.failed(told, output)
-        return AgentEnd(told, output)
+        return AgentReturn(told, output)
 
     def failed(self, told: Mapping[str, str], output: str = "") -> AgentError:
         message = f"agent {name_of(self.agent)}: {told['message']}"
@@ -195,7 +195,7 @@ class AgentPool:
 
     async def run(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
-    ) -> AgentEnd:
+    ) -> AgentReturn:
         """Runs an agent on a row, until it returns.
 
         Args:
@@ -267,7 +267,7 @@ class AgentPool:
         crew.runs_beside = has_session and crew.is_awaited
         return _AgentProcess(process)
 
-    async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentEnd:
+    async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
         process = crew.idle.pop() if crew.idle else await self._start(crew)
         if not process.is_usable:  # it has ended between two episodes
             await self._end(process)
@@ -288,7 +288,7 @@ class AgentPool:
             else:
                 await self._end(process)
 
-    async def _run_beside(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentEnd:
+    async def _run_beside(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
         async with crew.starting:
             if crew.shared is None or not crew.shared.is_usable:
                 crew.shared = crew.idle.pop() if crew.idle else await self._start(crew)

@@ -11,8 +11,8 @@ Messages are lists in JSON, one a line, on a stream socket:
                                      | ["failed", number, failure, output]
     ["cancel", number]              the call's task is cancelled; its answer says where it waited
 
-where a session is what `Session` takes, and a failure the attributes of an AgentError. The process
-ends with the connection, or by SIGKILL.
+where a session is what `SessionAddress` takes, and a failure the attributes of an AgentError. The
+process ends with the connection, or by SIGKILL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OWN_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
-class Session:
+class SessionAddress:
     """What an agent with a parameter `session` gets: where the model answers, in this episode.
 
     Attributes:
@@ -157,7 +157,7 @@ class _Output(io.TextIOBase):
 
     episode: ContextVar[list[str] | None] = ContextVar("episode", default=None)
     alone: list[str] | None = None
-    """Of the only episode: its threads know nothing of the context."""
+    """What the only episode has written: its threads know nothing of the context."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -199,7 +199,7 @@ class _Calls:
         self._has_session = has_session
 
     def answer(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
-        """That of an agent which is not awaited."""
+        """The answer of an agent that is not awaited."""
         kept = self._begin(session)
         try:
             return ["value", number, reward_of(self._call(row, session)), kept[0]]
@@ -207,7 +207,7 @@ class _Calls:
             return ["failed", number, failure_of(error), kept[0]]
 
     async def answer_later(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
-        """That of an agent which is awaited."""
+        """The answer of an agent that is awaited."""
         kept = self._begin(session)
         try:
             return ["value", number, reward_of(await self._call(row, session)), kept[0]]
@@ -220,11 +220,11 @@ class _Calls:
         _Output.episode.set(kept)
         if self.is_alone:
             _Output.alone = kept
-            os.environ.update(Session(**session).variables())
+            os.environ.update(SessionAddress(**session).variables())
         return kept
 
     def _call(self, row: Any, session: dict[str, str]) -> Any:
-        further = {"session": Session(**session)} if self._has_session else {}
+        further = {"session": SessionAddress(**session)} if self._has_session else {}
         return self._agent(self._decode(row), **further)
 
 

@@ -17,7 +17,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import AgentError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.functions import name_of
-from areal_sc.workflows.base import AgentEnd, AgentSession, EpisodeEngine, Trajectory, Workflow
+from areal_sc.workflows.base import AgentReturn, AgentSession, EpisodeEngine, Trajectory, Workflow
 
 _ALONE_NEXT: Final = (RejectionKind.agent_timeout, RejectionKind.agent_died)
 """What an agent may have done to others, or others to it."""
@@ -109,7 +109,7 @@ class AgentWorkflow(Workflow):
             )
         return [replace(one, output=end.output) for one in rows]
 
-    def _rows_of(self, end: AgentEnd, session: AgentSession) -> list[Trajectory]:
+    def _rows_of(self, end: AgentReturn, session: AgentSession) -> list[Trajectory]:
         reward = end.reward
         metrics = {"accuracy": float(reward >= 1.0)} if isinstance(reward, float) else {}
         try:

@@ -23,7 +23,7 @@ from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
-from areal_sc.workflows.base import AgentEnd, AgentSession
+from areal_sc.workflows.base import AgentReturn, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
@@ -151,7 +151,7 @@ class WorkerEpisodeEngine:
 
     async def run_agent(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
-    ) -> AgentEnd:
+    ) -> AgentReturn:
         assert self._agent_pool is not None
         try:
             with self._waiting(f"the agent {name_of(agent)}"):

@@ -55,7 +55,7 @@ class AgentSession(Protocol):
 
 
 @dataclass(frozen=True)
-class AgentEnd:
+class AgentReturn:
     """How an agent ended.
 
     Attributes:
@@ -117,7 +117,7 @@ class EpisodeEngine(TokenEngine, Protocol):
 
     async def run_agent(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
-    ) -> AgentEnd:
+    ) -> AgentReturn:
         """Runs an agent in a process that can be killed, until it returns.
 
         Args:

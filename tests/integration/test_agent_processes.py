@@ -21,7 +21,7 @@ from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import Rejection
 from areal_sc.system.fork_server import ForkServer
-from areal_sc.workflows.base import AgentEnd
+from areal_sc.workflows.base import AgentReturn
 
 MODULE = '''
 import asyncio, os, random, sys, time
@@ -146,7 +146,7 @@ async def test_an_agent_alone_finds_the_model_by_its_environment(
     end = await pool.run(user.alone, {"x": 0.25}, session())
     address = "http://127.0.0.1:9"
     told = [f"{address}/v1", "key", address, "key"]
-    assert end == AgentEnd(0.25, f"alone 0.25\nand {told}\n")
+    assert end == AgentReturn(0.25, f"alone 0.25\nand {told}\n")
     assert (await pool.run(user.alone_and_awaited, {}, session("longer"))).reward == 6
     assert (await pool.run(user.with_a_loop_of_its_own, {}, session("long"))).reward == 4
 
@@ -222,8 +222,8 @@ async def test_one_that_waits_for_ever_is_cancelled_and_the_others_go_on(
     pool = make_pool(episode_timeout_s=0.5)
     runs = [pool.run(user.waits_for_ever, {"x": x}, session()) for x in range(3)]
     first, late, last = await asyncio.gather(*runs, return_exceptions=True)
-    assert isinstance(first, AgentEnd)
-    assert isinstance(last, AgentEnd)
+    assert isinstance(first, AgentReturn)
+    assert isinstance(last, AgentReturn)
     assert isinstance(late, AgentError)
     line = MODULE.splitlines().index("        await asyncio.Event().wait()") + 1
     assert Rejection.of(late).cause == f"agent_timeout: user_agents.py:{line}"
@@ -242,7 +242,7 @@ async def test_after_their_process_is_lost_those_beside_run_alone(
         guilty, beside = await asyncio.gather(*ends, return_exceptions=True)
         assert isinstance(guilty, AgentError)
         assert guilty.kind == kind
-        assert isinstance(beside, AgentError | AgentEnd)
+        assert isinstance(beside, AgentError | AgentReturn)
         assert (await pool.run(agent, {"x": 0}, session(), is_alone=True)).reward == 0.5
         assert (await cause_of(pool, agent, {"x": 1}, is_alone=True)).startswith(kind)
         assert (await pool.run(agent, {"x": 0}, session())).reward == 0.5  # beside others again
@@ -341,7 +341,7 @@ async def beside(row, session):
     assert (await pool.run(found, {}, session())).reward == 0
     beside = NamedAgent.find("bare_agents:beside")
     end = await pool.run(beside, {"x": {"y": 7}}, session())
-    assert end == AgentEnd(7, "{'y': 7} key\n")
+    assert end == AgentReturn(7, "{'y': 7} key\n")
     assert (await pool.run(user.alone, {"x": 1}, session())).reward == 1
     with pytest.raises(AgentError) as raised:
         await pool.run(found, {"hangs": True}, session())

@@ -65,7 +65,7 @@ NOT_RUN_HERE = {
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
     "trainer.fit(AgentWorkflow(": "examples/agent.py",
-    "async with engine.open_session(": "tests/integration/test_agents.py has such lines",
+    "class MyAgent(Workflow):": "tests/integration/test_agents.py has one like it",
     "python examples/agent.py --config configs/tool_use.yaml run_dir=runs/agent": (
         "tests/integration/test_tool_use.py"
     ),

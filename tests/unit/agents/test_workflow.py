@@ -16,7 +16,7 @@ from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.sources.reference import ObjectReference, reference_of, resolve
-from areal_sc.workflows.base import AgentEnd, Trajectory
+from areal_sc.workflows.base import AgentReturn, Trajectory
 from areal_sc.workflows.task_mix import Task, TaskMix
 
 ROW = {"question": "what?"}
@@ -45,7 +45,7 @@ def takes_more(row: dict[str, Any], session: Any, key: str) -> float:
 class Engine:
     """Gives these ends to agents, and one row a session unless it has none."""
 
-    def __init__(self, *ends: AgentEnd | Exception, num_rows: int = 1) -> None:
+    def __init__(self, *ends: AgentReturn | Exception, num_rows: int = 1) -> None:
         self.ends = list(ends)
         self.num_rows = num_rows
         self.runs: list[tuple[Any, dict[str, Any], str, bool]] = []
@@ -60,7 +60,7 @@ class Engine:
 
     async def run_agent(
         self, agent: Any, row: dict[str, Any], session: Any, *, is_alone: bool
-    ) -> AgentEnd:
+    ) -> AgentReturn:
         self.runs.append((agent, row, session.api_key, is_alone))
         end = self.ends.pop(0)
         if isinstance(end, Exception):
@@ -79,7 +79,7 @@ async def play(workflow: AgentWorkflow, engine: Any) -> list[Trajectory] | None:
 
 
 async def test_the_reward_of_an_agent_becomes_that_of_its_calls() -> None:
-    engine = Engine(AgentEnd(1.0, "it said"), AgentEnd({"a": 1.0}, ""), num_rows=2)
+    engine = Engine(AgentReturn(1.0, "it said"), AgentReturn({"a": 1.0}, ""), num_rows=2)
     workflow = AgentWorkflow(agent, 0.9, rows="per_call")
     first, second = await play(workflow, engine) or []
     assert first.output == second.output == "it said"
@@ -92,7 +92,7 @@ async def test_the_reward_of_an_agent_becomes_that_of_its_calls() -> None:
 @pytest.mark.parametrize("kind", ["agent_timeout", "agent_died"])
 async def test_one_that_may_have_been_disturbed_runs_again_alone(kind: str) -> None:
     failed = AgentError("it hung", kind=kind)
-    engine = Engine(failed, AgentEnd(0.5, ""))
+    engine = Engine(failed, AgentReturn(0.5, ""))
     assert await play(AgentWorkflow(agent), engine)
     assert [run[2:] for run in engine.runs] == [("key 1", False), ("key 2", True)]
     engine = Engine(failed, AgentError("again", kind=kind))
@@ -109,10 +109,10 @@ async def test_one_that_raised_does_not_run_again() -> None:
 
 async def test_without_a_call_or_with_a_reward_of_none_there_is_a_cause() -> None:
     with pytest.raises(AgentError, match="agent agent: it ended without an answer") as raised:
-        await play(AgentWorkflow(agent), Engine(AgentEnd(0.0, ""), num_rows=0))
+        await play(AgentWorkflow(agent), Engine(AgentReturn(0.0, ""), num_rows=0))
     assert raised.value.kind == "agent_no_call"
     with pytest.raises(AgentError, match="agent agent: rewards: expected names") as raised:
-        await play(AgentWorkflow(agent), Engine(AgentEnd({"nobody": 1.0}, "")))
+        await play(AgentWorkflow(agent), Engine(AgentReturn({"nobody": 1.0}, "")))
     assert raised.value.kind == "bad_reward"
 
 
