@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from areal_sc.agents.command import AgentCommand as AgentCommand
+    from areal_sc.agents.workflow import AgentWorkflow as AgentWorkflow
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
     from areal_sc.controller.rollout.evaluation import EvaluationSet as EvaluationSet
     from areal_sc.controller.rollout.rollout_controller import (
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from areal_sc.workflows.single_turn import SingleTurnWorkflow as SingleTurnWorkflow
 
 _HOMES = {
+    "AgentCommand": "areal_sc.agents.command",
+    "AgentWorkflow": "areal_sc.agents.workflow",
     "Checkpoints": "areal_sc.trainer.checkpoints",
     "Conversation": "areal_sc.workflows.chat",
     "DPOTrainer": "areal_sc.trainer.dpo_trainer",

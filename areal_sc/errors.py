@@ -32,6 +32,7 @@ ArealError                    exit code 1
 |- ModelError                 exit code 6   a model folder or checkpoint that cannot be used
 |- WorkflowError              exit code 7   the user's workflow, reward or dataset cannot be used
 |  |- RewardError                            a reward raised, gave no finite number, or timed out
+|  |  `- AgentError                          an agent did, or its process ended
 |  |- PromptTooLong                         it leaves no room for an answer
 |  `- TooManyRejections                     the share of rejected groups passed its limit
 |- CheckpointError            exit code 8   a snapshot could not be written or read
@@ -321,6 +322,10 @@ class RewardError(WorkflowError):
         self.error_type = error_type
         self.place = place
         self.frames = frames
+
+
+class AgentError(RewardError):
+    """An agent raised, returned no finite number, passed its time limit, or its process ended."""
 
 
 class PromptTooLong(WorkflowError):

@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from areal_sc.errors import PromptTooLong, RewardError, WorkflowError
+from areal_sc.errors import AgentError, PromptTooLong, RewardError, WorkflowError
 from areal_sc.user_code import Raised, describe, first_of, last_frames, place_of, text_of
 
 _MAX_MESSAGE_CHARS: Final = 1000
@@ -23,6 +23,10 @@ class RejectionKind(StrEnum):
     bad_reward: it is NaN, infinite, or no number.
     reward_timeout: the reward took longer than `rollout.reward_timeout_s`.
     reward_process_died: its process ended while it ran.
+    agent_error: the agent raised.
+    agent_timeout: it took longer than `agents.episode_timeout_s`, again when it was alone.
+    agent_died: its process ended while it ran, again when it was alone.
+    agent_no_call: it ended, and had no answer of the model.
     dataset_error: the row of the dataset cannot be read.
     prompt_error: the prompt cannot be used.
     prompt_too_long: it leaves no room for an answer, and is left out.
@@ -37,6 +41,10 @@ class RejectionKind(StrEnum):
     bad_reward = "bad_reward"
     reward_timeout = "reward_timeout"
     reward_process_died = "reward_process_died"
+    agent_error = "agent_error"
+    agent_timeout = "agent_timeout"
+    agent_died = "agent_died"
+    agent_no_call = "agent_no_call"
     dataset_error = "dataset_error"
     prompt_error = "prompt_error"
     prompt_too_long = "prompt_too_long"
@@ -101,14 +109,13 @@ class Rejection(Struct, frozen=True, array_like=True):
         """The rejection of an episode whose workflow raised; a RewardError knows its own place."""
         error = first_of(error)
         message = describe(error)[:_MAX_MESSAGE_CHARS]
-        if type(error) is RewardError:  # not of a class of the user's, which may lack attributes
-            return cls(
-                kind_of(error),
-                text_of(error)[:_MAX_MESSAGE_CHARS],
-                error.error_type,
-                error.place or place_of(error),
-                error.frames,
-            )
+        if isinstance(error, RewardError) and type(error) in (RewardError, AgentError):
+            # a class of the user's may lack attributes
+            place = error.place
+            if type(error) is RewardError:  # which a workflow may have raised
+                place = place or place_of(error)
+            text = text_of(error)[:_MAX_MESSAGE_CHARS]
+            return cls(kind_of(error), text, error.error_type, place, error.frames)
         if isinstance(error, PromptTooLong):
             return cls(RejectionKind.prompt_too_long, text_of(error))
         if isinstance(error, WorkflowError) and not isinstance(error, RewardError):

@@ -1,5 +1,7 @@
 """The text work of a long conversation with tools, against rendering it anew at each turn.
 
+Once with the conversation at hand, and once as an agent's calls, which send all of it each time.
+
     python benchmarks/chat_turns.py               128 turns, about 80,000 tokens
     python benchmarks/chat_turns.py --quick       16 turns
 
@@ -9,16 +11,20 @@ Answers are scripted, so that nothing but the work on texts and tokens is timed.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import report
+from msgspec import json
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from areal_sc import Conversation
+from areal_sc.agents.dialects.chat_completions import ChatCompletions
+from areal_sc.agents.session import Session
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 
@@ -50,7 +56,7 @@ class ScriptedEngine:
         self._answers = iter(answers)
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None, **_: Any
     ) -> Completion:
         begun = time.process_time()
         tokens = next(self._answers)
@@ -89,9 +95,12 @@ async def measure(num_turns: int) -> report.Metrics:
         f'{{"name": "search", "arguments": {{"query": "{text(5)}"}}}}\n</tool_call><|end|>'
         for _ in range(num_turns)
     ]
-    engine = ScriptedEngine(
-        tokenizer, [tokenizer.encode(it, add_special_tokens=False) for it in answers]
-    )
+
+    def engine_of() -> ScriptedEngine:
+        tokens = [tokenizer.encode(it, add_special_tokens=False) for it in answers]
+        return ScriptedEngine(tokenizer, tokens)
+
+    engine = engine_of()
     conversation, sampling = Conversation(text(100)), GenerationConfig()
     begun = time.process_time()
     for number in range(num_turns):
@@ -100,6 +109,8 @@ async def measure(num_turns: int) -> report.Metrics:
             conversation.add(*[call.answer(text(335)) for call in turn.tool_calls])
     turns_s = time.process_time() - begun - engine.own_s
     [row] = conversation.trajectories(1.0)
+    engine = engine_of()
+    session_s = await session_time(engine, conversation) - engine.own_s
     begun = time.process_time()
     for number in range(num_turns):
         history = list(conversation.messages[: 1 + 2 * number])
@@ -108,9 +119,38 @@ async def measure(num_turns: int) -> report.Metrics:
     return {
         "conversation_tokens": len(row.input_ids),
         "turns_s": turns_s,
+        "session_s": session_s,
         "anew_s": anew_s,
         "anew_over_turns": anew_s / turns_s,
     }
+
+
+async def session_time(engine: ScriptedEngine, conversation: Conversation) -> float:
+    """CPU seconds for the same conversation, when an agent sends all of it at each turn."""
+    session, dialect = Session(engine, GenerationConfig()), ChatCompletions()
+    messages = [
+        {**it, "tool_calls": [as_text(call) for call in it["tool_calls"]]}
+        if it.get("tool_calls")
+        else it
+        for it in conversation.messages
+    ]
+    places = [n for n, it in enumerate(messages) if it["role"] == "assistant"]
+    gc.collect()
+    gc.freeze()  # as the fork server of workers does it after its imports
+    bodies = [json.encode({"messages": messages[:n], "tools": [TOOL]}) for n in places]
+    begun = time.process_time()
+    for body in bodies:
+        call = dialect.read(json.decode(body))
+        json.encode(dialect.write(call, await session.answer(call)))
+    took_s = time.process_time() - begun
+    assert len(session.trajectories(1.0)) == 1
+    return took_s
+
+
+def as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.encode(function["arguments"]).decode()
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import subprocess
 from contextlib import ExitStack, suppress
 from subprocess import PIPE
 
-from areal_sc.schedulers.agents_elsewhere import AgentCommand, AgentsElsewhere, AgentStart
+from areal_sc.schedulers.agents_elsewhere import AgentsElsewhere, AgentStart, StartCommand
 from areal_sc.system.process import exit_text
 
 ANSWER_LIMIT_S = 10.0
@@ -88,7 +88,7 @@ class SshScheduler(AgentsElsewhere[SshAgent]):
         idle = (host for name, host in self._hosts.items() if name not in used)
         return next((host.name for host in idle if host.run(host.left)), None)
 
-    def start_agent(self, start: AgentStart, command: AgentCommand, invitation: bytes) -> SshAgent:
+    def start_agent(self, start: AgentStart, command: StartCommand, invitation: bytes) -> SshAgent:
         host = self._hosts[start.machine]
         with start.log_path.open("ab") as log:
             words = [*host.words, command.shell_text]

@@ -197,15 +197,20 @@ def warm_up(config: ActorConfig, num_steps: int, seed: int, scheduler: Scheduler
     shutil.rmtree(untrained)
 
 
-def main(argv: list[str]) -> None:
+def train(argv: list[str], workflow: Workflow) -> None:
+    """Makes the model that is trained, if it is not there, and trains it on the task."""
     config = load_config(argv, GRPOConfig, makes_model=True)
     with PPOTrainer(config) as trainer:
         if not Path(config.actor.path, "config.json").is_file():
             with trainer.display.phase("warm-up"):
                 warm_up(config.actor, config.task["warm_up_steps"], config.seed, trainer.scheduler)
         trainer.fit(
-            LookUp(), Keys(config.seed), evaluation_prompts=Keys(config.seed + 1_000_003, size=256)
+            workflow, Keys(config.seed), evaluation_prompts=Keys(config.seed + 1_000_003, size=256)
         )
+
+
+def main(argv: list[str]) -> None:
+    train(argv, LookUp())
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ class ModelCall:
             `GenerationConfig`. The run's own win; what differs is counted.
         model: that the client names; it is told back, and means nothing.
         wants_logprobs: of the sampled tokens.
+        wants_reasoning: the client reads what the model has thought.
+        wants_usage: a streamed answer tells its numbers of tokens, where that is the client's
+            choice.
         is_streamed: the answer is sent in pieces.
     """
 
@@ -58,6 +61,8 @@ class ModelCall:
     sampling: Mapping[str, float] = field(default_factory=dict)
     model: str = ""
     wants_logprobs: bool = False
+    wants_reasoning: bool = True
+    wants_usage: bool = False
     is_streamed: bool = False
 
 
@@ -78,6 +83,7 @@ class ModelAnswer:
         created_s: Unix time.
         num_prompt_tokens: that the model read, earlier answers among them.
         tokens: the sampled ones, if the client wants them.
+        stop: the one of the call's strings that ended the answer; "": none of them.
     """
 
     answer_id: str
@@ -85,6 +91,7 @@ class ModelAnswer:
     turn: ChatTurn
     num_prompt_tokens: int
     tokens: tuple[SampledToken, ...] = ()
+    stop: str = ""
 
 
 class AnswerStream(Protocol):

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import inherits, setting, shared
 from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
@@ -319,6 +320,7 @@ class RolloutConfig(Section):
     )
     rejection_window: int = setting(128, "newest groups, for max_rejection_rate", ge=1)
     max_lost_s: float = setting(300.0, "the run ends if so long all episodes are rejected", gt=0)
+    agents: AgentsConfig = shared("${agents}", AgentsConfig)
     sglang: SGLangConfig = shared("${sglang}", SGLangConfig)
     vllm: VLLMConfig = shared("${vllm}", VLLMConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
@@ -416,6 +418,7 @@ class GRPOConfig:
     critic: CriticConfig = setting(CriticConfig)
     teacher: FrozenModelConfig = setting(FrozenModelConfig)
     rollout: RolloutConfig = setting(RolloutConfig)
+    agents: AgentsConfig = setting(AgentsConfig)
     sglang: SGLangConfig = setting(SGLangConfig)
     vllm: VLLMConfig = setting(VLLMConfig)
     weight_update: WeightUpdateConfig = setting(WeightUpdateConfig)

@@ -4,25 +4,28 @@
     register         prompts, workflow and tokenizer: lengths, template, end, one answer's reward
     any call that would wait for workers    ends the process, with exit code 0
 
-Nothing is started but the processes of the reward, and nothing is written but in the run folder,
-which `preflight.dry_run` has put where it goes with this process.
+Nothing is started but the processes of rewards and agents, and nothing is written but in the run
+folder, which `preflight.dry_run` has put where it goes with this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from areal_sc.agents.pool import AgentPool
+from areal_sc.agents.server import AgentServer
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.config.further_models import FURTHER_MODELS
 from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.request_checks import check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
@@ -47,9 +50,13 @@ from areal_sc.workflows.text import encode_text
 MAX_ROWS: Final = 1000
 """Rows whose prompts are looked at; of a larger dataset they are spread over it."""
 MAX_STREAMED: Final = 32
+LOOK_S: Final = 60.0
+"""After so long no more rows are looked at: agents take seconds each."""
 EPISODE_LIMIT_S: Final = 60.0
 _SHOWN_CHARS: Final = 600
 _ANY_TOKEN: Final = 1 << 31
+
+OwnPools = tuple[RewardPool, AgentServer, AgentPool]
 
 
 def tell(text: str) -> None:
@@ -130,6 +137,7 @@ class _Model:
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         limit = self.max_context_tokens
         check_prompt(input_ids, vocab_size=_ANY_TOKEN, max_context_tokens=limit)
@@ -139,6 +147,8 @@ class _Model:
             await asyncio.get_running_loop().create_future()  # until the episode is cancelled
         whole = self.answer or []
         answer = whole[: min(limit - len(input_ids), sampling.max_new_tokens)]
+        if on_tokens is not None and answer:
+            on_tokens(answer)
         zeros = [0.0] * len(answer)
         reason = "stop" if answer == whole else "length"
         versions, stop = [0] * len(answer), tuple(sampling.stop)
@@ -204,7 +214,7 @@ class TaskLook:
             tell(f"model {self._config.path}: not there yet, so no prompt is looked at")
             return
         # before the tokenizer is read: that loads torch, which begins threads
-        rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
+        rewards = ForkServer("areal_sc.agents.process:run_own_process")
         look = self._look(source, make_readable, rewards, folder)
         with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
             thread.submit(asyncio.run, look).result()
@@ -223,16 +233,23 @@ class TaskLook:
     ) -> None:
         reader, limit_s = SourceReader(self._run_dir), self._config.reward_timeout_s
         run_code = CodeRunner(self._config.sandbox)
+        apart: dict[str, Any] = {
+            "sources": reader.folder,
+            "isolation": self._config.sandbox.isolation,
+            "hides": (self._run_dir,),
+        }
         pool = RewardPool(
             rewards,
             num_processes=1,
             timeout_s=limit_s,
             log_path=self._run_dir / "reward.log",
-            sources=reader.folder,
             run_code=run_code,
-            isolation=self._config.sandbox.isolation,
-            hides=(self._run_dir,),
+            **apart,
         )
+        log_path = self._run_dir / "episode.log"
+        agents = AgentPool(rewards, self._config.agents, log_path=log_path, **apart)
+        server, end_s = AgentServer("dry run"), time.monotonic() + LOOK_S
+        own = pool, server, agents
         try:
             if self._tokenizer is None:
                 self._read_tokenizer(model)
@@ -240,14 +257,18 @@ class TaskLook:
             found = _Found()
             indices = range(source.num_prompts or MAX_STREAMED)
             for index in indices[:: -(-len(indices) // MAX_ROWS)]:
+                if found.lengths and time.monotonic() > end_s:
+                    break
                 try:
                     await make_readable(source.dataset, index)
                 except WorkflowError:
                     if source.num_prompts is None and found.lengths:
                         break  # a short stream: the run says so when it needs more of it
                     raise
-                await self._look_at_row(workflow, prompts, index, pool, found)
+                await self._look_at_row(workflow, prompts, index, own, found)
         finally:
+            await server.close()
+            await agents.close()
             await pool.close()
             await rewards.close()
             await run_code.close()
@@ -257,12 +278,12 @@ class TaskLook:
         tell(f"code of a model is kept apart by {await describe_sandbox(self._config.sandbox)}")
 
     async def _look_at_row(
-        self, workflow: Workflow, prompts: Prompts, index: int, pool: RewardPool, found: _Found
+        self, workflow: Workflow, prompts: Prompts, index: int, own: OwnPools, found: _Found
     ) -> None:
         row: dict[str, Any] | None = None
         try:
             row = dict(prompts[index])
-            tokens = await self._first_prompt(workflow, row, pool)
+            tokens = await self._first_prompt(workflow, row, own)
         except BaseException as raised:  # the user's code may raise anything
             error = raised.error if isinstance(raised, Raised) else raised
             if isinstance(raised, Raised) and raised.is_late:
@@ -276,15 +297,15 @@ class TaskLook:
             return
         if not found.lengths:
             self._show(index, tokens)
-            await self._play(workflow, row, pool, index)
+            await self._play(workflow, row, own, index)
         found.lengths.append(len(tokens))
 
     async def _first_prompt(
-        self, workflow: Workflow, row: dict[str, Any], pool: RewardPool
+        self, workflow: Workflow, row: dict[str, Any], own: OwnPools
     ) -> list[int]:
         """What an episode asks the model first; it ends there."""
         model = self._model(None)
-        playing = self._episode(workflow, row, pool, model)
+        playing = self._episode(workflow, row, own, model)
         episode: asyncio.Task[Any] = asyncio.create_task(playing)
         await asyncio.wait([episode, model.asked], return_when=asyncio.FIRST_COMPLETED)
         if not model.asked.done():
@@ -295,7 +316,7 @@ class TaskLook:
         return model.asked.result()
 
     async def _play(
-        self, workflow: Workflow, row: dict[str, Any], pool: RewardPool, index: int
+        self, workflow: Workflow, row: dict[str, Any], own: OwnPools, index: int
     ) -> None:
         """A whole episode, whose answers are the row's own.
 
@@ -306,7 +327,7 @@ class TaskLook:
         stop = "" if self._ends else "".join(self._config.generation.stop[:1])
         model = self._model([*encode_text(self._tokenizer, text + stop), *self._ends[:1]] or [0])
         try:
-            rows = await self._episode(workflow, row, pool, model)
+            rows = await self._episode(workflow, row, own, model)
         except Raised as raised:
             rows = Rejection.of(raised.error)
         if isinstance(rows, Rejection):
@@ -316,10 +337,13 @@ class TaskLook:
         tell(f"reward of the answer {text[:_SHOWN_CHARS]!r} to it: {shown}")
 
     async def _episode(
-        self, workflow: Workflow, row: dict[str, Any], pool: RewardPool, model: _Model
+        self, workflow: Workflow, row: dict[str, Any], own: OwnPools, model: _Model
     ) -> list[Trajectory] | Rejection:
         engine: Any = model  # as far as episodes use one
-        seen = WorkerEpisodeEngine(engine, pool, "dry run", self._config.generation)
+        pool, server, agents = own
+        seen = WorkerEpisodeEngine(
+            engine, pool, "dry run", self._config.generation, None, server, agents
+        )
 
         async def run() -> list[Trajectory] | Rejection:
             returned = await workflow.run_episode(dict(row), seen)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from areal_sc.config.schema import ModelHead
 from areal_sc.errors import ConfigError
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     TensorSource = Callable[[], Awaitable[Iterable[NamedTensor]]]
     """Gives every parameter, flat or shaped; asked again for servers that start later."""
 
+
+OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+"""Takes the tokens of an answer that have been sampled since its last call, one or more."""
 
 OUTPUTS: Final = MappingProxyType(
     {ModelHead.lm: ("logprobs", "entropy"), ModelHead.value: ("values",)}
@@ -95,11 +98,15 @@ class GenerationEngine(Protocol):
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Samples one completion. Cancelling the task frees the slot at once.
 
         Args:
             prefix_group: requests of one group share their prompt's prefill.
+            on_tokens: called in the caller's task while the answer is sampled. It gets every token
+                of the completion once, in order, before this returns, whatever interrupts the
+                answer meanwhile. What it raises is raised here, and the answer is given up.
         Raises: WorkflowError: the prompt leaves no room in the context.
         """
         ...

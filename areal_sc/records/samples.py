@@ -41,6 +41,7 @@ class Sample(Struct, frozen=True, kw_only=True):
         staleness: of the first token, in policy versions.
         prompt: what stands before the first sampled token, with special tokens.
         answer: all that follows; in several turns also what the model was given between them.
+        output: what the episode wrote, as an agent does; "" for none.
     """
 
     time: float
@@ -56,6 +57,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     staleness: int
     prompt: str
     answer: str
+    output: str = ""
 
 
 S = TypeVar("S", bound=Sample)

@@ -30,7 +30,7 @@ from areal_sc.rewards.base import DECLARATION, RewardDeclaration
 from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.sources.values import from_wire
 from areal_sc.system.process import bury_left
-from areal_sc.system.sandbox.own_code import keep_apart, narrow
+from areal_sc.system.sandbox.own_code import begin_apart
 from areal_sc.user_code import (
     MAX_TEXT_CHARS,
     describe,
@@ -106,24 +106,15 @@ def run_reward_process(spec: dict[str, Any]) -> int:
     """Entry point. Returns at the end of file of the socket to the pool.
 
     Args:
-        spec: `fd`, the socket; `sources`, `isolation` and `hides` as in `RewardPool`; `network` and
-            `read` of a `Narrowing`; `is_tried`: the isolation is a layer that works.
+        spec: as of `begin_apart`.
     """
     sources = Path(spec["sources"])
     rewards: dict[int, Callable[..., Any]] = {}
     setup_logging("reward")
-    shows = [str(sources)]
-    apart = keep_apart(
-        spec["isolation"], spec["hides"], shows, spec["fd"], is_tried=spec["is_tried"]
-    )
-    with socket.socket(fileno=3 if apart.layer else spec["fd"]) as connection:
-        connection.setblocking(True)
-        try:
-            narrow(network=spec["network"], read=spec["read"], shows=shows)
-        except OSError as error:
-            connection.sendall(pack(["unfit", str(error)]))
-            return 0
-        connection.sendall(pack(["ready", apart.pid, apart.layer, apart.why_not]))
+    connection = begin_apart(spec, pack)
+    if connection is None:
+        return 0
+    with connection:
         left: set[int] = set()
         for number, request in enumerate(_requests(connection), start=1):
             answer = _answer(request, rewards, sources)

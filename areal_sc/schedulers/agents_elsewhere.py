@@ -82,7 +82,7 @@ class AgentStart:
 
 
 @dataclass(frozen=True)
-class AgentCommand:
+class StartCommand:
     """What a machine runs, for as long as the agent lives.
 
     Attributes:
@@ -195,7 +195,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         """
 
     @abstractmethod
-    def start_agent(self, start: AgentStart, command: AgentCommand, invitation: bytes) -> A:
+    def start_agent(self, start: AgentStart, command: StartCommand, invitation: bytes) -> A:
         """Has a machine run a command, which runs as long as the agent does.
 
         Args:
@@ -331,7 +331,7 @@ class AgentsElsewhere(OpenRun, ABC, Generic[A]):
         start = self._start_of(f"{machine}{_MARK}{term}.{next(self._numbers)}")
         assert start is not None
         config = json.encode(self.config_of_agents).decode()
-        command = AgentCommand(
+        command = StartCommand(
             [*AGENT[1:], self.keys.run_id, config, self._joins.address],
             {START_VARIABLE: start.name, **agent_environment(os.environ)},
         )

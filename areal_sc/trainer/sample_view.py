@@ -46,6 +46,8 @@ def group_view(
             yield from _labelled("prompt", "dim", prompt, console, max_lines)
         style = _STYLES[sample.place]
         yield from _labelled(sample.place, style, sample.answer, console, max_lines)
+        if sample.output:
+            yield from _labelled("output", "dim", sample.output, console, max_lines)
         yield from _labelled("", "", _numbers(sample), console, max_lines)
 
 

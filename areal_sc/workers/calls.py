@@ -259,11 +259,13 @@ class RowText(Struct, frozen=True, array_like=True):
         prompt: what stands before the first trained token.
         answer: all that follows.
         metrics: what the workflow reports of the row.
+        output: what the episode wrote, beside its rows.
     """
 
     prompt: str
     answer: str
     metrics: dict[str, float]
+    output: str = ""
 
 
 INITIALIZE_ENGINE = Method("initialize_engine", NoneType, NoneType)

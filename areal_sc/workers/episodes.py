@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from areal_sc.agents.pool import AgentPool
+from areal_sc.agents.server import AgentServer
+from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine
+from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
 from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.base import Reward, RewardFunction, Score
@@ -20,7 +23,8 @@ from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
 from areal_sc.workers.calls import EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
-from areal_sc.workflows.chat import ChatTurn, Conversation
+from areal_sc.workflows.base import AgentReturn, AgentSession
+from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
@@ -30,6 +34,8 @@ class WorkerEpisodeEngine:
 
     Args:
         evaluated: notes what the episode asks for; None: it is trained.
+        agents: serves its sessions; None: it can have none.
+        agent_pool: runs its agents; not there without `agents`.
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
@@ -42,6 +48,8 @@ class WorkerEpisodeEngine:
         group: str,
         sampling: GenerationConfig,
         evaluated: EvaluatedEpisode | None = None,
+        agents: AgentServer | None = None,
+        agent_pool: AgentPool | None = None,
     ) -> None:
         self.tokenizer = engine.tokenizer
         self.max_context_tokens = engine.max_context_tokens
@@ -52,6 +60,8 @@ class WorkerEpisodeEngine:
         self._group = group
         self._sampling = sampling
         self._evaluated = evaluated
+        self._agents = agents
+        self._agent_pool = agent_pool
         self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
@@ -62,7 +72,11 @@ class WorkerEpisodeEngine:
         return list(self._waits.values()) or [(OWN_CODE, self._own_code_since_s)]
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         sampling = sampling or self._sampling
         if not isinstance(sampling, GenerationConfig):
@@ -72,9 +86,23 @@ class WorkerEpisodeEngine:
         if evaluated is not None and evaluated.temperature is not None:
             sampling = replace(sampling, temperature=evaluated.temperature)
         place = 0 if evaluated is None else evaluated.begin(input_ids)
+        is_told = False
+
+        def tell(token_ids: Sequence[int]) -> None:
+            nonlocal is_told
+            assert on_tokens is not None
+            is_told = True
+            on_tokens(token_ids)
+            is_told = False
+
         try:
             with self._waiting("generation"):
-                answer = await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+                answer = await self._engine.generate(
+                    input_ids,
+                    sampling,
+                    prefix_group=self._group,
+                    on_tokens=None if on_tokens is None else tell,
+                )
             if evaluated is not None:
                 evaluated.completions[place] = answer
             self._has_answered = True
@@ -86,7 +114,8 @@ class WorkerEpisodeEngine:
         except (WorkflowError, ConfigError):  # by what the user's code asked for
             raise
         except Exception as error:  # the user's code may catch it; it is no result of the episode
-            self.failure = error
+            if not is_told:  # else it is the user's own
+                self.failure = error
             raise
 
     async def chat(
@@ -96,11 +125,40 @@ class WorkerEpisodeEngine:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] | None = None,
         sampling: GenerationConfig | None = None,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         sampling = sampling or self._sampling
         if stop is not None:
             sampling = replace(sampling, stop=[stop] if isinstance(stop, str) else list(stop))
-        return await conversation.answer(self, tools, sampling)
+        return await conversation.answer(self, tools, sampling, on_text)
+
+    def open_session(
+        self,
+        *,
+        rows: str = "merge",
+        history: str = "template",
+        max_turns: int = 0,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> AbstractAsyncContextManager[AgentSession]:
+        if self._agents is None:
+            raise WorkflowError(
+                "open_session: an agent cannot be played again from kept answers: evaluate anew"
+            )
+        if self._agent_pool is not None:
+            max_turns = max_turns or self._agent_pool.config.max_turns
+        settings = SessionSettings(rows, history, max_turns, chat_template_arguments)
+        return self._agents.open(self, self._sampling, settings)
+
+    async def run_agent(
+        self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
+    ) -> AgentReturn:
+        assert self._agent_pool is not None
+        try:
+            with self._waiting(f"the agent {name_of(agent)}"):
+                return await self._agent_pool.run(agent, row, session, is_alone=is_alone)
+        except WorkerError as error:
+            self.failure = error
+            raise
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from areal_sc.agents.pool import AgentPool
+from areal_sc.agents.server import AgentServer
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.base import (
     CountsRequests,
@@ -96,18 +98,24 @@ class RolloutWorker(Worker):
         super().__init__(spec, agent)
         config = self.handle.config
         # Forked before any thread exists in this process.
-        self._reward_server = ForkServer("areal_sc.rewards.process:run_reward_process")
+        self._reward_server = ForkServer("areal_sc.agents.process:run_own_process")
         self._run_code = CodeRunner(config.sandbox)
+        apart: dict[str, Any] = {
+            "sources": self.sources.folder,
+            "isolation": config.sandbox.isolation,
+            "hides": (spec.run.run_dir, spec.memory_root),
+        }
         self._rewards = RewardPool(
             self._reward_server,
             num_processes=config.num_reward_processes,
             timeout_s=config.reward_timeout_s,
             log_path=spec.log_path.with_name(f"reward-{spec.order.index}.log"),
-            sources=self.sources.folder,
             run_code=self._run_code,
-            isolation=config.sandbox.isolation,
-            hides=(spec.run.run_dir, spec.memory_root),
+            **apart,
         )
+        self._agents = AgentServer(spec.name)
+        log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
+        self._agent_pool = AgentPool(self._reward_server, config.agents, log_path=log, **apart)
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
@@ -151,6 +159,8 @@ class RolloutWorker(Worker):
         if self._reward_watch:
             self._reward_watch.cancel()
         await self._runs.close()
+        await self._agents.close()
+        await self._agent_pool.close()
         if isinstance(self._engine, RunsBesideWorker):
             await self._engine.close()
         await self._rewards.close()
@@ -158,8 +168,7 @@ class RolloutWorker(Worker):
         await self._reward_server.close()
 
     async def initialize(self, _: None) -> None:
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start(), name="engine start")
+        self._starting = self._starting or asyncio.create_task(self._start(), name="engine start")
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
@@ -206,8 +215,7 @@ class RolloutWorker(Worker):
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
         warning = self._warning(group.prompt, kept)
-        counted = self.engine if isinstance(self.engine, CountsRequests) else None
-        num_waiting = 0 if counted is None else counted.num_waiting
+        num_waiting = self.engine.num_waiting if isinstance(self.engine, CountsRequests) else 0
         return calls.GroupReply(run, batch, causes, sums, warning, num_waiting)
 
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
@@ -347,13 +355,8 @@ class RolloutWorker(Worker):
         evaluated: EvaluatedEpisode | None,
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
-        engine = WorkerEpisodeEngine(
-            self.engine,
-            self._rewards,
-            group,
-            config.generation,
-            evaluated,
-        )
+        own = self.engine, self._rewards, group, config.generation, evaluated
+        engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool)
         limit_s = config.group_timeout_s
 
         async def run() -> Episode | Rejection:
@@ -408,8 +411,7 @@ class RolloutWorker(Worker):
             )
             for name, dtype in TRAJECTORY_FIELDS.items()
         }
-        declared = self.sources.workflow(group.workflow).fields
-        for name, field in declared.items():
+        for name, field in self.sources.workflow(group.workflow).fields.items():
             values = np.concatenate([_of_tokens(row, name, field) for _, row in numbered])
             columns = values.reshape(len(values), field.num_values).T
             for column, flat in zip(field.columns(name), columns, strict=True):
@@ -420,7 +422,7 @@ class RolloutWorker(Worker):
             shard_id=self.plane.store.put(fields, lengths),
             runs=(RowRun(0, 0, len(lengths)),),
         )
-        self._texts.keep(shard.shard_id, [row.metrics for _, row in numbered])
+        self._texts.keep(shard.shard_id, [row for _, row in numbered])
         rows = tuple(
             RowMetadata(
                 group_id=group.group_id,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from areal_sc.records.samples import shortened
 from areal_sc.transport.plane import DataPlane
 from areal_sc.workers.calls import ReadTexts, RowText
+from areal_sc.workflows.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class RowTexts:
-    """Reads rows of the worker's own store, and keeps what the workflow measured of each.
+    """Reads rows of the worker's own store, and keeps what the workflow tells of each.
 
     Args:
         plane: of the worker.
@@ -22,18 +23,19 @@ class RowTexts:
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-        self._metrics: dict[str, list[dict[str, float]]] = {}  # by shard, one a row
+        self._told: dict[str, list[tuple[dict[str, float], str]]] = {}  # by shard, one a row
 
-    def keep(self, shard_id: str, metrics: Sequence[Mapping[str, float]]) -> None:
-        """Remembers the metrics of the rows of a new shard, as long as the store has it."""
-        self._metrics[shard_id] = [
-            {name: float(value) for name, value in of_row.items()} for of_row in metrics
+    def keep(self, shard_id: str, rows: Sequence[Trajectory]) -> None:
+        """Remembers metrics and output of the rows of a new shard, as long as the store has it."""
+        self._told[shard_id] = [
+            ({name: float(value) for name, value in row.metrics.items()}, row.output)
+            for row in rows
         ]
 
     def forget(self) -> None:
-        """Drops the metrics of shards that were swept."""
+        """Drops what was told of shards that were swept."""
         store = self._plane.store
-        self._metrics = {name: rows for name, rows in self._metrics.items() if name in store}
+        self._told = {name: rows for name, rows in self._told.items() if name in store}
 
     async def read(
         self, wanted: ReadTexts, tokenizer: PreTrainedTokenizerBase
@@ -43,10 +45,10 @@ class RowTexts:
         Raises: ShardGone: the rows were swept.
         """
         packed = await self._plane.puller.pull(wanted.batch)
-        metrics = {
-            offset + i: self._metrics[shard.shard_id][first + i]
+        told = {
+            offset + i: self._told[shard.shard_id][first + i]
             for shard in wanted.batch.shards
-            if shard.shard_id in self._metrics  # not of an earlier life of the worker
+            if shard.shard_id in self._told  # not of an earlier life of the worker
             for offset, first, num_rows in shard.runs
             for i in range(num_rows)
         }
@@ -59,7 +61,8 @@ class RowTexts:
                 shortened(_decoded(tokenizer, part), wanted.max_chars)
                 for part in (tokens[:num_given], tokens[num_given:])
             )
-            texts.append(RowText(prompt, answer, metrics.get(number, {})))
+            metrics, output = told.get(number, ({}, ""))
+            texts.append(RowText(prompt, answer, metrics, shortened(output, wanted.max_chars)))
         return tuple(texts)
 
 

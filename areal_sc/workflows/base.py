@@ -6,10 +6,12 @@ Who writes an episode also gets here what a reward and a dataset are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from areal_sc.config.schema import GenerationConfig
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
@@ -17,8 +19,52 @@ from areal_sc.rewards.base import declare_reward as declare_reward
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program
-from areal_sc.workflows.chat import ChatTurn, Conversation, TokenEngine
+from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
+from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory as Trajectory
+
+
+class AgentSession(Protocol):
+    """An address at which an agent finds the model, as if it were OpenAI's.
+
+    Attributes:
+        base_url: for the clients of OpenAI; those of Anthropic want it without `/v1`.
+        api_key: of this session alone.
+    """
+
+    base_url: str
+    api_key: str
+
+    def trajectories(
+        self,
+        reward: float | Mapping[str, float],
+        *,
+        discount: float = 1.0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> list[Trajectory]:
+        """The rows of all calls whose answers were delivered: each sampled token is trained once.
+
+        Args:
+            reward: of the episode, which its last call gets. Or by the name of the model in a call,
+                for agents of several roles: the last call of each. Or by the id of an answer.
+            discount: of the reward, for each call before that.
+            metrics: of each row, beside `agent/calls` and what else the session has counted.
+        Raises: WorkflowError: a reward is of no call.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AgentReturn:
+    """How an agent ended.
+
+    Attributes:
+        reward: a number; or several by name, as `AgentSession.trajectories` takes them.
+        output: what it wrote to standard output and error; of much, the end.
+    """
+
+    reward: float | dict[str, float]
+    output: str
 
 
 class EpisodeEngine(TokenEngine, Protocol):
@@ -31,6 +77,7 @@ class EpisodeEngine(TokenEngine, Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         stop: str | Sequence[str] | None = None,
         sampling: GenerationConfig | None = None,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         """Samples the next answer of a conversation, and adds it there.
 
@@ -38,8 +85,47 @@ class EpisodeEngine(TokenEngine, Protocol):
             tools: that the model may call, as `{"type": "function", "function": {...}}`.
             stop: strings that end the answer, in place of `generation.stop`.
             sampling: None samples as the run's `generation` section says.
+            on_text: called with pieces of the message's content while it is sampled; joined, they
+                are its beginning. What may still become a call, reasoning or a stop string is held
+                back. What it raises ends the call, and is raised here.
         Raises: WorkflowError: the model has no chat template, or it refuses the messages; or the
             last one is the assistant's. PromptTooLong: the first prompt leaves no room.
+        """
+        ...
+
+    def open_session(
+        self,
+        *,
+        rows: str = "merge",
+        history: str = "template",
+        max_turns: int = 0,
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> AbstractAsyncContextManager[AgentSession]:
+        """An address for an agent that runs on this machine, until the block ends.
+
+        Its calls are sampled as the run's `generation` section says; an agent may only shorten
+        them.
+
+        Args:
+            rows: `merge`: each way from the first call of a conversation to its last is a row;
+                `per_call`: each call; `longest`: one row, and what is not in it is not trained.
+            history: as of a `Conversation`; `chat_template_arguments`, too.
+            max_turns: most calls; 0: any number.
+        Raises: WorkflowError: a setting is none of those; or kept answers are rescored.
+        """
+        ...
+
+    async def run_agent(
+        self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
+    ) -> AgentReturn:
+        """Runs an agent in a process that can be killed, until it returns.
+
+        Args:
+            agent: as of an `AgentWorkflow`.
+            is_alone: no other episode is in its process.
+        Raises: AgentError: it raised, returned no finite number, took longer than
+            `agents.episode_timeout_s`, or its process ended. WorkflowError: the row cannot be given
+            to it.
         """
         ...
 
@@ -90,6 +176,12 @@ class Workflow(Referable):
         """What can be said of it without a row; called in the script, before a run starts.
 
         Raises: WorkflowError: no episode can be played.
+        """
+
+    def check_settings(self, config: RolloutConfig) -> None:
+        """What can be said of it with the run's settings; called in the script, as `check`.
+
+        Raises: WorkflowError, ConfigError: no episode can be played.
         """
 
     def check_row(self, row: Mapping[str, Any]) -> None:

@@ -14,97 +14,27 @@ template puts behind the answer. No torch.
 from __future__ import annotations
 
 import json
-import logging
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
-from areal_sc.engines.base import Completion
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.chat_format import ChatFormat, Message, MessageShape, TurnBridge, format_of
+from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.chat_turn import ChatTurn as ChatTurn
+from areal_sc.workflows.chat_turn import (
+    NextTurn,
+    TokenEngine,
+    TurnNode,
+    check_tools,
+    paths_of,
+    transcript_of,
+)
+from areal_sc.workflows.chat_turn import OnText as OnText
+from areal_sc.workflows.chat_turn import PastTurns as PastTurns
 from areal_sc.workflows.text import ROLES, check_message
-from areal_sc.workflows.tool_calls import ReadAnswer, ToolCall
-from areal_sc.workflows.transcript import Transcript
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from areal_sc.config.schema import GenerationConfig
     from areal_sc.workflows.trajectory import Trajectory
-
-logger = logging.getLogger(__name__)
-
-_THINK = "<think>"
-_THOUGHT = "</think>"
-
-_CALL_ID: Final = re.compile("[A-Za-z0-9]{9}")
-"""What every template takes; the strictest, Mistral's, take nothing else."""
-
-
-class TokenEngine(Protocol):
-    """An engine by its tokens.
-
-    Attributes:
-        end_token_ids: that end an answer, beside those of its `GenerationConfig`.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    max_context_tokens: int
-    end_token_ids: tuple[int, ...]
-
-    async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
-    ) -> Completion:
-        """Samples one completion; None samples as the run's `generation` section says.
-
-        During an evaluation the worker replaces the temperature by that of the evaluation.
-        Raises: WorkflowError: the prompt leaves no room in the context.
-        """
-        ...
-
-
-class PastTurns(StrEnum):
-    """What becomes of earlier turns where the chat template writes them otherwise later on.
-
-    template: a new row begins there, with the conversation as the template now writes it.
-    keep: the row goes on with what was sampled.
-    """
-
-    template = "template"
-    keep = "keep"
-
-
-@dataclass(frozen=True)
-class ChatTurn:
-    """One answer of the model.
-
-    Attributes:
-        message: in OpenAI's form: `content`, `tool_calls` (with arguments as objects), and
-            `reasoning_content` where the template knows reasoning.
-        text: all that was sampled, up to the token or string that ends it.
-        tool_calls: that can be run.
-        invalid_calls: why other calls cannot be: broken JSON, an unknown tool, arguments that are
-            no object. Their text is in the message's content. Or the template takes one call in an
-            answer, and they are more.
-        finish_reason: `stop`, `length`, `cancelled`, or `context`: no room was left to go on, or to
-            begin an answer.
-        num_tokens: that were sampled; 0: there was no room to begin.
-    """
-
-    message: Message
-    text: str
-    tool_calls: tuple[ToolCall, ...]
-    invalid_calls: tuple[str, ...]
-    finish_reason: str
-    num_tokens: int
-
-    @property
-    def content(self) -> str:
-        """The message's text, without reasoning and tool calls."""
-        return str(self.message["content"] or "")
 
 
 class Conversation:
@@ -130,13 +60,7 @@ class Conversation:
         self._history = PastTurns(history)
         self._arguments = dict(chat_template_arguments or {})
         self._messages = list[Message]()
-        self._rows = list[Transcript]()
-        self._format: ChatFormat | None = None  # that the last row was begun with
-        # of the last answer: its shape, and its last token
-        self._last: tuple[MessageShape, int | None] | None = None
-        self._num_answered = 0  # messages up to the last answer, with it
-        self._beginning: tuple[MessageShape, ...] = ()  # before the first answer
-        self._turns = dict[tuple[MessageShape, ...], None]()  # each answer with what follows it
+        self._nodes = list[TurnNode]()
         self._num_calls = 0
         self._is_answering = False
         if isinstance(messages, str):
@@ -154,7 +78,7 @@ class Conversation:
         Raises: WorkflowError: as for the first ones.
         """
         self._messages += [
-            _checked(message, number)
+            checked_message(message, number)
             for number, message in enumerate(messages, len(self._messages))
         ]
 
@@ -165,167 +89,68 @@ class Conversation:
 
         Every sampled token is trained in one of them.
         """
-        return [row.trajectory(reward, metrics) for row in self._rows]
+        return [
+            transcript_of(path, path).trajectory(reward, metrics) for path in paths_of(self._nodes)
+        ]
 
     async def answer(
         self,
         engine: TokenEngine,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
+        on_text: OnText | None = None,
     ) -> ChatTurn:
         """One turn; what `engine.chat` does."""
         if self._is_answering:
             raise WorkflowError("the conversation waits for an answer: it has one turn at a time")
-        if len(self._messages) == self._num_answered or self._messages[-1]["role"] == "assistant":
+        last = self._nodes[-1] if self._nodes else None
+        num_answered = last.num_messages if last else 0
+        if len(self._messages) == num_answered or self._messages[-1]["role"] == "assistant":
             raise WorkflowError("the last message is the assistant's: add one that it answers to")
         self._is_answering = True
         try:
-            return await self._answer(engine, tools, sampling)
+            return await self._answer(engine, last, tools, sampling, on_text)
         finally:
             self._is_answering = False
 
     async def _answer(
         self,
         engine: TokenEngine,
+        last: TurnNode | None,
         tools: Sequence[Mapping[str, Any]],
         sampling: GenerationConfig,
+        on_text: OnText | None,
     ) -> ChatTurn:
-        ends = frozenset((*engine.end_token_ids, *sampling.stop_token_ids))
-        chat = format_of(engine.tokenizer, _checked_tools(tools), self._arguments, ends)
-        bridge = self._bridge(chat)
-        if bridge is None:
-            row, context = Transcript(), chat.begin(self._messages)
-        else:
-            row, context = self._rows[-1], bridge.token_ids
-        prompt = [*row.input_ids, *context]
-        if self._rows and len(prompt) >= engine.max_context_tokens:
+        check_tools(tools)
+        planned = NextTurn(
+            engine,
+            last,
+            self.messages,
+            tools,
+            sampling,
+            history=self._history,
+            arguments=self._arguments,
+        )
+        if last is not None and len(planned.prompt) >= engine.max_context_tokens:
             message = {"role": "assistant", "content": ""}
             return ChatTurn(message, "", (), (), "context", 0)
-        completion = await engine.generate(prompt, sampling)
-        if bridge is None:
-            self._rows.append(row)
-        row.add_context(context)
-        row.add_completion(completion)
-        self._format = chat
-        return self._take(engine, completion, ends, prompt, tools)
-
-    def _bridge(self, chat: ChatFormat) -> TurnBridge | None:
-        """What goes on the row; None: a new one begins."""
-        if self._last is None:
-            return None
-        _, last_token = self._last
-        added = self._messages[self._num_answered :]
-        history = [*self._beginning, *chain.from_iterable(self._turns)]
-        bridge = None
-        rewrites = "it got other tools or arguments"
-        if self._format is not None and chat.key == self._format.key:
-            bridge = chat.bridge(history, self._messages[self._num_answered - 1], added, last_token)
-            rewrites = bridge.rewrites if bridge else "what it puts behind an answer is not clear"
-        if not rewrites or (bridge and self._history is PastTurns.keep):
-            return bridge
-        if not chat.has_told_of_rewriting:
-            chat.has_told_of_rewriting = True
-            logger.warning(
-                "a conversation begins a new row where the model's chat template writes its past "
-                "otherwise: %s; Conversation(history='keep') goes on with what was sampled",
-                rewrites,
-            )
-        return None
-
-    def _take(
-        self,
-        engine: TokenEngine,
-        completion: Completion,
-        ends: frozenset[int],
-        prompt: list[int],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> ChatTurn:
-        chat = self._format
-        assert chat is not None
-        text = _text_of(engine.tokenizer, completion, ends)
-        message: Message = {"role": "assistant", "content": text}
-        if chat.splits_reasoning:
-            opening = str(engine.tokenizer.decode(prompt[-8:], skip_special_tokens=False))
-            message |= _split(text, is_thinking=opening.rstrip().endswith(_THINK))
-        message["content"] = chat.unwrapped(message["content"])
-        read = ReadAnswer(message["content"])
-        if chat.tool_format is not None:
-            read = chat.tool_format.read(message["content"], tools)
-        calls = tuple(
-            ToolCall(call_id, name, arguments)
-            for call_id, (name, arguments, _) in zip(
-                self._call_ids([own for _, _, own in read.calls]), read.calls, strict=True
-            )
-        )
-        self._num_calls += len(calls)
-        message["content"] = read.content
-        if calls:
-            message["tool_calls"] = [call.as_message() for call in calls]
-        tokens = completion.token_ids
-        self._note_answer(message, tokens[-1] if tokens else None)
-        return ChatTurn(message, text, calls, read.problems, completion.finish_reason, len(tokens))
-
-    def _call_ids(self, own: Sequence[str]) -> list[str]:
-        """Ids of new calls: the model's own where they can be used, each once in the conversation.
-
-        Args:
-            own: "": it gives none.
-        """
-        used = {call.get("id") for it in self._messages for call in it.get("tool_calls") or ()}
-        found = list[str]()
-        for number, call_id in enumerate(own, self._num_calls):
-            if not _CALL_ID.fullmatch(call_id) or call_id in used:
-                call_id = next(made for n in count(number) if (made := f"call{n:05d}") not in used)
-            used.add(call_id)
-            found.append(call_id)
-        return found
-
-    def _note_answer(self, message: Message, last_token: int | None) -> None:
-        added = tuple(map(MessageShape.of, self._messages[self._num_answered :]))
-        if self._last is None:
-            self._beginning = added
-        else:
-            past = [shape.of_past for shape in (self._last[0], *added)]
-            turn = tuple(dict.fromkeys(past))  # several results are as one
-            self._turns.pop(turn, None)  # the newest ones stand last
-            self._turns[turn] = None
-        self._messages.append(message)
-        self._num_answered = len(self._messages)
-        self._last = MessageShape.of(message), last_token
+        on_tokens = None if on_text is None else planned.text_stream(on_text)
+        completion = await engine.generate(planned.prompt, sampling, on_tokens=on_tokens)
+        node = planned.node(completion, self._num_calls)
+        self._nodes.append(node)
+        self._num_calls += len(node.turn.tool_calls)
+        # others may have been added behind it meanwhile
+        self._messages.insert(node.num_messages - 1, node.turn.message)
+        return node.turn
 
 
-def _text_of(
-    tokenizer: PreTrainedTokenizerBase, completion: Completion, ends: frozenset[int]
-) -> str:
-    """The answer up to what ends it, with special tokens: calls and reasoning may have some."""
-    tokens = completion.token_ids
-    if tokens and tokens[-1] in ends:
-        tokens = tokens[:-1]
-    decoded: Any = tokenizer.decode(
-        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    starts = [start for stop in completion.stop if (start := decoded.find(stop)) >= 0]
-    return str(decoded)[: min(starts, default=None)]
-
-
-def _split(text: str, *, is_thinking: bool) -> Message:
-    """The reasoning that an answer begins with, and the rest of it.
+def checked_message(message: Mapping[str, Any], number: int) -> Message:
+    """A copy, with the arguments of tool calls as objects.
 
     Args:
-        is_thinking: its beginning stands in the prompt.
+        number: of the message, for what is told.
+    Raises: WorkflowError: it has no known role, no content, or a tool call without JSON.
     """
-    begun = text.lstrip().startswith(_THINK)
-    if not (begun or is_thinking):
-        return {"content": text}
-    reasoning, _, content = text.partition(_THOUGHT)
-    return {
-        "content": content.strip(),
-        "reasoning_content": reasoning.lstrip().removeprefix(_THINK).strip(),
-    }
-
-
-def _checked(message: Mapping[str, Any], number: int) -> Message:
-    """A copy, with the arguments of tool calls as objects."""
     check_message(message, f"message {number}")
     if message["role"] not in ROLES:
         raise WorkflowError(
@@ -352,17 +177,3 @@ def _with_objects(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(function["arguments"], dict):
         raise TypeError("the arguments are no object")
     return {**call, "function": function}
-
-
-def _checked_tools(tools: Any) -> list[Mapping[str, Any]]:
-    for tool in tools:
-        try:
-            is_named = isinstance(tool["function"]["name"], str)
-        except (KeyError, TypeError):
-            is_named = False
-        if not is_named:
-            raise WorkflowError(
-                f"a tool is {tool!r:.200}: expected "
-                '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-            )
-    return list(tools)

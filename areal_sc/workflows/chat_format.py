@@ -143,6 +143,8 @@ class ChatFormat:
 
     Attributes:
         key: two formats with equal ones are the same.
+        ends: the text of each of these tokens.
+        around: what the template itself puts before and behind the content of an answer.
         splits_reasoning: the template knows that an answer may begin with reasoning.
         tool_format: how it writes calls; None: there are no tools.
     Raises: WorkflowError: there is no template, it refuses a plain conversation, or calls have a
@@ -163,9 +165,9 @@ class ChatFormat:
             )
         self.key = (json.dumps(tools), json.dumps(arguments), ends)
         self.has_told_of_rewriting = False
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._arguments = {"tools": list(tools), **arguments} if tools else dict(arguments)
-        self._ends = {token: _text(tokenizer, token) for token in sorted(ends)}
+        self.ends = {token: _text(tokenizer, token) for token in sorted(ends)}
         template = tokenizer.get_chat_template(tools=list(tools) or None)
         if tools and not re.search(r"\btools\b", template):
             raise WorkflowError("the model's chat template does not tell a model of tools")
@@ -178,12 +180,12 @@ class ChatFormat:
         self._proved: dict[tuple[MessageShape, ...], bool] = {}
         if self._thoughts_in_content:
             self._thoughts_in_content = self._keeps_thoughts()
-        self._around = self._find_around()
+        self.around = self._find_around()
         self.tool_format = self._find_tool_format() if tools else None
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a whole conversation, up to where the next answer begins."""
-        return encode_chat(self._tokenizer, [self._as_read(it) for it in messages], self._arguments)
+        return encode_chat(self.tokenizer, [self._as_read(it) for it in messages], self._arguments)
 
     def bridge(
         self,
@@ -225,38 +227,34 @@ class ChatFormat:
             rewrites = "it writes an answer, or what came before it, otherwise"
         return TurnBridge(self._encode(text, trial.end, last_token), rewrites)
 
-    def unwrapped(self, text: str) -> str:
-        """An answer without what the template itself puts around its content."""
-        before, behind = self._around
-        return text.removeprefix(before).removesuffix(behind)
-
     def _encode(self, text: str, end: int | None, last_token: int | None) -> list[int]:
         """Tokens of the text behind an answer, and of the token that ends it, if it has none yet.
 
         The text is encoded together with a token before it, as some tokenizers write the begin of
         a text in another way.
         """
-        is_ended = last_token in self._ends
-        ended = self._ends.get(last_token, "") if last_token is not None else ""
+        is_ended = last_token in self.ends
+        ended = self.ends.get(last_token, "") if last_token is not None else ""
         if end is None and ended and text.lstrip().startswith(ended):
             text, end = text.lstrip().removeprefix(ended), last_token
         if end is None:
             return self._tokens(text)
-        tokens = self._tokens(self._ends[end] + text)
+        tokens = self._tokens(self.ends[end] + text)
         if tokens[0] != end:
             tokens = [end, *self._tokens(text)]
         return tokens[1:] if is_ended else tokens
 
     def _tokens(self, text: str) -> list[int]:
-        return [int(it) for it in self._tokenizer.encode(text, add_special_tokens=False)]
+        return [int(it) for it in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def _trial(self, shapes: tuple[MessageShape, ...]) -> _TriedAnswer | None:
-        if shapes not in self._trials:
-            if len(self._trials) >= _MAX_TRIALS:
-                self._trials.clear()
-                self._proved.clear()
-            self._trials[shapes] = self._try(shapes)
-        return self._trials[shapes]
+        if shapes in (known := self._trials):
+            return known[shapes]
+        if len(known) >= _MAX_TRIALS:
+            # new ones: another thread may read the old ones
+            self._trials, self._proved = {}, {}
+        trial = self._trials[shapes] = self._try(shapes)
+        return trial
 
     def _go_on(self, messages: Sequence[Message], answer: Message, added: Sequence[Message]) -> str:
         """What the template makes of a trial and of the real messages behind it."""
@@ -300,7 +298,7 @@ class ChatFormat:
             return None
         stops = {
             behind.rfind(text) + len(text): end
-            for end, text in self._ends.items()
+            for end, text in self.ends.items()
             if text and text in behind
         }
         if stops:
@@ -329,7 +327,7 @@ class ChatFormat:
         if not after.startswith(trial.before):
             return "", ""
         before = after[len(trial.before) : after.index(trial.marks[0])]
-        end = "" if trial.end is None else self._ends[trial.end]
+        end = "" if trial.end is None else self.ends[trial.end]
         return before, trial.closing.removesuffix(end)
 
     def _find_tool_format(self) -> ToolFormat:
@@ -357,7 +355,7 @@ class ChatFormat:
             if shared < len(opening):  # it begins otherwise, such as without a thought
                 shared = text.rfind(">", 0, shared) + 1
             text = text[shared:]
-            for end in self._ends.values():
+            for end in self.ends.values():
                 text = text.rpartition(end)[0] or text
             if "None" not in text and (found := find_format(text)):
                 return replace(found, max_calls=1) if num_calls == 1 else found
@@ -386,7 +384,7 @@ class ChatFormat:
 
     def _render(self, messages: Sequence[Message], *, is_open: bool = False) -> str:
         try:
-            text: Any = self._tokenizer.apply_chat_template(
+            text: Any = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=is_open, **self._arguments
             )
         except Exception as error:  # the model's own code, which jinja runs

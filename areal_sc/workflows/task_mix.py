@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import TensorMetadata
 from areal_sc.rewards.base import PART_PREFIX
@@ -82,6 +83,10 @@ class MixedWorkflow(Workflow):
     def check(self) -> None:
         for workflow in self.workflows.values():
             workflow.check()
+
+    def check_settings(self, config: RolloutConfig) -> None:
+        for workflow in self.workflows.values():
+            workflow.check_settings(config)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         name = row.get(TASK_KEY)

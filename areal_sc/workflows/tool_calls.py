@@ -109,8 +109,12 @@ class ToolFormat:
                 for name, _, _ in too_many
             ]
         if parts:
-            content = content.strip().removesuffix(self.section).strip()
+            content = content.rstrip().removesuffix(self.section).rstrip()
         return ReadAnswer(content, tuple(calls), tuple(problems))
+
+    def is_call(self, text: str) -> bool | None:
+        """Whether an answer that begins so is a call as a whole; None: more of it will tell."""
+        return False
 
     def _parts(self, text: str) -> list[str]:
         """What is before the first call, and then each call."""
@@ -127,11 +131,23 @@ class JsonCalls(ToolFormat):
     name_key: str
     arguments_key: str
 
+    def is_call(self, text: str) -> bool | None:
+        if self.marker:
+            return False
+        begun = self._begun(text)
+        key, found = f'"{self.name_key}', begun.removeprefix("{").lstrip()
+        if begun.startswith("{") and found.startswith(key):
+            return True
+        is_open = not begun or (begun.startswith("{") and key.startswith(found))
+        return None if is_open or self.section.startswith(text.strip()) else False
+
     def _parts(self, text: str) -> list[str]:
         if self.marker:
             return super()._parts(text)
-        begun = text.strip().removeprefix(self.section).lstrip()
-        return ["", begun] if re.match(r"\{\s*\"" + re.escape(self.name_key), begun) else [text]
+        return ["", self._begun(text)] if self.is_call(text) else [text]
+
+    def _begun(self, text: str) -> str:
+        return text.strip().removeprefix(self.section).lstrip()
 
     def _calls(self, part: str, known: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
         value, rest = _json(part)

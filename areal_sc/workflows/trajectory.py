@@ -24,6 +24,7 @@ class Trajectory:
         metrics: numbers to be averaged and shown, e.g. {"accuracy": 1.0}.
         fields: values of each of `Workflow.fields`, by its name: [T, *shape], or [*shape] of one
             that is `per_row`.
+        output: what the episode wrote for people who read its samples.
     Raises: ValueError: a metric has the name of a part of the reward, and another value.
     """
 
@@ -35,6 +36,7 @@ class Trajectory:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
 
     def __post_init__(self) -> None:
         parts = self.reward.metrics if isinstance(self.reward, Score) else {}

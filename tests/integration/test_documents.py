@@ -63,6 +63,12 @@ NOT_RUN_HERE = {
     ),
     "import asyncio": "tests/unit/rewards/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
+    "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
+    "trainer.fit(AgentWorkflow(": "examples/agent.py",
+    "class MyAgent(Workflow):": "tests/integration/test_agents.py has one like it",
+    "python examples/agent.py --config configs/tool_use.yaml run_dir=runs/agent": (
+        "tests/integration/test_tool_use.py"
+    ),
     "make quickstart": "takes minutes; test_run_whole.py runs its script",
     "make test": ".ci/run",
     "python -m areal_sc samples runs/minimal": "tests/integration/test_new_project.py",
@@ -290,7 +296,7 @@ class CannedEngine:
         self.run_code = CodeRunner(SandboxConfig())
         self._answers = iter(answers)
 
-    async def generate(self, input_ids: list[int], sampling: Any = None) -> Completion:
+    async def generate(self, input_ids: list[int], sampling: Any = None, **_: Any) -> Completion:
         answer = [*next(self._answers).encode()]
         return Completion(answer, [-1.0] * len(answer), [0] * len(answer), "length", 1.0)
 

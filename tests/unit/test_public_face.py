@@ -40,6 +40,8 @@ PUBLIC = {
     "make_generator",
     "make_model",
     # workflows and data
+    "AgentCommand",
+    "AgentWorkflow",
     "Conversation",
     "JsonlPrompts",
     "Prompts",

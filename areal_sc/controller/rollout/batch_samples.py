@@ -165,4 +165,5 @@ def _sample(
         staleness=batch.global_step - first_version,
         prompt=text.prompt,
         answer=text.answer,
+        output=text.output,
     )

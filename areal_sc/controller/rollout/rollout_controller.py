@@ -410,6 +410,7 @@ class RolloutController(WeightsReader):
         if source not in self._checked:
             check_first_rows(prompts, workflow)
             check_fields(workflow, self.config.field_bytes)
+            workflow.check_settings(self.config)
             self._checked.add(source)
         if self.is_dry_run:
             self._task_look.look(source, self._sources.make_readable)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from areal_sc.engines.local.model import (
 from areal_sc.engines.local.self_check import check_generation
 from areal_sc.engines.local.slots import SlotRequest, SlotTable
 from areal_sc.engines.local.thread import GenerationThread
+from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.engines.tokenizer import end_token_ids
@@ -40,7 +42,7 @@ from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.weights import BucketLayout, WeightGroup
 
 if TYPE_CHECKING:
-    from areal_sc.engines.base import TensorSource
+    from areal_sc.engines.base import OnTokens, TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class LocalEngine(GenerationThread):
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task frees its place at once.
 
@@ -127,7 +130,10 @@ class LocalEngine(GenerationThread):
             outside the vocabulary. ConfigError: an impossible sampling setting. WorkerError: the
             engine has failed or is closed.
         """
-        return await self.complete(self._make_request(input_ids, sampling, prefix_group))
+        request = self._make_request(input_ids, sampling, prefix_group)
+        if on_tokens is None:
+            return await self.complete(request)
+        return await hand_over(on_tokens, partial(self.complete, request))
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights between two steps.

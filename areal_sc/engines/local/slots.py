@@ -43,6 +43,7 @@ class SlotRequest:
         length_reason: finish reason at `max_length`, `length` or `context`.
         stop_token_ids: tokens that end the completion.
         stops: strings that end it.
+        is_streamed: its tokens are kept for `take_streamed`.
         row: row of the table while running, -1 otherwise.
         is_finished: it has left the table.
     """
@@ -57,6 +58,7 @@ class SlotRequest:
     stop_token_ids: tuple[int, ...] = ()
     stops: StopStrings | None = None
     prefix_group: str | None = None
+    is_streamed: bool = False
     row: int = -1
     is_finished: bool = False
 
@@ -129,6 +131,7 @@ class SlotTable:
         self._requests: dict[int, SlotRequest] = {}  # by row
         self._free_rows: list[int] = []  # below num_rows, until filled or compacted
         self._groups: dict[str, list[SlotRequest]] = {}  # running, oldest first
+        self._streamed: list[tuple[int, int]] = []
 
         self.tokens = np.zeros((max_rows, max_context_tokens), dtype=np.int64)
         self.logprobs = np.zeros((max_rows, max_context_tokens), dtype=np.float32)
@@ -143,6 +146,7 @@ class SlotTable:
         self.stream_keys = np.zeros(max_rows, dtype=np.uint64)
         self.stop_token_ids = np.full((max_rows, 1), -1, dtype=np.int64)
         self.has_stop_strings = np.zeros(max_rows, dtype=np.bool_)
+        self.is_streamed = np.zeros(max_rows, dtype=np.bool_)
 
     @property
     def num_running(self) -> int:
@@ -214,6 +218,8 @@ class SlotTable:
         for at in np.flatnonzero(self.has_stop_strings[rows]):
             stops = self._requests[rows[at]].stops
             has_stopped[at] |= stops is not None and stops.completes(int(sampled[at]))
+        for at in np.flatnonzero(self.is_streamed[rows]):
+            self._streamed.append((self._requests[rows[at]].request_id, int(sampled[at])))
         is_finished = has_stopped | (length + 1 >= self.max_length[rows])
         finished = []
         for i in np.flatnonzero(is_finished):
@@ -221,6 +227,11 @@ class SlotTable:
             reason = "stop" if has_stopped[i] else request.length_reason
             finished.append((request, self._release(request, reason)))
         return finished
+
+    def take_streamed(self) -> list[tuple[int, int]]:
+        """(request id, token) of what `record` was given for streamed requests since last time."""
+        streamed, self._streamed = self._streamed, []
+        return streamed
 
     def cancel(self, request: SlotRequest) -> Completion:
         """Removes a waiting or running request and returns what it has so far."""
@@ -260,6 +271,7 @@ class SlotTable:
         self.stop_token_ids[row] = -1
         self.stop_token_ids[row, :num_stops] = request.stop_token_ids
         self.has_stop_strings[row] = request.stops is not None
+        self.is_streamed[row] = request.is_streamed
         if request.prefix_group is not None:
             self._groups.setdefault(request.prefix_group, []).append(request)
 
@@ -307,6 +319,7 @@ class SlotTable:
             self.stream_keys,
             self.stop_token_ids,
             self.has_stop_strings,
+            self.is_streamed,
         ):
             column[targets] = column[sources]
         moves = list(zip(sources, targets, strict=True))

@@ -3,7 +3,7 @@
     event loop                                thread
     generate, cancel_group, call, ...         between two steps: runs what was posted
       post a command, wait for its future ->  step: one forward pass for all running requests
-      futures are set                      <- one wake-up a step with what has finished
+      futures are set, streams told        <- one wake-up a step with what is new to somebody
 
 Consumes: commands, in order. Waits for: a command, when nothing runs or it is paused. Unblocked
 by: every posted command. Ends: on `close`, or when a step raises or does not end; then all pending
@@ -17,12 +17,12 @@ import faulthandler
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.engines.local.generator import Finished, SlotGenerator
 from areal_sc.engines.local.slots import SlotRequest
 from areal_sc.errors import ArealError, WorkerError
@@ -55,6 +55,7 @@ class GenerationThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._completions: dict[int, asyncio.Future[Completion]] = {}
+        self._on_tokens: dict[int, OnTokens] = {}
         self._replies: set[asyncio.Future[None]] = set()
         self._unposted: list[Command] = []
         self._failure: ArealError | None = None
@@ -102,14 +103,19 @@ class GenerationThread:
         """Steps go on."""
         await self.call(lambda: self._set_paused(False))
 
-    async def complete(self, request: SlotRequest) -> Completion:
+    async def complete(self, request: SlotRequest, on_tokens: OnTokens | None = None) -> Completion:
         """The request's completion. Cancelling the task frees its place at once.
 
+        Args:
+            on_tokens: takes its tokens after each step, and never raises.
         Raises: WorkerError: it has failed, is closed, or was not started; also while it waits.
         """
+        request.is_streamed = on_tokens is not None
         self._post(lambda: self._generator.table.add(request))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._completions[request.request_id] = future
+        if on_tokens is not None:
+            self._on_tokens[request.request_id] = on_tokens
         try:
             return await future
         except asyncio.CancelledError:
@@ -117,6 +123,8 @@ class GenerationThread:
             if self._completions.pop(request.request_id, None) is not None:
                 self._post(lambda: self._cancel(request))
             raise
+        finally:
+            self._on_tokens.pop(request.request_id, None)
 
     async def call(self, action: Command, *, when_empty: bool = False) -> None:
         """Runs `action` between two steps and raises what it raised.
@@ -161,7 +169,10 @@ class GenerationThread:
         self._unposted.clear()
         self._wake.set()
 
-    def _deliver(self, finished: Finished) -> None:
+    def _deliver(self, finished: Finished, streamed: Iterable[tuple[int, int]] = ()) -> None:
+        for request_id, token in streamed:
+            if on_tokens := self._on_tokens.get(request_id):
+                on_tokens((token,))
         for request, completion in finished:
             if future := self._completions.pop(request.request_id, None):
                 _settle(future, completion)
@@ -204,8 +215,9 @@ class GenerationThread:
                     self._step = self._num_steps
                     finished = self._generator.step()
                     self._step = 0
-                    if finished:
-                        self._deliver_later(finished)
+                    streamed = self._generator.table.take_streamed()
+                    if finished or streamed:
+                        self._to_loop(self._deliver, finished, streamed)
                 else:
                     self._wake.wait(_IDLE_CHECK_S)
         except Exception as error:  # the thread's main: every failure must reach the callers

@@ -49,7 +49,7 @@ from areal_sc.weights import BucketLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from areal_sc.engines.base import TensorSource
+    from areal_sc.engines.base import OnTokens, TensorSource
 
 
 class ServerEngine(ReplicaSet):
@@ -100,6 +100,7 @@ class ServerEngine(ReplicaSet):
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Samples one completion; see the protocol. Cancelling the task ends it on its server.
 
@@ -111,7 +112,10 @@ class ServerEngine(ReplicaSet):
             servers are lost, or the engine is closed.
         """
         request = self._make_request(input_ids, sampling, prefix_group)
-        return await self._completer.complete(request)
+        completion = await self._completer.complete(request)
+        if on_tokens is not None and completion.token_ids:
+            on_tokens(completion.token_ids)
+        return completion
 
     def cancel_group(self, prefix_group: str) -> None:
         self._completer.cancel_group(prefix_group)

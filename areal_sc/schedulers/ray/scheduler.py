@@ -24,7 +24,7 @@ from msgspec import json
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.schema import SchedulerConfig
 from areal_sc.errors import ConfigError, SchedulerSilent
-from areal_sc.schedulers.agents_elsewhere import AgentCommand, AgentsElsewhere, AgentStart
+from areal_sc.schedulers.agents_elsewhere import AgentsElsewhere, AgentStart, StartCommand
 from areal_sc.schedulers.ray.cluster import ANSWER_LIMIT_S, RayCluster
 
 _DIGEST_CHARS: Final = 12
@@ -90,7 +90,7 @@ class RayScheduler(AgentsElsewhere[RayAgent]):
             return None
         return next((machine for machine in there if machine not in used), None)
 
-    def start_agent(self, start: AgentStart, command: AgentCommand, invitation: bytes) -> RayAgent:
+    def start_agent(self, start: AgentStart, command: StartCommand, invitation: bytes) -> RayAgent:
         self._cluster.start(
             start.name,
             group=self._place["group"],

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from areal_sc.system.process import be_deaf
 from areal_sc.system.sandbox import kernel
@@ -49,6 +50,32 @@ class Apart:
     layer: str
     why_not: str
     pid: int
+
+
+def begin_apart(
+    spec: Mapping[str, Any], pack: Callable[[list[Any]], bytes]
+) -> socket.socket | None:
+    """Keeps this process apart as `OwnProcesses` asks for it, and says that it is ready.
+
+    Args:
+        spec: `fd`, the socket; `sources`, `isolation`, `hides` as of `OwnProcesses`; `network` and
+            `read` as of `narrow`; `is_tried` as of `keep_apart`.
+        pack: a message as bytes.
+    Returns: the socket, or None: it cannot be as narrow as that, which was told.
+    """
+    shows = [spec["sources"]]
+    apart = keep_apart(
+        spec["isolation"], spec["hides"], shows, spec["fd"], is_tried=spec["is_tried"]
+    )
+    connection = socket.socket(fileno=3 if apart.layer else spec["fd"])
+    connection.setblocking(True)
+    try:
+        narrow(network=spec["network"], read=spec["read"], shows=shows)
+    except OSError as error:
+        connection.sendall(pack(["unfit", str(error)]))
+        return None
+    connection.sendall(pack(["ready", apart.pid, apart.layer, apart.why_not]))
+    return connection
 
 
 def keep_apart(

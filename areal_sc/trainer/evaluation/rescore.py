@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import CommandError, WorkflowError
 from areal_sc.hub import local_model
 from areal_sc.rejection import Rejection
@@ -54,10 +54,13 @@ class _Replay:
         sampling: GenerationConfig,
         *,
         prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         kept = next(self._left, None)
         if kept is None:
             raise WorkflowError("the workflow asks for more completions than are kept")
+        if on_tokens is not None and kept.token_ids:
+            on_tokens(kept.token_ids)
         zeros = [0.0] * len(kept.token_ids)
         versions = [0] * len(kept.token_ids)
         return Completion(

@@ -104,7 +104,7 @@ def test_what_is_no_text_is_not_waited_for() -> None:
     junk = vocabulary[symbols_of("é")[1]]  # the second byte of two
     for token in [vocabulary["a"], *[junk] * 500, vocabulary["b"], vocabulary["a"]]:
         assert not reader.completes(token)
-        assert len(reader._token_ids) < 50
+        assert len(reader._text._token_ids) < 50
     assert reader.completes(vocabulary["b"])
 
 

@@ -34,9 +34,7 @@ class LaterFirst:
     def __init__(self) -> None:
         self.ended = [asyncio.Event() for _ in range(4)]
 
-    async def generate(
-        self, input_ids: Sequence[int], *_: Any, prefix_group: str | None
-    ) -> Completion:
+    async def generate(self, input_ids: Sequence[int], *_: Any, **__: Any) -> Completion:
         (number,) = input_ids
         if number == 3:
             self.ended[3].set()

@@ -19,6 +19,7 @@ from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.workers.calls import ReadTexts, RowText
 from areal_sc.workers.row_texts import RowTexts
+from areal_sc.workflows.trajectory import Trajectory
 
 ROWS = [("12=", "3$"), ("ab", "c=d$"), ("x", "yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy")]
 FIELDS = {"input_ids": "int32", "loss_mask": "bool"}
@@ -51,12 +52,18 @@ def seal(plane: Any, tokenizer: Any, rows: Sequence[tuple[str, str]] = ROWS) -> 
     return BatchMetadata("b", 0, (Columns(dict(FIELDS), (shard,)),), metadata)
 
 
-async def test_chosen_rows_are_read_with_their_metrics(plane: Any, tokenizer: Any) -> None:
+def row(**told: Any) -> Trajectory:
+    return Trajectory([], [], [], [], [], 0.0, **told)
+
+
+async def test_chosen_rows_are_read_with_what_is_told_of_them(plane: Any, tokenizer: Any) -> None:
     texts, batch = RowTexts(plane), seal(plane, tokenizer)
-    texts.keep(batch.shards[0].shard_id, [{"accuracy": i} for i in range(3)])
+    outputs = ("", "it looked it up", "")
+    rows = [row(metrics={"accuracy": i}, output=it) for i, it in enumerate(outputs)]
+    texts.keep(batch.shards[0].shard_id, rows)
     found = await texts.read(ReadTexts(batch.take([1, 0]), 2000), tokenizer)
     first, second = (
-        RowText("ab", "c=d$", {"accuracy": 1.0}),
+        RowText("ab", "c=d$", {"accuracy": 1.0}, "it looked it up"),
         RowText("12=", "3$", {"accuracy": 0.0}),
     )
     assert found == (first, second)
@@ -71,9 +78,9 @@ async def test_a_long_text_is_cut(plane: Any, tokenizer: Any) -> None:
 async def test_swept_rows_are_gone_and_nothing_is_kept_of_them(plane: Any, tokenizer: Any) -> None:
     texts, batch, kept = RowTexts(plane), seal(plane, tokenizer), seal(plane, tokenizer)
     for of in (batch, kept):
-        texts.keep(of.shards[0].shard_id, [{}] * 3)
+        texts.keep(of.shards[0].shard_id, [row()] * 3)
     plane.store.sweep(live=[2], acknowledged=2)
     texts.forget()
-    assert list(texts._metrics) == [kept.shards[0].shard_id]
+    assert list(texts._told) == [kept.shards[0].shard_id]
     with pytest.raises(ShardGone):
         await texts.read(ReadTexts(batch, 20), tokenizer)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import chat_templates as templates
 import pytest
+from scripted_engine import check_trained, engine_for
 
-from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.engines.stop_strings import StopStrings
 from areal_sc.errors import WorkflowError
-from areal_sc.rewards.pool import RewardPool
-from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workflows.chat import ChatTurn, Conversation, PastTurns
 
 TOOL = {
@@ -32,79 +28,12 @@ TOOL = {
 }
 
 
-@dataclass
-class ScriptedEngine:
-    """Answers with the texts that it is given, up to a stop string, and keeps what it was sent."""
-
-    tokenizer: Any
-    max_context_tokens: int = 10_000
-    answers: list[list[int]] = field(default_factory=list)
-    sent: list[list[int]] = field(default_factory=list)
-    sampled: list[list[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.end_token_ids = templates.end_token_ids(self.tokenizer)
-
-    def will_say(self, *texts: str) -> None:
-        self.answers += [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: GenerationConfig,
-        *,
-        prefix_group: str | None = None,
-    ) -> Completion:
-        self.sent.append(list(input_ids))
-        await asyncio.sleep(0)
-        tokens, reason = self.answers.pop(0), "length"
-        if tokens and tokens[-1] in self.end_token_ids:
-            reason = "stop"
-        if sampling.stop:
-            stops = StopStrings(self.tokenizer, sampling.stop)
-            found = next((n for n, it in enumerate(tokens, 1) if stops.completes(it)), 0)
-            tokens, reason = (tokens[:found], "stop") if found else (tokens, reason)
-        self.sampled.append(tokens)
-        number = len(self.sent)
-        logprobs = [-number - n / 1000 for n in range(len(tokens))]
-        versions = [number // 2] * len(tokens)
-        return Completion(tokens, logprobs, versions, reason, 1.0, tuple(sampling.stop))
-
-    @property
-    def episode(self) -> WorkerEpisodeEngine:
-        engine, pool = cast("GenerationEngine", self), cast("RewardPool", None)
-        return WorkerEpisodeEngine(engine, pool, "g", GenerationConfig(), None)
-
-
-def engine_for(template: str, **settings: Any) -> ScriptedEngine:
-    return ScriptedEngine(templates.tokenizer_for(template), **settings)
-
-
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
 def call(**arguments: Any) -> dict[str, Any]:
     return {"name": "weather", "arguments": arguments}
-
-
-def check_trained(engine: ScriptedEngine, conversation: Conversation) -> None:
-    """Each sampled token is trained once, behind the very tokens that were sent before it."""
-    rows = conversation.trajectories(0.5)
-    trained = [
-        (list(row.input_ids[:place]), row.input_ids[place], *columns)
-        for row in rows
-        for place, (mask, *columns) in enumerate(
-            zip(row.loss_mask, row.behavior_logprobs, row.versions, strict=True)
-        )
-        if mask
-    ]
-    expected = [
-        (sent + sampled[:n], token, -number - n / 1000, number // 2)
-        for number, (sent, sampled) in enumerate(zip(engine.sent, engine.sampled, strict=True), 1)
-        for n, token in enumerate(sampled)
-    ]
-    assert trained == expected
 
 
 @dataclass(frozen=True)
@@ -191,7 +120,7 @@ async def play(
         assert got == list(answer.calls)
         assert [it.id for it in turn.tool_calls] == ids
         assert (turn.finish_reason, turn.invalid_calls) == ("stop", ())
-        begins.append(len(conversation._rows) > sum(begins))
+        begins.append(len(conversation.trajectories(0.5)) > sum(begins))
         if before:
             assert begins[-1] is not prompt.startswith(before)
         before = prompt + text
@@ -204,7 +133,7 @@ async def play(
         if added:
             conversation.add(*added)
         history += added
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
     return begins, conversation
 
 
@@ -270,7 +199,7 @@ async def test_a_sampled_thought_that_is_kept_stays_in_the_row() -> None:
         "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
         f"{first}\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n{second}"
     )
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_text_that_depends_on_the_history_begins_a_row_with_each_turn() -> None:
@@ -284,7 +213,7 @@ async def test_text_that_depends_on_the_history_begins_a_row_with_each_turn() ->
         assert len(conversation.trajectories(1.0)) == 3
         expected = "1|user|hi there</s>2|assistant|hello</s>3|user|more</s>4|assistant|"
         assert engine.tokenizer.decode(engine.sent[1]) == expected
-        check_trained(engine, conversation)
+        check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_other_tools_begin_a_row() -> None:
@@ -295,7 +224,7 @@ async def test_other_tools_begin_a_row() -> None:
         await engine.episode.chat(conversation, tools=tools)
         conversation.add(user("more"))
     assert len(conversation.trajectories(1.0)) == 2
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_what_was_sampled_is_never_tokenized_again() -> None:
@@ -315,7 +244,7 @@ async def test_what_was_sampled_is_never_tokenized_again() -> None:
         [row] = conversation.trajectories(1.0)
         num_drifted += anew["input_ids"][: len(row.input_ids)] != row.input_ids
     assert num_drifted == 5
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
     assert sum(row.loss_mask) == sum(map(len, engine.sampled))
 
 
@@ -333,7 +262,7 @@ async def test_a_turn_is_ended_once_however_its_answer_ended(end: str, reason: s
     await engine.episode.chat(conversation)
     expected = f"hello{end or '<|im_end|>'}\n<|im_start|>user\nmore<|im_end|>\n"
     assert expected in engine.tokenizer.decode(engine.sent[1])
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_the_mark_of_another_speaker_ends_an_answer_and_stays() -> None:
@@ -345,7 +274,7 @@ async def test_the_mark_of_another_speaker_ends_an_answer_and_stays() -> None:
     await engine.episode.chat(conversation)
     sent = engine.tokenizer.decode(engine.sent[1])
     assert sent.endswith("hello<|observation|><|user|>\nmore<|assistant|>\n")
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 @pytest.mark.parametrize("first", [3, 9, 11])
@@ -369,7 +298,7 @@ async def test_a_stop_string_ends_a_turn_across_tokens(first: int) -> None:
     assert sent.endswith(
         f"{sampled}<|im_end|>\n<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n"
     )
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_a_call_that_a_stop_string_ends_is_read() -> None:
@@ -405,7 +334,7 @@ async def test_a_call_that_cannot_be_read_is_told_and_stays_in_the_text(
     conversation.add(user(turn.invalid_calls[0]))
     await engine.episode.chat(conversation, tools=[TOOL])
     assert len(conversation.trajectories(1.0)) == 1
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_each_call_has_an_id_of_its_own_that_the_template_takes() -> None:
@@ -430,7 +359,7 @@ async def test_more_calls_than_the_template_takes_end_no_conversation() -> None:
     assert (len(turn.tool_calls), len(turn.invalid_calls)) == (1, 1)
     conversation.add(turn.tool_calls[0].answer("sunny"))
     assert (await engine.episode.chat(conversation, tools=[TOOL])).content == "fine"
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))
 
 
 async def test_a_conversation_that_has_no_room_left_says_so_and_keeps_its_rows() -> None:
@@ -502,7 +431,6 @@ async def test_a_turn_that_failed_can_be_tried_again() -> None:
     conversation.add(user("more"))
     with pytest.raises(IndexError):  # nothing is left to say
         await engine.episode.chat(conversation)
-    del engine.sent[-1]
     engine.will_say("again<|im_end|>")
     await engine.episode.chat(conversation)
-    check_trained(engine, conversation)
+    check_trained(engine, conversation.trajectories(0.5))

@@ -30,9 +30,9 @@ class Recorded(WorkerEpisodeEngine):
         self.calls: list[tuple[list[int], Completion]] = []
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None, **options: Any
     ) -> Completion:
-        completion = await super().generate(input_ids, sampling)
+        completion = await super().generate(input_ids, sampling, **options)
         self.calls.append((list(input_ids), completion))
         return completion
 

@@ -53,7 +53,7 @@ class ScriptedEngine:
         self._finish_reason = finish_reason
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
+        self, input_ids: Sequence[int], sampling: GenerationConfig | None = None, **_: Any
     ) -> Completion:
         self.asked.append((list(input_ids), sampling))
         token_ids = self.tokenizer.encode(self._answers.pop(0), add_special_tokens=False)

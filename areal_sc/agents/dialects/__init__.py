@@ -1,0 +1,1 @@
+"""How clients speak: what they send and read, translated to calls and answers of the model."""

@@ -1,0 +1,56 @@
+"""What the dialects share: a body read by its types, and events written. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from areal_sc.agents.calls import CallRefused
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+def read_body(body: Mapping[str, Any], kind: type[_Body], *, without: Collection[str]) -> _Body:
+    """A body as a struct, whose types say what can be asked for; null is as if it was not there.
+
+    Args:
+        without: names of fields that change nothing in what is sampled, whatever they hold.
+    Raises: CallRefused: 400: a field is wrong, or nothing that the struct has.
+    """
+    asked = {name: it for name, it in body.items() if it is not None and name not in without}
+    try:
+        return msgspec.convert(asked, kind)
+    except msgspec.ValidationError as error:
+        raise CallRefused(
+            400, "invalid_body", f"{error}: it is wrong, or cannot be done here: leave it out"
+        ) from error
+
+
+def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """A tool in the form that chat templates read.
+
+    Args:
+        parameters: JSON schema of the arguments.
+    """
+    told = {} if description is None else {"description": description}
+    function = {"name": name, **told, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def one_call_only() -> CallRefused:
+    """The refusal of a call that must not be answered with several calls of tools."""
+    return CallRefused(
+        400,
+        "invalid_body",
+        "parallel calls of tools cannot be forbidden: the model calls as many as it samples; "
+        "leave it out, and run the calls one after the other",
+    )
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """A piece of `text/event-stream`."""
+    body = json.dumps({"type": kind, **fields}, separators=(",", ":"))
+    return f"event: {kind}\ndata: {body}\n\n".encode()

@@ -1,0 +1,343 @@
+"""Agents in processes of their own, which can be killed: alone, or many beside each other in one.
+
+    consumes     calls of `run`
+    waits for    a process's start; then the agent's answer, the end of its process, or its limit
+    unblocked by the process, the kernel (end of file), or the event loop's clock
+
+An agent without a parameter `session` finds the model by environment variables, so it is alone in
+its process. The next episode goes on in it, because imports take seconds. An awaited agent with a
+`session` runs beside the others of its worker; where one of them ends their process, nobody knows
+which. Each is told so, and may be run again alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.agents.agent import NamedAgent, as_json, reference_for
+from areal_sc.agents.command import AgentCommand
+from areal_sc.agents.process import AGENT, Unpacker, pack
+from areal_sc.config.agent_settings import AgentsConfig
+from areal_sc.errors import AgentError, WorkflowError
+from areal_sc.rejection import RejectionKind
+from areal_sc.rewards.base import Narrowing
+from areal_sc.rewards.functions import name_of, place_of_definition
+from areal_sc.sources.reference import written_reference
+from areal_sc.sources.values import UnfitValue, to_wire
+from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.own_processes import OwnProcess, OwnProcesses
+from areal_sc.workflows.base import AgentReturn, AgentSession
+
+LOAD_TIMEOUT_S: Final = 120.0
+"""Bound of importing the agent's module, which is no part of an episode's time."""
+
+CANCEL_GRACE_S: Final = 5.0
+"""An awaited agent that has not ended so long after it was cancelled has its process killed."""
+
+
+_SHOWN_CHARS: Final = 300
+
+
+class _AgentProcess:
+    """A process that has loaded an agent, with the calls that run in it."""
+
+    def __init__(self, process: OwnProcess) -> None:
+        self.process = process
+        self.is_ending = False
+        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
+        self._numbers = itertools.count()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
+        self._writing = asyncio.create_task(self._write())
+
+    @property
+    def is_usable(self) -> bool:
+        return not (self.is_ending or self._reading.done())
+
+    def call(self, row: Any, session: dict[str, str]) -> tuple[int, asyncio.Future[list[Any]]]:
+        """Its number, and its answer, which is a ConnectionError if the process ends."""
+        number = next(self._numbers)
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        answer.add_done_callback(lambda it: self._forget(number, it))
+        self.tell("call", number, row, session)
+        if self._reading.done():
+            answer.set_exception(ConnectionResetError())
+        return number, answer
+
+    def tell(self, *message: Any) -> None:
+        self._outbox.put_nowait(pack(list(message)))
+
+    async def stop(self) -> None:
+        """Nothing is read or written any more; what runs has ended."""
+        self._reading.cancel()
+        self._writing.cancel()
+        await asyncio.wait([self._reading, self._writing])
+
+    def _forget(self, number: int, answer: asyncio.Future[list[Any]]) -> None:
+        self._answers.pop(number, None)
+        _ = answer.cancelled() or answer.exception()  # maybe nobody waits for it any more
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                kind, number, *rest = await self.process.reply()
+                if number in self._answers:
+                    self._answers[number].set_result([kind, *rest])
+        except (OSError, ValueError, TypeError):  # it has ended, or wrote what is no message
+            pass
+        finally:
+            for answer in list(self._answers.values()):
+                answer.set_exception(ConnectionResetError())
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self.process.send(await self._outbox.get())
+        except OSError:
+            pass  # whoever reads notices
+
+
+@dataclass(eq=False)
+class _Crew:
+    """The processes of one agent.
+
+    Attributes:
+        reference: to the agent.
+        python: the interpreter that runs it, "": this one.
+        is_awaited: as its process says.
+        runs_beside: others in one process; None: it was not loaded yet.
+        idle: processes that wait for an episode to be alone there.
+        shared: the process that the others share.
+    """
+
+    agent: Any
+    reference: dict[str, Any]
+    python: str
+    is_awaited: bool = False
+    runs_beside: bool | None = None
+    idle: list[_AgentProcess] = field(default_factory=list)
+    shared: _AgentProcess | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def wire_of(self, row: Mapping[str, Any]) -> Any:
+        """Raises: WorkflowError: the agent would get another row."""
+        if self.python:
+            return json.loads(as_json(row, f"agent {name_of(self.agent)}"))
+        try:
+            return to_wire(dict(row))
+        except UnfitValue as error:
+            raise WorkflowError(error.located(f"agent {name_of(self.agent)}: row")) from None
+
+    def end_of(self, kind: str, told: Any, output: str) -> AgentReturn:
+        """Raises: AgentError: the agent failed."""
+        if kind == "failed":
+            raise self.failed(told, output)
+        return AgentReturn(told, output)
+
+    def failed(self, told: Mapping[str, str], output: str = "") -> AgentError:
+        message = f"agent {name_of(self.agent)}: {told['message']}"
+        if output:
+            message += f"; at last it wrote: {output[-_SHOWN_CHARS:]}"
+        where = {name: it for name, it in told.items() if name != "message"}
+        return AgentError(message, **{"place": self._place, **where})
+
+    def error(
+        self, what: str, kind: RejectionKind, frames: str = "", place: str = ""
+    ) -> AgentError:
+        message = f"agent {name_of(self.agent)}: {what}"
+        return AgentError(message, kind=kind, place=place or self._place, frames=frames)
+
+    @property
+    def _place(self) -> str:
+        is_known = not isinstance(self.agent, NamedAgent | AgentCommand)
+        return place_of_definition(self.agent) if is_known else ""
+
+
+class AgentPool:
+    """Runs the agents of a worker.
+
+    Args:
+        processes: forks their processes.
+        config: how they run; of `max_turns` it knows nothing.
+        log_path, sources, isolation, hides: as of `OwnProcesses`.
+    """
+
+    def __init__(
+        self,
+        processes: ForkServer,
+        config: AgentsConfig,
+        *,
+        log_path: Path,
+        sources: Path,
+        isolation: str,
+        hides: Sequence[Path | str],
+    ) -> None:
+        self.config = config
+        self._sources = sources
+        self._own = OwnProcesses(
+            processes,
+            role=AGENT,
+            log_path=log_path,
+            sources=sources,
+            make_unpacker=Unpacker,
+            isolation=isolation,
+            hides=hides,
+        )
+        self._places = asyncio.Semaphore(config.num_processes)
+        self._crews: dict[int, _Crew] = {}
+
+    async def run(
+        self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
+    ) -> AgentReturn:
+        """Runs an agent on a row, until it returns.
+
+        Args:
+            agent: an `AgentFunction`, a `NamedAgent`, or an `AgentCommand`.
+            is_alone: no other episode is in its process.
+        Raises:
+            AgentError: it raised, returned no finite number, passed `agents.episode_timeout_s`, or
+                its process ended while it ran.
+            WorkflowError: the agent, or the row, cannot be given to another process.
+            WorkerError: no process can be had; says nothing about the agent.
+        """
+        crew = self._crew_of(agent)
+        call = crew.wire_of(row), {"base_url": session.base_url, "api_key": session.api_key}
+        if crew.runs_beside is None:
+            async with crew.starting:
+                if crew.runs_beside is None:
+                    crew.idle.append(await self._start(crew))
+        if crew.runs_beside and not is_alone:
+            return await self._run_beside(crew, *call)
+        async with self._places:
+            return await self._run_alone(crew, *call)
+
+    async def close(self) -> None:
+        """Kills all processes; whatever still runs ends with an AgentError. Bounded."""
+        self._own.kill_all()
+        for crew in self._crews.values():
+            for process in (*crew.idle, *filter(None, [crew.shared])):
+                await self._end(process)
+
+    def _crew_of(self, agent: Any) -> _Crew:
+        if id(agent) not in self._crews:
+            self._crews[id(agent)] = _Crew(agent, *self._reference_of(agent))
+        return self._crews[id(agent)]
+
+    def _reference_of(self, agent: Any) -> tuple[dict[str, Any], str]:
+        """How the agent is named, and for which interpreter, "": this one."""
+        python = "" if isinstance(agent, AgentCommand) else self.config.python
+        if python:
+            return reference_for(agent, python).to_wire(), python
+        if isinstance(agent, NamedAgent):
+            return agent.reference().to_wire(), ""
+        return written_reference(agent, self._sources), ""
+
+    async def _start(self, crew: _Crew) -> _AgentProcess:
+        """A process that has loaded the agent.
+
+        Raises: AgentError: it cannot be loaded. WorkflowError, WorkerError: as `run`.
+        """
+        process = await self._own.start({**Narrowing()._asdict(), "python": crew.python})
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                kind, *rest = await process.ask(pack(["load", crew.reference]))
+        except TimeoutError:
+            stacks = await self._own.stacks(process)
+            await self._own.kill(process)
+            what = f"its module was not imported in {LOAD_TIMEOUT_S:g} s"
+            raise crew.error(what, RejectionKind.agent_timeout, frames=stacks) from None
+        except BaseException as error:
+            await self._own.kill(process)
+            if not isinstance(error, OSError | ValueError):
+                raise
+            what = f"its process ended while its module was imported ({process.child.how})"
+            log = self._own.log_path
+            raise crew.error(f"{what}; see {log}", RejectionKind.agent_died) from error
+        if kind == "failed":
+            await self._own.kill(process)
+            raise crew.failed(rest[1])
+        has_session, crew.is_awaited = rest
+        crew.runs_beside = has_session and crew.is_awaited
+        return _AgentProcess(process)
+
+    async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
+        process = crew.idle.pop() if crew.idle else await self._start(crew)
+        if not process.is_usable:  # it has ended between two episodes
+            await self._end(process)
+            process = await self._start(crew)
+        is_sound = False
+        try:
+            number, answer = process.call(row, session)
+            await asyncio.wait([answer], timeout=self.config.episode_timeout_s)
+            if not answer.done():
+                raise await self._late(crew, process, number, answer)
+            if answer.exception():
+                raise await self._died(crew, process)
+            is_sound = not (crew.runs_beside or isinstance(crew.agent, AgentCommand))
+            return crew.end_of(*answer.result())
+        finally:
+            if is_sound:
+                crew.idle.append(process)
+            else:
+                await self._end(process)
+
+    async def _run_beside(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
+        async with crew.starting:
+            if crew.shared is None or not crew.shared.is_usable:
+                crew.shared = crew.idle.pop() if crew.idle else await self._start(crew)
+            process = crew.shared
+        number, answer = process.call(row, session)
+        try:
+            await asyncio.wait([answer], timeout=self.config.episode_timeout_s)
+        except asyncio.CancelledError:
+            process.tell("cancel", number)
+            raise
+        if not answer.done():
+            error = await self._late(crew, process, number, answer)
+            if not answer.done():  # the others lose their process, and are told so
+                await self._end(process)
+            raise error
+        if answer.exception():
+            raise await self._died(crew, process)
+        return crew.end_of(*answer.result())
+
+    async def _late(
+        self, crew: _Crew, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
+    ) -> AgentError:
+        """What to say of a call that takes too long, which is cancelled."""
+        place, frames = "", ""
+        if crew.is_awaited:
+            process.tell("cancel", number)
+            await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
+        if answer.done() and not answer.exception():
+            match answer.result():
+                case ["failed", {"place": place, "frames": frames}, _]:
+                    pass
+        else:
+            frames = await self._own.stacks(process.process)
+        what = (
+            f"took longer than {self.config.episode_timeout_s:g} s; make it faster, or raise "
+            "agents.episode_timeout_s"
+        )
+        return crew.error(what, RejectionKind.agent_timeout, frames, place)
+
+    async def _died(self, crew: _Crew, process: _AgentProcess) -> AgentError:
+        """What to say of a call whose process has ended while it ran."""
+        if not process.is_ending:
+            process.is_ending = True
+            await self._own.bury(process.process)
+        what = f"its process ended while it ran ({process.process.child.how})"
+        return crew.error(f"{what}; see {self._own.log_path}", RejectionKind.agent_died)
+
+    async def _end(self, process: _AgentProcess) -> None:
+        if not process.is_ending:
+            process.is_ending = True
+            await self._own.kill(process.process)
+        await process.stop()

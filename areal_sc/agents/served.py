@@ -1,0 +1,336 @@
+"""What runs inside an agent's process: load the user's function, call it, say what came of it.
+
+The standard library alone, of Python 3.9 or later: `agents.python` names an interpreter that runs
+this file by itself, and has no areal_sc.
+
+Messages are lists in JSON, one a line, on a stream socket:
+
+    ["load", reference]             -> ["loaded", takes a session, is awaited]
+                                     | ["failed", null, failure, ""]
+    ["call", number, row, session]  -> ["value", number, reward, output]
+                                     | ["failed", number, failure, output]
+    ["cancel", number]              the call's task is cancelled; its answer says where it waited
+
+where a session is what `SessionAddress` takes, and a failure the attributes of an AgentError. The
+process ends with the connection, or by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import importlib.util
+import inspect
+import io
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, Final
+
+_MAX_LINE_BYTES: Final = 256 << 20
+_MAX_OUTPUT_CHARS: Final = 16 << 10
+_MAX_FRAMES: Final = 6
+_MAX_TEXT_CHARS: Final = 2000
+_OWN_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+class SessionAddress:
+    """What an agent with a parameter `session` gets: where the model answers, in this episode.
+
+    Attributes:
+        base_url: of OpenAI's API, as its clients take it: it ends with `/v1`.
+        api_key: the episode's own.
+    """
+
+    _clients: dict[str, Any] = {}  # noqa: RUF012  # one for all sessions of the process
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+
+    @property
+    def http_client(self) -> Any:
+        """An `AsyncClient` of httpx that all sessions of the process share.
+
+        To make one takes as long as some answers: `AsyncOpenAI(..., http_client=...)` needs none of
+        its own then. It has no time limit. Raises: ImportError: there is no httpx.
+        """
+        # newer clients are built on httpx2, and take no other
+        name = "httpx2" if importlib.util.find_spec("httpx2") else "httpx"
+        if name not in self._clients:
+            httpx = importlib.import_module(name)
+            self._clients[name] = httpx.AsyncClient(timeout=None, follow_redirects=True)
+        return self._clients[name]
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which clients find the model."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url[: -len("/v1")],
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+
+class BadReward(Exception):
+    """The agent returned no finite number."""
+
+
+def is_async(agent: Any) -> bool:
+    """Whether it is to be awaited."""
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
+        getattr(type(agent), "__call__", None)  # noqa: B004  # the method, not callable()
+    )
+
+
+def takes_session(agent: Any) -> bool:
+    """Whether it has a parameter of that name."""
+    return "session" in inspect.signature(agent).parameters
+
+
+def load_by_name(reference: Mapping[str, Any]) -> Any:
+    """The function of `module:name` or `/a/file.py:name`, with its folder on `sys.path`."""
+    location, _, name = reference["target"].rpartition(":")
+    folder = reference["search_path"]
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
+    if os.path.isabs(location):
+        module_name = os.path.splitext(os.path.basename(location))[0]
+        spec = importlib.util.spec_from_file_location(module_name, location)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{location} is no file of Python")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # before the body runs: dataclasses look their module up
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(location)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def serve(
+    connection: socket.socket,
+    load: Callable[[Any], Any] = load_by_name,
+    decode: Callable[[Any], Any] = lambda row: row,
+) -> None:
+    """Serves the worker until the connection ends.
+
+    Args:
+        load: from a reference to the agent.
+        decode: from a row on the wire to the row.
+    """
+    sys.stdout = _Output(sys.stdout)
+    sys.stderr = _Output(sys.stderr)
+    with connection, connection.makefile("rb") as lines:
+        _, reference = json.loads(lines.readline())
+        try:
+            agent = load(reference)
+            has_session, is_awaited = takes_session(agent), is_async(agent)
+        except BaseException as error:  # the user's code: whatever it raises is its answer
+            connection.sendall(_line(["failed", None, failure_of(error), ""]))
+            return
+        connection.sendall(_line(["loaded", has_session, is_awaited]))
+        is_alone = not (has_session and is_awaited)
+        calls = _Calls(agent, decode, has_session=has_session, is_alone=is_alone)
+        if is_awaited:
+            asyncio.run(_serve_tasks(connection, calls))
+        else:
+            for line in lines:
+                kind, *rest = json.loads(line)
+                if kind == "call":
+                    connection.sendall(_line(calls.answer(*rest)))
+
+
+class _Output(io.TextIOBase):
+    """Standard output or error, of which each episode's own part is also kept."""
+
+    episode: ContextVar[list[str] | None] = ContextVar("episode", default=None)
+    alone: list[str] | None = None
+    """What the only episode has written: its threads know nothing of the context."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        kept = self.episode.get() or _Output.alone
+        if kept is not None:
+            kept[0] = (kept[0] + text)[-_MAX_OUTPUT_CHARS:]
+        return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def isatty(self) -> bool:
+        return False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(self._stream.encoding)
+
+    @property
+    def buffer(self) -> Any:
+        """What is written here as bytes is in the log alone."""
+        return self._stream.buffer
+
+
+class _Calls:
+    """Calls of the agent, and what comes of them."""
+
+    def __init__(
+        self, agent: Any, decode: Callable[[Any], Any], *, has_session: bool, is_alone: bool
+    ) -> None:
+        self.is_alone = is_alone
+        self._agent = agent
+        self._decode = decode
+        self._has_session = has_session
+
+    def answer(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
+        """The answer of an agent that is not awaited."""
+        kept = self._begin(session)
+        try:
+            return ["value", number, reward_of(self._call(row, session)), kept[0]]
+        except BaseException as error:  # the user's code: whatever it raises is its answer
+            return ["failed", number, failure_of(error), kept[0]]
+
+    async def answer_later(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
+        """The answer of an agent that is awaited."""
+        kept = self._begin(session)
+        try:
+            return ["value", number, reward_of(await self._call(row, session)), kept[0]]
+        except BaseException as error:  # the user's code: whatever it raises is its answer
+            return ["failed", number, failure_of(error), kept[0]]
+
+    def _begin(self, session: dict[str, str]) -> list[str]:
+        """Returns: where the text will be that the episode writes."""
+        kept = [""]
+        _Output.episode.set(kept)
+        if self.is_alone:
+            _Output.alone = kept
+            os.environ.update(SessionAddress(**session).variables())
+        return kept
+
+    def _call(self, row: Any, session: dict[str, str]) -> Any:
+        further = {"session": SessionAddress(**session)} if self._has_session else {}
+        return self._agent(self._decode(row), **further)
+
+
+async def _serve_tasks(connection: socket.socket, calls: _Calls) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
+    server, tasks = asyncio.current_task(), dict[int, Any]()
+
+    async def answer(number: int, row: Any, session: dict[str, str]) -> None:
+        writer.write(_line(await calls.answer_later(number, row, session)))
+        del tasks[number]
+        if calls.is_alone:  # as `asyncio.run` does with what an agent has begun
+            for left in asyncio.all_tasks() - {server, asyncio.current_task()}:
+                left.cancel()
+
+    while line := await reader.readline():
+        kind, number, *rest = json.loads(line)
+        if kind == "call":
+            tasks[number] = asyncio.ensure_future(answer(number, *rest))
+        elif number in tasks:
+            tasks[number].cancel()
+
+
+def reward_of(returned: Any) -> Any:
+    """What an agent returned, for JSON: a number, or several by name.
+
+    Raises: BadReward: it is neither, or a number is not finite.
+    """
+    if isinstance(returned, Mapping):
+        return {str(name): _number(value) for name, value in returned.items()}
+    return _number(returned)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        shown = f"{type(value).__name__} {str(value)[:80]!r}"
+        raise BadReward(f"the agent returned {shown}: expected a finite number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise BadReward(f"the agent returned {number}: expected a finite number")
+    return number
+
+
+def failure_of(error: BaseException) -> dict[str, str]:
+    """The message and the attributes of the AgentError for an agent that raised this."""
+    while getattr(error, "exceptions", None):  # of a group the first one
+        error = error.exceptions[0]  # type: ignore[attr-defined]
+    if isinstance(error, BadReward):
+        return {"message": str(error), "kind": "bad_reward"}
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if not _is_own(frame.filename)), 0)
+    frames = traceback.StackSummary.from_list(frames[first:])
+    users = [frame for frame in frames if not _is_library(frame.filename)]
+    place = f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}" if users else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{os.path.basename(error.filename)}:{error.lineno}"
+    try:
+        text = str(error)[:_MAX_TEXT_CHARS]
+    except BaseException:  # its class is the user's
+        text = "its text cannot be had"
+    return {
+        "message": f"{type(error).__name__}: {text}",
+        "kind": "agent_error",
+        "error_type": type(error).__name__,
+        "place": place,
+        "frames": "".join(traceback.format_list(frames[-_MAX_FRAMES:]))[-_MAX_TEXT_CHARS:],
+    }
+
+
+def _is_own(file: str) -> bool:
+    return os.path.abspath(file).startswith(os.path.join(_OWN_FOLDER, ""))
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith("<frozen ") or _is_own(file):
+        return True
+    path = os.path.realpath(file)
+    return any(path.startswith(os.path.join(os.path.realpath(it), "")) for it in _LIBRARIES)
+
+
+def _line(message: list[Any]) -> bytes:
+    # half of a surrogate pair may stand in a text: JSON has an escape for it
+    return json.dumps(message).encode() + b"\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Serves in an interpreter of its own, or tries the import of an agent.
+
+    Args:
+        arguments: the number of the socket, and of the signal that asks for stacks; or
+            `--try` and a reference in JSON, whose failure is printed.
+    """
+    sys.path.pop(0)  # the folder of this file
+    if arguments[0] == "--try":
+        try:
+            takes_session(load_by_name(json.loads(arguments[1])))
+        except BaseException as error:  # the user's code may raise anything
+            failure = failure_of(error)
+            print(f"{failure['message']} at {failure['place']}", file=sys.stderr)
+            sys.exit(1)
+        return
+    fd, number = map(int, arguments)
+    os.set_inheritable(fd, False)
+    faulthandler.enable()
+    faulthandler.register(signal.Signals(number))
+    serve(socket.socket(fileno=fd))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,357 @@
+"""The address of a worker's sessions: HTTP to calls, and answers back. No torch.
+
+consumes     requests of agents, each with the key of its session
+waits for    the clients, and the sessions' answers
+unblocked by the worker, which generates on its own event loop; at the end `close`
+
+    agent -- HTTP --> this loop: dialect, session, templates --> the worker's loop: generate
+
+It is a loop on a thread of its own, as a body of megabytes would hold up the worker's. Both
+begin with the first session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import math
+import threading
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+
+from areal_sc.agents.calls import CallRefused, Dialect, ModelCall
+from areal_sc.agents.dialects.chat_completions import ChatCompletions
+from areal_sc.agents.dialects.messages import AnthropicMessages
+from areal_sc.agents.dialects.responses import Responses
+from areal_sc.agents.keys import SessionKeys
+from areal_sc.agents.rows import Rewards
+from areal_sc.agents.session import SESSION_ENDED, Session, SessionCall, SessionSettings, anew
+from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.workflows.chat_turn import TokenEngine
+from areal_sc.workflows.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from areal_sc.config.schema import GenerationConfig
+
+logger = logging.getLogger(__name__)
+
+DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages())
+MAX_BODY_BYTES: Final = 8 << 20
+_BODY_TIMEOUT_S: Final = 60.0
+_HOST: Final = "127.0.0.1"
+_STREAM_HEADERS: Final = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+}
+_RETRY_COUNT: Final = "x-stainless-retry-count"
+"""What the clients of OpenAI and Anthropic say: 0, or which try it is."""
+_BACKLOG: Final = 1024
+"""Connections that may come in one instant; a thousand agents may begin together."""
+_SHUTDOWN_S: Final = 1.0
+_MAX_LOST: Final = 256
+"""Sessions of which is remembered that they were given up; of older ones, that they ended."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class OpenSession:
+    """A session under an address.
+
+    Attributes:
+        base_url: of OpenAI's clients, with `/v1`.
+        api_key: of this session alone.
+    """
+
+    def __init__(self, base_url: str, api_key: str, session: Session) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self._session = session
+
+    def trajectories(
+        self,
+        reward: Rewards,
+        *,
+        discount: float = 1.0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> list[Trajectory]:
+        """The rows of the session, see there."""
+        return self._session.trajectories(reward, discount=discount, metrics=metrics)
+
+
+class AgentServer:
+    """Serves the sessions of one worker to agents on its machine.
+
+    Args:
+        worker: its name.
+    """
+
+    def __init__(self, worker: str, dialects: Iterable[Dialect] = DIALECTS) -> None:
+        self._keys = SessionKeys(worker)
+        self._dialects = tuple(dialects)
+        self._numbers = itertools.count(1)
+        self._sessions = dict[int, Session]()
+        self._lost = dict[int, CallRefused]()  # of the last sessions that were given up
+        self._starting: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_ending: asyncio.Event | None = None
+        self._sending = set[asyncio.Task[None]]()
+        self._port = 0
+
+    @asynccontextmanager
+    async def open(
+        self, engine: TokenEngine, sampling: GenerationConfig, settings: SessionSettings
+    ) -> AsyncIterator[OpenSession]:
+        """A session, until the block ends. Its calls are generated on the caller's event loop.
+
+        Raises: OSError: there is no free port.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="agent server")
+        await asyncio.shield(self._starting)
+        number = next(self._numbers)
+        session = Session(_EngineOnItsLoop(engine), sampling, settings)
+        self._sessions[number] = session
+        lost: CallRefused | None = None
+        try:
+            url = f"http://{_HOST}:{self._port}/v1"
+            yield OpenSession(url, self._keys.key_of(number), session)
+        except BaseException as error:
+            lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
+            raise
+        finally:
+            del self._sessions[number]
+            if lost:
+                self._note_lost(number, lost)
+            if self._loop and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(session.end, lost)
+
+    async def close(self) -> None:
+        """Refuses all calls of open sessions, and ends the thread."""
+        if self._starting is None:
+            return
+        await asyncio.wait([self._starting])
+        if self._loop and self._is_ending and self._thread:
+            self._loop.call_soon_threadsafe(self._is_ending.set)
+            await asyncio.to_thread(self._thread.join)
+
+    def _note_lost(self, number: int, why: CallRefused) -> None:
+        self._lost[number] = why
+        while len(self._lost) > _MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+
+    async def _start(self) -> None:
+        started: Future[int] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), name="agents", daemon=True
+        )
+        self._thread.start()
+        self._port = await asyncio.wrap_future(started)
+        logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self._port)
+
+    async def _serve(self, started: Future[int]) -> None:
+        """The whole life of the thread's event loop."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for dialect in self._dialects:
+            app.router.add_post(dialect.path, self._handler(dialect))
+        app.router.add_route("*", "/{path:.*}", self._handler_of_nothing)
+        # a client that goes away ends its handler, and so stops waiting
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
+        )
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
+        except OSError as error:
+            started.set_exception(error)
+            return
+        self._loop = asyncio.get_running_loop()
+        self._is_ending = asyncio.Event()
+        started.set_result(runner.addresses[0][1])
+        await self._is_ending.wait()
+        for session in list(self._sessions.values()):
+            session.end(CallRefused(410, "session_lost", "the worker of this episode ends"))
+        await runner.cleanup()
+
+    def _handler(self, dialect: Dialect) -> Handler:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            try:
+                return await self._answer(dialect, request)
+            except CallRefused as refused:
+                return _refusal(dialect, refused)
+
+        return serve
+
+    async def _handler_of_nothing(self, request: web.Request) -> web.StreamResponse:
+        paths = ", ".join(f"POST {dialect.path}" for dialect in self._dialects)
+        why = f"there is no {request.method} {request.path:.80} here: expected {paths}"
+        return _refusal(self._dialects[0], CallRefused(404, "unknown_path", why))
+
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        try:
+            body = await _read(request)
+            call = dialect.read(_decoded(body))
+        except CallRefused:
+            session.counts["refused"] += 1
+            raise
+        retried = request.headers.get("Idempotency-Key")
+        begun = session.begin(
+            call,
+            key=f"key {retried}" if retried else _digest(dialect.path, body),
+            is_retry=bool(retried) or request.headers.get(_RETRY_COUNT, "0") != "0",
+        )
+        with begun.client():
+            if call.is_streamed:
+                return await self._stream(dialect, request, call, begun)
+            answer = await begun.answer()
+            body = msgspec.json.encode(dialect.write(call, answer))
+            response = web.Response(body=body, content_type="application/json")
+            return await self._send(request, response, begun)
+
+    async def _stream(
+        self, dialect: Dialect, request: web.Request, call: ModelCall, begun: SessionCall
+    ) -> web.StreamResponse:
+        """Begins with the first text, so that a call which is refused has its own status."""
+        stream = dialect.stream(call, begun.answer_id, begun.created_s)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        async for text in begun.texts():
+            opening = [] if response.prepared else stream.begin()
+            await response.prepare(request)
+            await response.write(b"".join((*opening, *stream.text(text))))
+        opening = [] if response.prepared else stream.begin()
+        try:
+            answer = await begun.answer()
+        except CallRefused as refused:
+            if not response.prepared:
+                raise
+            await response.write_eof(b"".join(stream.fail(refused)))
+            return response
+        return await self._send(request, response, begun, b"".join((*opening, *stream.end(answer))))
+
+    async def _send(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        begun: SessionCall,
+        rest: bytes = b"",
+    ) -> web.StreamResponse:
+        """Sends the rest of an answer, and notes whether the system has taken its last byte.
+
+        A client that has it may go away at once, which cancels the handler, but not the sending.
+        """
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
+
+        async def send() -> None:
+            with begun.delivering():
+                await response.prepare(request)
+                await response.write_eof(rest)
+
+        task = asyncio.create_task(send())
+        self._sending.add(task)
+        task.add_done_callback(self._note_sent)
+        with suppress(ConnectionError):
+            await asyncio.shield(task)
+        return response
+
+    def _note_sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.debug("a client went away before its answer was sent: %r", error)
+
+    def _session_of(self, request: web.Request) -> Session:
+        """Raises: CallRefused: 401, 409 or 410: the request has no key, or none of an open one."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        number = self._keys.read(key.strip())
+        if number is None:
+            raise CallRefused(
+                401, "invalid_api_key", "the key is of no session: expected that of this episode"
+            )
+        if (session := self._sessions.get(number)) is not None:
+            return session
+        raise anew(self._lost.get(number, SESSION_ENDED))
+
+
+class _EngineOnItsLoop:
+    """An engine that is asked from the loop of another thread."""
+
+    def __init__(self, engine: TokenEngine) -> None:
+        self.tokenizer = engine.tokenizer
+        self.max_context_tokens = engine.max_context_tokens
+        self.end_token_ids = engine.end_token_ids
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        loop = asyncio.get_running_loop()
+
+        def tell(token_ids: Sequence[int]) -> None:
+            assert on_tokens is not None
+            loop.call_soon_threadsafe(on_tokens, list(token_ids))
+
+        asked = self._engine.generate(
+            input_ids, sampling, on_tokens=None if on_tokens is None else tell
+        )
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+
+
+async def _read(request: web.Request) -> bytes:
+    """Raises: CallRefused: 413 or 408: the body is too large, or does not come."""
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise CallRefused(
+            413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes"
+        ) from error
+    except TimeoutError as error:
+        raise CallRefused(
+            408, "body_too_slow", f"the body did not come in {_BODY_TIMEOUT_S:g} s"
+        ) from error
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise CallRefused(400, "invalid_json", f"the body is no JSON object: {error}") from error
+
+
+def _digest(path: str, body: bytes) -> str:
+    return hashlib.blake2b(path.encode() + b" " + body, digest_size=16).hexdigest()
+
+
+def _refusal(dialect: Dialect, refused: CallRefused) -> web.Response:
+    comes_again = refused.retry_after_s is not None
+    headers = {"x-should-retry": "true" if comes_again else "false"}
+    if refused.retry_after_s is not None:
+        headers["Retry-After"] = f"{math.ceil(refused.retry_after_s)}"
+    return web.Response(
+        status=refused.status,
+        body=msgspec.json.encode(dialect.refuse(refused)),
+        content_type="application/json",
+        headers=headers,
+    )

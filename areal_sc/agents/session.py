@@ -1,0 +1,417 @@
+"""The calls of one episode's agent, and the rows to train on that come from them. No torch.
+
+consumes     calls, in any order and beside each other, of clients that may go away and come back
+waits for    the engine's answers
+unblocked by the engine; or by `end`, which cancels what still runs
+
+    call --> begin --> SessionCall.answer --> delivered --> trained
+                              ^ a retry joins            \\-- not: not trained, and counted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken
+from areal_sc.agents.history import CallHistory, CallPlace
+from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.errors import PromptTooLong, WorkflowError
+from areal_sc.workflows.chat import checked_message
+from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.chat_turn import (
+    OTHER_TOOLS,
+    NextTurn,
+    PastTurns,
+    TokenEngine,
+    TurnNode,
+    check_tools,
+)
+from areal_sc.workflows.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNNING_CALLS: Final = 256
+"""Calls of a session that may run beside each other; more are told to come again."""
+_COME_AGAIN_S: Final = 1.0
+
+SESSION_ENDED: Final = CallRefused(409, "session_ended", "the episode of this key has ended")
+
+COUNTED: Final = (
+    "retries",
+    "refused",
+    "other_sampling",  # calls that asked for another temperature or the like
+    "rewritten_history",  # rows that begin, or go on elsewhere, by what the agent made of the past
+    "other_tools",  # rows that begin
+    "template_rewrites",
+)
+"""What a session notices of its calls, as metrics `agent/NAME` of an episode's rows."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a session treats its calls.
+
+    Attributes:
+        rows: see `AgentRows`.
+        history: see `PastTurns`.
+        max_turns: most calls; 0: any number.
+        chat_template_arguments: as of a `Conversation`.
+    Raises: WorkflowError: one of them is none of those that there are.
+    """
+
+    rows: AgentRows | str = AgentRows.merge
+    history: PastTurns | str = PastTurns.template
+    max_turns: int = 0
+    chat_template_arguments: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("rows", AgentRows), ("history", PastTurns)):
+            if (given := getattr(self, name)) not in list(kinds):
+                raise WorkflowError(f"{name}: expected {' or '.join(kinds)}, got {given!r}")
+        if self.max_turns < 0:
+            raise WorkflowError(f"max_turns: expected 0 or more, got {self.max_turns}")
+
+
+class SessionCall:
+    """A call of the agent, for which one or more clients wait.
+
+    Attributes:
+        answer_id: unique in the run.
+        created_s: Unix time.
+        model: that the call named.
+        node: what it came to; None: it runs, or failed.
+        after: the call that it goes on from.
+        is_delivered: a client has its answer.
+    """
+
+    def __init__(self, call: ModelCall) -> None:
+        self.answer_id = secrets.token_hex(16)
+        self.created_s = int(time.time())
+        self.model = call.model
+        self.node: TurnNode | None = None
+        self.after: SessionCall | None = None
+        self.is_delivered = False
+        self._num_clients = 0
+        self._text = ""
+        self._changed = asyncio.Event()
+        self._answer: asyncio.Future[ModelAnswer] = asyncio.get_running_loop().create_future()
+
+    @property
+    def message(self) -> Message:
+        """The model's answer."""
+        assert self.node is not None
+        return self.node.turn.message
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages the conversation has with the answer."""
+        assert self.node is not None
+        return self.node.num_messages
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no client has the answer, or waits for it."""
+        return not (self.is_delivered or self._num_clients)
+
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """Around what a client has of the call, from its beginning on."""
+        self._num_clients += 1
+        try:
+            yield
+        finally:
+            self._num_clients -= 1
+
+    async def texts(self) -> AsyncIterator[str]:
+        """The content while it is sampled, piece by piece; ends when the call does."""
+        num_given = 0
+        while True:
+            if added := self._text[num_given:]:
+                num_given += len(added)
+                yield added
+            elif self._answer.done():
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def answer(self) -> ModelAnswer:
+        """The whole answer; the call goes on for a retry, though this client may go.
+
+        Raises: CallRefused: there is none.
+        """
+        return await asyncio.shield(self._answer)
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Around sending the last byte of the answer, whose client may be done before it ends.
+
+        Where that raises, the answer counts as lost, unless another client has it.
+        """
+        was_delivered, self.is_delivered = self.is_delivered, True
+        try:
+            yield
+        except BaseException:
+            self.is_delivered = was_delivered
+            raise
+
+    def add_text(self, text: str) -> None:
+        """Takes the next piece of the answer's content."""
+        self._text += text
+        self._changed.set()
+
+    def finish(self, answer: ModelAnswer | CallRefused) -> None:
+        """Gives all clients what they wait for; the first word counts."""
+        if self._answer.done():
+            return
+        self._changed.set()
+        if isinstance(answer, ModelAnswer):
+            self._answer.set_result(answer)
+        else:
+            self._answer.set_exception(answer)
+            self._answer.exception()  # maybe nobody waits for it
+
+
+class Session:
+    """What an agent asks of the model in one episode. Belongs to one event loop.
+
+    Args:
+        sampling: of the run; an agent may shorten its answers and end them by strings of its own.
+
+    Attributes:
+        counts: how often each of `COUNTED` was noticed.
+    """
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        sampling: GenerationConfig,
+        settings: SessionSettings | None = None,
+    ) -> None:
+        self.counts = Counter[str]()
+        self._engine = engine
+        self._run_sampling = sampling
+        self._settings = settings or SessionSettings()
+        self._history = CallHistory[SessionCall]()
+        self._calls = list[SessionCall]()  # in the order in which they began
+        self._newest = dict[str, SessionCall]()  # by the key that a retry has
+        self._tasks = set[asyncio.Task[None]]()
+        self._num_tool_calls = 0
+        self._ended: CallRefused | None = None
+
+    def begin(self, call: ModelCall, *, key: str = "", is_retry: bool = False) -> SessionCall:
+        """Begins a call, or finds the one that this is a retry of.
+
+        Agents may ask the same again and want another sample. So it is a retry if the client says
+        so, or if nobody has got, or waits for, the answer of the call before.
+
+        Args:
+            key: equal for calls that may be retries of each other; "": of none.
+            is_retry: the client says so.
+        Raises: CallRefused: the session has ended, or takes no more calls now, or at all.
+        """
+        if self._ended:
+            raise anew(self._ended)
+        earlier = self._newest.get(key) if key else None
+        if earlier and (is_retry or earlier.is_left):
+            self.counts["retries"] += 1
+            return earlier
+        most = self._settings.max_turns
+        if most and len(self._calls) >= most:
+            self.counts["refused"] += 1
+            raise CallRefused(400, "max_turns", f"the episode has had its max_turns={most} calls")
+        if len(self._tasks) >= MAX_RUNNING_CALLS:
+            raise CallRefused(
+                429,
+                "too_many_calls",
+                f"{MAX_RUNNING_CALLS} calls of the episode run: expected no more beside each other",
+                retry_after_s=_COME_AGAIN_S,
+            )
+        begun = SessionCall(call)
+        self._calls.append(begun)
+        if key:
+            self._newest[key] = begun
+        task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return begun
+
+    async def answer(self, call: ModelCall) -> ModelAnswer:
+        """A whole call of a client in this process.
+
+        Raises: CallRefused: there is no answer.
+        """
+        begun = self.begin(call)
+        with begun.client():
+            answer = await begun.answer()
+        begun.is_delivered = True
+        return answer
+
+    def end(self, why: CallRefused | None = None) -> None:
+        """Takes no more calls, and cancels those that run.
+
+        Args:
+            why: what clients are told from now on.
+        """
+        if self._ended is None:
+            self._ended = why or SESSION_ENDED
+            for task in self._tasks:
+                task.cancel()
+            for call in self._calls:
+                call.finish(anew(self._ended))
+
+    def trajectories(
+        self,
+        reward: Rewards,
+        *,
+        discount: float = 1.0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> list[Trajectory]:
+        """The rows of all calls whose answers were delivered; may be called on any thread.
+
+        Args:
+            reward: see `returns_of`.
+            discount: of the reward, for each call before the last one.
+            metrics: of the episode, beside what the session has counted.
+        Raises: WorkflowError: a reward is of no call.
+        """
+        calls = list(self._calls)
+        trained = [
+            TrainedCall(it.answer_id, it.model, it.node)
+            for it in calls
+            if it.is_delivered and it.node
+        ]
+        nodes = [call.node for call in trained]
+        returns = returns_of(trained, reward, discount)
+        num_lost = sum(call.node is not None and not call.is_delivered for call in calls)
+        counted = {"calls": len(nodes), "undelivered": num_lost}
+        counted |= {name: self.counts[name] for name in COUNTED}
+        told = {f"agent/{name}": float(number) for name, number in counted.items()}
+        return rows_of(nodes, returns, AgentRows(self._settings.rows), {**told, **(metrics or {})})
+
+    async def _run(self, call: ModelCall, begun: SessionCall) -> None:
+        """Ends with an answer, or with why there is none."""
+        try:
+            begun.finish(await self._answer(call, begun))
+        except CallRefused as refused:
+            self._forget(begun, refused)
+        except PromptTooLong as error:
+            self._forget(begun, _too_long(str(error)))
+        except (WorkflowError, UnicodeError) as error:
+            self._forget(begun, CallRefused(400, "invalid_call", str(error)))
+        except Exception as error:  # the engine's; the worker has noted it, and ends the episode
+            logger.exception("a call of an agent failed")
+            told = f"the engine failed, and the episode will run again: {error!r:.300}"
+            self._forget(begun, CallRefused(503, "engine_failed", told))
+
+    def _forget(self, begun: SessionCall, why: CallRefused) -> None:
+        """A call without an answer can be tried again."""
+        self.counts["refused"] += 1
+        self._calls.remove(begun)
+        self._newest = {key: it for key, it in self._newest.items() if it is not begun}
+        begun.finish(why)
+
+    async def _answer(self, call: ModelCall, begun: SessionCall) -> ModelAnswer:
+        check_tools(call.tools)
+        messages = [checked_message(it, number) for number, it in enumerate(call.messages)]
+        if not messages or messages[-1]["role"] == "assistant":
+            raise WorkflowError(
+                "the last message is the assistant's: expected one that it answers to"
+            )
+        sampling = self._sampling(call)
+        place = self._history.place(messages)
+        turn = NextTurn(
+            self._engine,
+            self._last_node(begun, place),
+            messages,
+            call.tools,
+            sampling,
+            history=PastTurns(self._settings.history),
+            arguments=self._settings.chat_template_arguments or {},
+        )
+        if turn.new_row:
+            self.counts["other_tools" if turn.new_row == OTHER_TOOLS else "template_rewrites"] += 1
+        most, num_prompt_tokens = self._engine.max_context_tokens, len(turn.prompt)
+        if num_prompt_tokens >= most:
+            raise _too_long(
+                f"the messages are {num_prompt_tokens} tokens: expected fewer than "
+                f"max_context_tokens={most}"
+            )
+        on_tokens = turn.text_stream(begun.add_text) if call.is_streamed else None
+        completion = await self._engine.generate(turn.prompt, sampling, on_tokens=on_tokens)
+        node = turn.node(completion, self._num_tool_calls)
+        self._num_tool_calls += len(node.turn.tool_calls)
+        begun.node = node
+        self._history.add(place, begun)
+        tokens = tuple[SampledToken, ...]()
+        if call.wants_logprobs:
+            texts = self._engine.tokenizer.batch_decode([[it] for it in completion.token_ids])
+            tokens = tuple(map(SampledToken, texts, completion.logprobs))
+        return ModelAnswer(
+            begun.answer_id,
+            begun.created_s,
+            node.turn,
+            num_prompt_tokens,
+            tokens,
+            stop=_stop_of(node, call.stop),
+        )
+
+    def _last_node(self, begun: SessionCall, place: CallPlace[SessionCall]) -> TurnNode | None:
+        """The node that a call goes on from."""
+        self.counts["rewritten_history"] += place.is_rewritten
+        if (after := place.after) is None:
+            return None
+        after.is_delivered = True  # how else would the client know it
+        begun.after = after
+        return after.node
+
+    def _sampling(self, call: ModelCall) -> GenerationConfig:
+        """The run's, with what an agent may say."""
+        run = self._run_sampling
+        for name, value in call.sampling.items():
+            own = getattr(run, name, 0.0)
+            if value != own:
+                self.counts["other_sampling"] += 1
+                _tell_of_sampling(name, own)
+        most = min(run.max_new_tokens, call.max_tokens or run.max_new_tokens)
+        return replace(run, max_new_tokens=most, stop=[*run.stop, *call.stop])
+
+
+def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
+    """The string that ended an answer; "": none of these."""
+    if not stop:
+        return ""
+    tokens, cut = node.completion.token_ids, len(node.turn.text)
+    text: Any = node.chat.tokenizer.decode(
+        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return next((it for it in stop if text.startswith(it, cut)), "")
+
+
+def _too_long(message: str) -> CallRefused:
+    return CallRefused(400, "context_length_exceeded", message)
+
+
+def anew(refused: CallRefused) -> CallRefused:
+    """The same refusal; an exception that is raised again and again grows."""
+    return CallRefused(refused.status, refused.code, refused.message)
+
+
+@cache  # once for each
+def _tell_of_sampling(name: str, own: float) -> None:
+    logger.warning(
+        "an agent asks for a %s of its own, and gets %s, as the run's generation section says: "
+        "what is sampled otherwise cannot be trained",
+        name,
+        own,
+    )

@@ -1,0 +1,119 @@
+"""An agent as an episode: it calls a URL and returns a number, and what it sampled is trained.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from areal_sc.agents.agent import AgentFunction, NamedAgent, check_agent, check_in_interpreter
+from areal_sc.agents.command import AgentCommand
+from areal_sc.agents.session import SessionSettings
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.errors import AgentError, WorkflowError
+from areal_sc.rejection import RejectionKind
+from areal_sc.rewards.functions import name_of
+from areal_sc.workflows.base import AgentReturn, AgentSession, EpisodeEngine, Trajectory, Workflow
+
+_ALONE_NEXT: Final = (RejectionKind.agent_timeout, RejectionKind.agent_died)
+"""What an agent may have done to others, or others to it."""
+
+
+class AgentWorkflow(Workflow):
+    """Trains what an agent samples that knows nothing of training.
+
+    The agent runs in a process of its own that can be killed. It gets the row, and finds the model
+    by `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`; an agent
+    with a parameter `session` by `session.base_url` and `session.api_key`, and if it is async, it
+    runs beside others in one process.
+
+    Args:
+        agent: a function, async or not, of a row, or of a row and a session. It returns the reward:
+            a number, or several by the name of the model in its calls. Or its name, `module:name`
+            or `file.py:name`, for what only workers import; or an `AgentCommand`.
+        discount: of the reward, for each call before the last one; in [0, 1].
+        rows, history, chat_template_arguments: as of `EpisodeEngine.open_session`.
+    Raises: WorkflowError: there is no agent of that name, or an argument is none of those.
+    """
+
+    def __init__(
+        self,
+        agent: AgentFunction | AgentCommand | NamedAgent | str,
+        discount: float = 1.0,
+        *,
+        rows: str = "merge",
+        history: str = "template",
+        chat_template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.agent = NamedAgent.find(agent) if isinstance(agent, str) else agent
+        check_agent(self.agent)
+        if not 0 <= discount <= 1:
+            raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
+        self.discount = discount
+        self._session: dict[str, Any] = {
+            "rows": rows,
+            "history": history,
+            "chat_template_arguments": dict(chat_template_arguments or {}),
+        }
+        SessionSettings(rows, history)
+
+    def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A worker finds the agent where the script did."""
+        return (self.agent, self.discount), self._session
+
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> list[Trajectory] | None:
+        """Returns: the rows of the agent's calls.
+
+        Their metrics are `accuracy`: 1 where the reward is one number of 1 or more; and those of
+        the session. An agent that takes too long, or whose process ends, runs again alone.
+
+        Raises: AgentError: it failed.
+        """
+        try:
+            return await self._run_once(prompt, engine, is_alone=False)
+        except AgentError as error:
+            if error.kind not in _ALONE_NEXT:
+                raise
+        return await self._run_once(prompt, engine, is_alone=True)
+
+    def check(self) -> None:
+        if isinstance(self.agent, AgentCommand):
+            self.agent.check()
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if isinstance(self.agent, AgentCommand):
+            self.agent.check_row(row)
+
+    def check_settings(self, config: RolloutConfig) -> None:
+        if config.agents.python and not isinstance(self.agent, AgentCommand):
+            check_in_interpreter(self.agent, config.agents.python)
+
+    async def _run_once(
+        self, row: dict[str, Any], engine: EpisodeEngine, *, is_alone: bool
+    ) -> list[Trajectory]:
+        async with engine.open_session(**self._session) as session:
+            end = await engine.run_agent(self.agent, row, session, is_alone=is_alone)
+            rows = await asyncio.to_thread(self._rows_of, end, session)
+        if not rows:
+            raise AgentError(
+                f"agent {name_of(self.agent)}: it ended without an answer of the model: expected "
+                "calls of OPENAI_BASE_URL with OPENAI_API_KEY as they are when it is called, so "
+                "make its client inside the agent",
+                kind=RejectionKind.agent_no_call,
+            )
+        return [replace(one, output=end.output) for one in rows]
+
+    def _rows_of(self, end: AgentReturn, session: AgentSession) -> list[Trajectory]:
+        reward = end.reward
+        metrics = {"accuracy": float(reward >= 1.0)} if isinstance(reward, float) else {}
+        try:
+            return session.trajectories(reward, discount=self.discount, metrics=metrics)
+        except WorkflowError as error:  # a reward is of no call
+            message = f"agent {name_of(self.agent)}: {error}"
+            raise AgentError(message, kind=RejectionKind.bad_reward) from error

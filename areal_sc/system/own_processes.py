@@ -1,0 +1,208 @@
+"""Processes of the user's own code, as the worker sees them that starts and ends them. No torch.
+
+worker: OwnProcesses ──► fork server ── fork ──► a process, kept apart by `own_code`
+             ▲                                        │
+             └── ready, by which layer; answers ──────┘
+
+consumes     messages of the processes
+waits for    a process's start, with a limit; its next message, for which the caller has one
+unblocked by the process, or its end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from areal_sc.errors import WorkerStartError, WorkflowError
+from areal_sc.log import tell_warning
+from areal_sc.system.fork_server import Child, ForkServer
+from areal_sc.system.process import num_killed_for_memory
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 60.0
+_MAX_STARTS: Final = 3
+_EXIT_WAIT_S: Final = 2.0
+
+
+class OwnProcess:
+    """A process of the user's code.
+
+    Args:
+        unpacker: takes bytes by `feed`, and gives the messages in them.
+        role: what it computes, in one word.
+
+    Attributes:
+        pid: of the process that computes, which the child may only wait for.
+        loaded: keys of what its owner had it import.
+        killed_before: processes of the machine killed for lack of memory before it was started.
+    """
+
+    def __init__(self, child: Child, unpacker: Any, role: str) -> None:
+        self.killed_before = num_killed_for_memory()
+        self.child = child
+        self.pid = child.pid
+        self.loaded: set[int] = set()
+        self._unpacker = unpacker
+        self._role = role
+
+    async def send(self, message: bytes) -> None:
+        """Raises: ConnectionError: it has ended."""
+        await asyncio.get_running_loop().sock_sendall(self.child.connection, message)
+
+    async def ask(self, request: bytes) -> list[Any]:
+        """What it says next. Raises: ConnectionError: it has ended."""
+        await self.send(request)
+        return await self.reply()
+
+    async def reply(self) -> list[Any]:
+        """Its next message. Raises: ConnectionError: it has ended."""
+        while True:
+            for kind, *rest in self._unpacker:
+                if kind != "warned":
+                    return [kind, *rest]
+                tell_warning(rest[0], f"a {self._role} process")
+            received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
+            if not received:
+                raise ConnectionResetError
+            self._unpacker.feed(received)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used; 0 if it is gone."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        ticks = map(int, stat.rpartition(b")")[2].split()[11:13])
+        return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+class OwnProcesses:
+    """Starts and ends processes of one role.
+
+    Args:
+        source: forks them.
+        role: what they compute, in one word; the target of the fork server gets it in the spec.
+        log_path: file that their own output is appended to.
+        sources: that folder of the run, which they may read.
+        make_unpacker: of their messages, one a process.
+        isolation: `rollout.sandbox.isolation`.
+        hides: folders that they cannot reach, `sources` aside.
+
+    Attributes:
+        isolation: what keeps them apart, "": nothing does; None: there was none yet.
+    """
+
+    def __init__(
+        self,
+        source: ForkServer,
+        *,
+        role: str,
+        log_path: Path | str,
+        sources: Path,
+        make_unpacker: Callable[[], Any],
+        isolation: str = "none",
+        hides: Sequence[Path | str] = (),
+    ) -> None:
+        self.log_path = log_path
+        self.isolation: str | None = None
+        self._source = source
+        self._role = role
+        self._make_unpacker = make_unpacker
+        self._spec: dict[str, Any] = {
+            "role": role,
+            "sources": str(sources),
+            "isolation": isolation,
+            "hides": [str(path) for path in hides],
+            "is_tried": False,
+        }
+        self._running: set[OwnProcess] = set()
+        self._is_closed = False
+
+    async def start(self, spec: Mapping[str, Any]) -> OwnProcess:
+        """A new process, which is ready.
+
+        Args:
+            spec: what it gets beside what is the same for all; `network` and `read` of a
+                `Narrowing` among it.
+        Raises: WorkflowError: it cannot be as narrow as that says. WorkerError: several in a row
+            did not start, or the fork server is gone.
+        """
+        num_failed = 0
+        while True:
+            try:
+                return await self._start_one(spec)
+            except WorkerStartError as error:
+                num_failed += 1
+                log.warning("%s_process_failed_starts=%d: %s", self._role, num_failed, error)
+                if num_failed == _MAX_STARTS or self._is_closed:
+                    raise
+
+    async def stacks(self, process: OwnProcess) -> str:
+        """Where its threads are; "" if it does not say."""
+        return "\n".join(await self._source.stacks(process.child, self.log_path))
+
+    async def kill(self, process: OwnProcess) -> None:
+        """Ends it, and all that it has started."""
+        self._source.kill(process.child)
+        await self._end(process)
+
+    async def bury(self, process: OwnProcess) -> None:
+        """Notes the end of a process that nobody here has ended, and that is near."""
+        await self._end(process)
+        how = process.child.how
+        log.warning("%s_process pid=%d ended by itself: %s", self._role, process.child.pid, how)
+
+    def kill_all(self) -> None:
+        """Each ends, those too that are being started; `kill` or `bury` still have to follow."""
+        self._is_closed = True
+        for process in self._running:
+            self._source.kill(process.child)
+
+    async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
+        child = await self._source.spawn({**self._spec, **spec}, self.log_path)
+        process = OwnProcess(child, self._make_unpacker(), self._role)
+        self._running.add(process)
+        if self._is_closed:  # meanwhile
+            self._source.kill(child)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                kind, *told = await process.reply()
+        except (ConnectionError, TimeoutError) as error:
+            await self.kill(process)
+            what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
+            raise WorkerStartError(f"a {self._role} process {what}; see {self.log_path}") from error
+        if kind == "unfit":
+            await self.kill(process)
+            raise WorkflowError(f"a {self._role} cannot be kept as it declares: {told[0]}")
+        process.pid, layer, why_not = told
+        self._tell_isolation(layer, why_not)
+        return process
+
+    async def _end(self, process: OwnProcess) -> None:
+        self._running.discard(process)
+        process.child.connection.close()
+        await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
+        if not process.child.ended.done():
+            log.error("%s_process pid=%d did not die of SIGKILL", self._role, process.child.pid)
+
+    def _tell_isolation(self, layer: str, why_not: str) -> None:
+        """Once: what keeps them apart, or that nothing does."""
+        if self.isolation is not None:
+            return
+        self.isolation, wanted = layer, self._spec["isolation"]
+        self._spec |= {"isolation": layer or "none", "is_tried": True}
+        if layer or wanted == "none":
+            log.info("%s_isolation=%s", self._role, layer or "none")
+            return
+        text = (
+            f"{self._role}s are not kept apart: they can read the run's keys and snapshots, and "
+            f"reach all processes of this user ({why_not}); set rollout.sandbox.isolation=none to "
+            "accept that"
+        )
+        tell_warning(text, f"a {self._role} process")

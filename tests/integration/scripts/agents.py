@@ -1,0 +1,38 @@
+"""Agents that a user might write, with the standard library alone, most of them wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from typing import Any
+
+
+def ask(text: str) -> str:
+    """What the model answers."""
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        json.dumps({"model": "any", "messages": [{"role": "user", "content": text}]}).encode(),
+        {
+            "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+            "Content-Type": "application/json",
+        },
+    )
+    with urllib.request.urlopen(request) as answer:
+        content: str = json.load(answer)["choices"][0]["message"]["content"]
+    return content
+
+
+def does(row: dict[str, Any]) -> Any:
+    """What the row says."""
+    if row["does"] == "calls nobody":
+        return 1.0
+    content = ask(row["prompt"])
+    print("the model said", content)
+    if row["does"] == "raises":
+        raise KeyError(content)
+    if row["does"] == "dies":
+        os._exit(3)
+    return {"returns None": None, "returns NaN": float("nan"), "returns text": content}.get(
+        row["does"], 0.5
+    )

@@ -1,0 +1,80 @@
+"""Agents on a real worker: what they called is trained, and what fails has a name."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from integration.scripts import agents, episodes
+
+from areal_sc import AgentCommand, AgentWorkflow, Trajectory, Workflow
+from areal_sc.workflows.base import EpisodeEngine
+
+
+class OpensASession(Workflow):
+    """Does by itself what an agent would."""
+
+    async def run_episode(
+        self, prompt: dict[str, Any], engine: EpisodeEngine
+    ) -> list[Trajectory] | None:
+        async with engine.open_session(max_turns=8) as session:
+            end = await engine.run_agent(agents.does, prompt, session, is_alone=True)
+            assert isinstance(end.reward, float)
+            return session.trajectories(end.reward, discount=0.9)
+
+
+def test_agents_are_trained_or_have_a_cause(
+    start_rollout: Callable[..., Any], chat_model: Path
+) -> None:
+    wrong = {
+        "calls nobody": "agent_no_call",
+        "raises": r"agent_error: KeyError at agents\.py:\d+",
+        "dies": r"agent_died: agents\.py:\d+",
+        "returns None": r"bad_reward: agents\.py:\d+",
+        "returns NaN": r"bad_reward: agents\.py:\d+",
+        "returns text": r"bad_reward: agents\.py:\d+",
+    }
+    rows = [{"prompt": f"a{n}", "does": what} for n, what in enumerate((*wrong, "answers"))]
+    settings = f"actor.path={chat_model}", "rollout.rejection_window=1000", "rollout.group_size=2"
+    with start_rollout(*settings) as rollout:
+        batch = rollout.rollout_batch(rows, AgentWorkflow(agents.does, discount=0.5))
+        assert [row.reward for row in batch.rows] == [0.5, 0.5]
+        counted = rollout.rejections.by_cause()
+        assert sum(counted.values()) == 2 * len(wrong)
+        for cause in set(wrong.values()):
+            found = sum(n for told, n in counted.items() if re.fullmatch(cause, told))
+            assert found == 2 * [*wrong.values()].count(cause), counted
+
+        answers = rows[-1:]
+        own = rollout.rollout_batch(answers, OpensASession())
+        assert [row.reward for row in own.rows] == [0.5, 0.5]
+
+        shell = "import sys; sys.path.insert(0, sys.argv[1]); import agents, json"
+        shell += "; print(agents.does(json.load(sys.stdin)))"
+        words = ["python", "-c", shell, str(Path(agents.__file__).parent)]
+        program = AgentWorkflow(AgentCommand(words, episodes.by_letters))
+        assert rollout.rollout_batch(answers, program).rows[0].reward == sum(map(ord, "the"))
+
+        result = rollout.evaluate(answers, AgentWorkflow(agents.does), num_prompts=1)
+        assert result.reward == 0.5
+        assert result.metrics["agent/calls"] == 1.0
+
+
+def test_what_an_agent_has_written_is_among_the_samples(
+    start_rollout: Callable[..., Any], chat_model: Path, scheduler: Any
+) -> None:
+    rows = [{"prompt": f"a{n}", "does": "answers"} for n in range(8)]
+    samples = Path(scheduler.config.run_dir, "samples.jsonl")
+    settings = f"actor.path={chat_model}", "rollout.train_batch_groups=2", "rollout.group_size=2"
+    with start_rollout(*settings) as rollout:
+        rollout.prepare_batch(rows, AgentWorkflow(agents.does))
+        give_up_s = time.monotonic() + 60
+        while not samples.exists() or not samples.read_text().endswith("\n"):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+        first = json.loads(samples.read_text().splitlines()[0])
+        assert first["output"].startswith("the model said ")

@@ -1,0 +1,308 @@
+"""The server of sessions over real sockets: keys, bad requests, clients that go away, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import chat_templates as templates
+import pytest
+from scripted_engine import ScriptedEngine, check_trained, engine_for
+
+from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
+from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion, OnTokens
+
+SAMPLING = GenerationConfig(max_new_tokens=64)
+LIMIT_S = 60.0
+
+
+@asynccontextmanager
+async def serving(engine: ScriptedEngine) -> AsyncIterator[tuple[OpenSession, Session]]:
+    """An open session, and what stands behind it."""
+    server = AgentServer("rollout-0")
+    try:
+        async with server.open(engine, SAMPLING, SessionSettings()) as opened:
+            yield opened, opened._session
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def client_of(opened: OpenSession) -> AsyncIterator[aiohttp.ClientSession]:
+    headers = {"Authorization": f"Bearer {opened.api_key}"}
+    pool = aiohttp.TCPConnector(limit=0)
+    url = f"{opened.base_url}/"
+    async with aiohttp.ClientSession(url, headers=headers, connector=pool) as client:
+        yield client
+
+
+def asks(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def post(
+    client: aiohttp.ClientSession, body: Any, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = io.BytesIO(raw)
+    async with client.post("chat/completions", data=sent, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def events(text: str) -> list[Any]:
+    """What the events of a stream say."""
+    told = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [it if it == "[DONE]" else json.loads(it) for it in told]
+
+
+async def sent_by_hand(opened: OpenSession, body: dict[str, Any]) -> socket.socket:
+    """A connection whose request has been sent, with hardly any room for the answer."""
+    raw = json.dumps(body).encode()
+    port = int(opened.base_url.split(":")[2].partition("/")[0])
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n"
+        f"Authorization: Bearer {opened.api_key}\r\n\r\n"
+    )
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    await asyncio.to_thread(connection.connect, ("127.0.0.1", port))
+    await asyncio.to_thread(connection.sendall, head.encode() + raw)
+    return connection
+
+
+async def test_calls_over_http_are_trained_as_they_were_sampled() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>", "again<|im_end|>")
+    async with serving(engine) as (opened, _), client_of(opened) as client:
+        status, first = await post(client, asks("hi", temperature=0.3))
+        assert status == 200
+        body = asks("hi")
+        body["messages"] += [first["choices"][0]["message"], {"role": "user", "content": "more"}]
+        status, second = await post(client, body)
+        assert status == 200
+        assert second["choices"][0]["message"]["content"] == "again"
+        assert second["id"] != first["id"]
+        assert second["usage"]["prompt_tokens"] == len(engine.sent[1])
+        rows = opened.trajectories(0.5)
+        assert len(rows) == 1
+        check_trained(engine, rows)
+        by_id = {first["id"]: 1.0, second["id"]: 2.0}
+        assert [it.reward for it in opened.trajectories(by_id, discount=0)] == [1.0, 2.0]
+
+
+class HeldMidway(ScriptedEngine):
+    """Tells its first token, and holds the others back."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: GenerationConfig,
+        *,
+        prefix_group: str | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        assert on_tokens is not None
+        on_tokens(self.answers[0][:1])
+        return await super().generate(input_ids, sampling)
+
+
+async def test_a_stream_has_the_text_while_it_is_sampled() -> None:
+    engine = HeldMidway(templates.tokenizer_for(templates.QWEN))
+    engine.may_answer.clear()
+    engine.will_say("the answer is sunny<|im_end|>")
+    body = asks("hi", stream=True, stream_options={"include_usage": True}, logprobs=True)
+    async with serving(engine) as (opened, _), client_of(opened) as client:
+        async with client.post("chat/completions", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            begun = b""
+            while begun.count(b"\n\n") < 2:
+                begun += await response.content.readany()
+            engine.may_answer.set()
+            *chunks, usage, done = events(begun.decode() + await response.text())
+        choices = [it["choices"][0] for it in chunks]
+        pieces = [it["delta"].get("content") for it in choices]
+        assert pieces[0] == ""
+        assert pieces[1]
+        assert pieces[2]
+        assert pieces[1] + pieces[2] == "the answer is sunny"
+        assert choices[0]["delta"]["role"] == "assistant"
+        assert [it["finish_reason"] for it in choices] == [None, None, None, "stop"]
+        tokens = choices[-1]["logprobs"]["content"]
+        assert [it["logprob"] for it in tokens] == [-1 - n / 1000 for n in range(len(tokens))]
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == len(engine.sampled[0])
+        assert done == "[DONE]"
+        check_trained(engine, opened.trajectories(1.0))
+
+
+async def test_keys_and_bad_requests() -> None:
+    engine = engine_for(templates.QWEN, max_context_tokens=100)
+    async with serving(engine) as (opened, session), client_of(opened) as client:
+        wrong = ("", "x", opened.api_key[:-1] + "z", opened.api_key.replace("-1-", "-2-", 1))
+        for key in (*wrong, "Ä", f"areal-rollout-0-{'9' * 30}-0"):
+            status, body = await post(client, asks("hi"), {"Authorization": f"Bearer {key}"})
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        bad: list[tuple[Any, int, str]] = [
+            (b"{", 400, "invalid_json"),
+            (b"[]", 400, "invalid_json"),
+            (b"[" * 100_000, 400, "invalid_json"),
+            (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json"),
+            (b'{"messages": "\xff"}', 400, "invalid_json"),
+            (b" " * (MAX_BODY_BYTES + 1), 413, "body_too_large"),
+            (asks("hi", n=2), 400, "invalid_body"),
+            (asks("hi", responce_format={}), 400, "invalid_body"),
+            ({"messages": [{"role": "wizard", "content": "hi"}]}, 400, "invalid_body"),
+            ({"messages": []}, 400, "invalid_call"),
+            (asks("hi " * 100), 400, "context_length_exceeded"),
+        ]
+        for sent, expected, code in bad:
+            status, body = await post(client, sent)
+            assert (status, body["error"]["code"]) == (expected, code)
+        async with client.get("models") as response:
+            assert response.status == 404
+            assert "unknown_path" in await response.text()
+        assert session.counts["refused"] == len(bad)
+        assert opened.trajectories(1.0) == []
+        engine.will_say("hello<|im_end|>")  # and still it answers
+        bare = {"Authorization": "", "x-api-key": opened.api_key}
+        assert (await post(client, asks("hi"), bare))[0] == 200
+
+
+async def test_a_session_that_ended_or_was_given_up_says_so() -> None:
+    engine = engine_for(templates.QWEN)
+    server = AgentServer("rollout-0")
+    async with server.open(engine, SAMPLING, SessionSettings()) as ended:
+        pass
+    with pytest.raises(LookupError):
+        async with server.open(engine, SAMPLING, SessionSettings()) as lost:
+            raise LookupError("no more")
+    for opened, expected, told in ((ended, 409, "has ended"), (lost, 410, "no more")):
+        async with client_of(opened) as client:
+            status, body = await post(client, asks("hi"))
+            assert status == expected
+            assert told in body["error"]["message"]
+    await server.close()
+
+
+async def test_too_many_calls_are_told_when_to_come_again() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.may_answer.clear()
+    engine.will_say(*["hello<|im_end|>"] * MAX_RUNNING_CALLS)
+    async with serving(engine) as (opened, _), client_of(opened) as client:
+        calls = [
+            asyncio.create_task(post(client, asks(f"hi {n}"))) for n in range(MAX_RUNNING_CALLS)
+        ]
+        await until(lambda: len(engine.sent) == MAX_RUNNING_CALLS)
+        async with client.post("chat/completions", json=asks("one more")) as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "1"
+            assert response.headers["x-should-retry"] == "true"
+        engine.may_answer.set()
+        assert {status for status, _ in await asyncio.gather(*calls)} == {200}
+        check_trained(engine, opened.trajectories(1.0))
+
+
+async def test_a_client_that_goes_away_may_come_back_for_its_answer() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.may_answer.clear()
+    engine.will_say("hello<|im_end|>", "not this one<|im_end|>")
+    async with serving(engine) as (opened, session), client_of(opened) as client:
+        connection = await sent_by_hand(opened, asks("hi"))
+        await until(lambda: engine.sent)
+        connection.close()
+        [begun] = session._calls
+        await until(lambda: begun.is_left)
+        engine.may_answer.set()
+        await until(lambda: begun.node)
+        assert opened.trajectories(1.0) == []
+        assert (await post(client, asks("hi")))[1]["choices"][0]["message"]["content"] == "hello"
+        check_trained(engine, opened.trajectories(1.0))
+        assert session.counts["retries"] == 1
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "one"}], ids=str
+)
+async def test_a_retry_that_says_so_gets_the_same_answer(headers: dict[str, str]) -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>", "another one<|im_end|>")
+    first = {**headers, "x-stainless-retry-count": "0"}
+    async with serving(engine) as (opened, _), client_of(opened) as client:
+        answers = [(await post(client, asks("hi"), it))[1] for it in (first, headers, headers)]
+        assert answers[0] == answers[1] == answers[2]
+        check_trained(engine, opened.trajectories(1.0))
+        again = await post(client, asks("hi"), {"x-stainless-retry-count": "0"})
+        assert again[1]["choices"][0]["message"]["content"] == "another one"
+
+
+async def test_an_answer_that_its_client_never_reads_is_not_trained() -> None:
+    """It is larger than what the system holds of it, so its last byte is never written."""
+    engine = engine_for(templates.QWEN, max_context_tokens=100_000)
+    [token] = engine.tokenizer.encode("a", add_special_tokens=False)
+    engine.answers.append([token] * 60_000)
+    async with serving(engine) as (opened, session):
+        connection = await sent_by_hand(opened, asks("hi", logprobs=True))
+        await until(lambda: session._calls and session._calls[0].node)
+        [begun] = session._calls
+        await asyncio.to_thread(connection.recv, 1024)  # the answer has begun
+        connection.close()
+        await until(lambda: begun.is_left)
+        assert opened.trajectories(1.0) == []
+        assert not begun.is_delivered
+
+
+async def test_a_stream_that_breaks_off_says_why() -> None:
+    engine = HeldMidway(templates.tokenizer_for(templates.QWEN))
+    engine.may_answer.clear()
+    engine.will_say("hello<|im_end|>")
+    server = AgentServer("rollout-0")
+    async with (
+        server.open(engine, SAMPLING, SessionSettings()) as opened,
+        client_of(opened) as client,
+        client.post("chat/completions", json=asks("hi", stream=True)) as response,
+    ):
+        assert response.status == 200
+        await response.content.readuntil(b"\n\n")
+        await server.close()
+        *_, last = events(await response.text())
+    assert last["error"]["code"] == "session_lost"
+    assert opened.trajectories(1.0) == []
+
+
+async def test_there_is_no_thread_before_a_session_or_behind_the_end() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.may_answer.clear()
+    engine.will_say("hello<|im_end|>")
+
+    def threads() -> list[str]:
+        return [it.name for it in threading.enumerate() if it.name == "agents"]
+
+    server = AgentServer("rollout-0")
+    await server.close()
+    assert threads() == []
+    async with (
+        server.open(engine, SAMPLING, SessionSettings()) as opened,
+        client_of(opened) as client,
+    ):
+        assert threads() == ["agents"]
+        call = asyncio.create_task(post(client, asks("hi")))
+        await until(lambda: engine.sent)
+        await server.close()
+        status, body = await call
+        assert (status, body["error"]["code"]) == (410, "session_lost")
+    assert threads() == []

@@ -1,0 +1,506 @@
+"""Sessions: trees of calls against what was sent and sampled, retries, lost answers, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import chat_templates as templates
+import pytest
+from scripted_engine import ScriptedEngine, check_trained, engine_for
+
+from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
+from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionCall, SessionSettings
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.errors import WorkflowError
+from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.trajectory import Trajectory
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "number"}},
+        },
+    },
+}
+SAMPLING = GenerationConfig(max_new_tokens=64)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def session_of(engine: ScriptedEngine, **settings: Any) -> Session:
+    return Session(engine, SAMPLING, SessionSettings(**settings))
+
+
+def weather_call(city: str, **more: Any) -> str:
+    call = json.dumps({"name": "weather", "arguments": {"city": city, **more}})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+class Agent:
+    """A client that keeps a conversation, and sends all of it each time."""
+
+    def __init__(self, session: Session, question: str, tools: Sequence[Mapping[str, Any]] = ()):
+        self.session = session
+        self.messages: list[Message] = [user(question)]
+        self.tools = tuple(tools)
+
+    @property
+    def call(self) -> ModelCall:
+        return ModelCall(tuple(self.messages), self.tools)
+
+    async def turn(self, *behind: str) -> ModelAnswer:
+        """Asks; keeps the answer as clients do, and puts messages of the user behind it."""
+        answer = await self.session.answer(self.call)
+        self.messages.append(as_sent_back(answer))
+        self.messages += [call.answer("sunny") for call in answer.turn.tool_calls]
+        self.messages += map(user, behind)
+        return answer
+
+
+def as_sent_back(answer: ModelAnswer) -> Message:
+    """The message as a client of OpenAI has it: arguments are text, reasoning is dropped."""
+    calls = [
+        {
+            "type": "function",
+            "id": it.id,
+            "function": {"arguments": json.dumps(it.arguments), "name": it.name},
+        }
+        for it in answer.turn.tool_calls
+    ]
+    message: Message = {"role": "assistant", "content": answer.turn.content or None}
+    return (
+        {**message, "tool_calls": calls} if calls else {**message, "content": answer.turn.content}
+    )
+
+
+def lengths(rows: Sequence[Trajectory]) -> list[tuple[int, int]]:
+    """(tokens, trained ones) of each row."""
+    return [(len(row.input_ids), sum(row.loss_mask)) for row in rows]
+
+
+async def test_a_tool_loop_is_one_row_of_what_was_sent_and_sampled() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there", [TOOL])
+    engine.will_say(
+        f"{weather_call('Paris')}<|im_end|>", f"{weather_call('Rome')}<|im_end|>", "fine<|im_end|>"
+    )
+    first = await agent.turn()
+    assert [it.arguments for it in first.turn.tool_calls] == [{"city": "Paris"}]
+    await agent.turn()
+    last = await agent.turn()
+    assert last.turn.content == "fine"
+    assert last.num_prompt_tokens == len(engine.sent[-1])
+    rows = session.trajectories(0.5)
+    assert len(rows) == 1
+    assert rows[0].input_ids == engine.sent[-1] + engine.sampled[-1]
+    assert rows[0].metrics == {
+        "agent/calls": 3.0,
+        "agent/undelivered": 0.0,
+        "agent/retries": 0.0,
+        "agent/refused": 0.0,
+        "agent/other_sampling": 0.0,
+        "agent/rewritten_history": 0.0,
+        "agent/other_tools": 0.0,
+        "agent/template_rewrites": 0.0,
+    }
+    check_trained(engine, rows)
+
+
+async def test_subagents_and_a_compacted_history_are_a_tree_trained_once() -> None:
+    """Two agents go on from one answer, beside each other; then the history is made shorter."""
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    main = Agent(session, "hi there")
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(8)])
+    await main.turn()
+    branches = [Agent(session, "") for _ in range(2)]
+    for branch, question in zip(branches, ("Paris?", "Rome?"), strict=True):
+        branch.messages = [*main.messages, user(question)]
+    await asyncio.gather(*[branch.turn("more") for branch in branches])
+    await asyncio.gather(*[branch.turn() for branch in branches])
+    other = Agent(session, "another agent, with a question of its own")
+    await other.turn()
+    compacted = Agent(session, "so far: Paris is sunny, Rome has rain")
+    await compacted.turn("and now?")
+    await compacted.turn()
+    rows = session.trajectories(1.0)
+    assert len(rows) == 4  # two branches, the other agent, the compacted history
+    check_trained(engine, rows)
+    first = len(engine.sampled[0])
+    one, two = (row for row in rows if row.input_ids[: len(engine.sent[0])] == engine.sent[0])
+    start = len(engine.sent[0])
+    assert sum(one.loss_mask[start : start + first]) == first
+    assert sum(two.loss_mask[start : start + first]) == 0  # context in the other row
+    assert session.counts["rewritten_history"] == 0
+
+
+@pytest.mark.parametrize("template", ["QWEN", "LLAMA", "MISTRAL", "GLM"])
+async def test_a_client_may_write_the_past_otherwise_if_it_means_the_same(template: str) -> None:
+    engine = engine_for(getattr(templates, template))
+    tokenizer = engine.tokenizer
+    session = session_of(engine)
+    agent = Agent(session, "hi there", [TOOL])
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"city": "Paris", "days": 3.0}},
+            }
+        ],
+    }
+    given = {"tools": [TOOL], "tokenize": False}
+    before = tokenizer.apply_chat_template([user("hi there")], add_generation_prompt=True, **given)
+    whole = tokenizer.apply_chat_template([user("hi there"), said], **given)
+    text = whole.removeprefix(before).rstrip()
+    engine.will_say(text if text.endswith(templates.ENDS) else f"{text}<|observation|>")
+    await agent.turn()
+    [call] = agent.messages[1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "days": 3.0}
+    call["function"]["arguments"] = '{ "days":3,\n "city": "\\u0050aris" }'
+    agent.messages[1] = {"tool_calls": [call], "content": "", "refusal": None, "role": "assistant"}
+    engine.will_say("fine<|im_end|>")
+    await agent.turn()
+    assert session.counts["rewritten_history"] == 0
+    rows = session.trajectories(1.0)
+    assert len(rows) == 1
+    check_trained(engine, rows)
+
+
+async def test_an_answer_that_was_changed_begins_a_branch_behind_what_is_the_same() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(4)])
+    for _ in range(3):
+        await agent.turn("more")
+    agent.messages[3] = {"role": "assistant", "content": "another answer"}
+    await agent.turn()
+    assert session.counts["rewritten_history"] == 1
+    rows = session.trajectories(1.0)
+    check_trained(engine, rows)
+    assert len(rows) == 2
+    # the first answer is as it was sampled, and not tokenized again
+    assert engine.sent[3][: len(engine.sent[0])] == engine.sent[0]
+    behind = engine.sent[3][len(engine.sent[0]) :]
+    assert behind[: len(engine.sampled[0])] == engine.sampled[0]
+    assert "another answer" in engine.tokenizer.decode(engine.sent[3])
+
+
+async def test_few_shots_are_no_history_that_was_rewritten() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    shots = [user("1 + 1"), {"role": "assistant", "content": "2"}]
+    engine.will_say("4<|im_end|>", "6<|im_end|>", "8<|im_end|>")
+    for question in ("2 + 2", "3 + 3"):
+        agent = Agent(session, question)
+        agent.messages = [*shots, user(question)]
+        await agent.turn("more")
+    await agent.turn()
+    assert session.counts["rewritten_history"] == 0
+    check_trained(engine, session.trajectories(1.0))
+
+
+async def test_reasoning_that_comes_back_or_not_goes_on_and_other_reasoning_does_not() -> None:
+    engine = engine_for(templates.QWEN_THINKING)
+    session = session_of(engine)
+    text = f"<think>\nhm\n</think>\n\n{weather_call('Paris')}<|im_end|>"
+    engine.will_say(text, *["<think>\nso\n</think>\n\nfine<|im_end|>"] * 3)
+    agent = Agent(session, "hi there", [TOOL])
+    await agent.turn()
+    whole = list(agent.messages)
+    rewritten = [0, 0, 1]
+    for reasoning, expected in zip(("", "hm", "something else"), rewritten, strict=True):
+        agent.messages = list(whole)
+        agent.messages[1] = {**whole[1], "reasoning_content": reasoning}
+        await agent.turn()
+        assert session.counts["rewritten_history"] == expected
+    assert engine.sent[1] == engine.sent[2]
+    assert "hm" in engine.tokenizer.decode(engine.sent[1])
+    assert "something else" in engine.tokenizer.decode(engine.sent[3])
+    check_trained(engine, session.trajectories(1.0))
+
+
+async def test_equal_answers_of_two_agents_stay_apart_by_the_ids_of_their_calls() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agents = [Agent(session, "hi there", [TOOL]) for _ in range(2)]
+    letters = [
+        engine.tokenizer.encode(it, add_special_tokens=False) for it in weather_call("Paris")
+    ]
+    end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    engine.will_say(f"{weather_call('Paris')}<|im_end|>")
+    engine.answers.append([*(token for it in letters for token in it), end])  # other tokens
+    await asyncio.gather(*[agent.turn() for agent in agents])
+    engine.will_say("fine<|im_end|>", "well<|im_end|>")
+    for agent in agents:
+        await agent.turn()
+    for number in range(2):
+        sent = engine.sent[number] + engine.sampled[number]
+        assert engine.sent[2 + number][: len(sent)] == sent
+    check_trained(engine, session.trajectories(1.0))
+
+
+async def test_other_tools_and_a_template_that_rewrites_begin_rows_and_are_counted() -> None:
+    engine = engine_for(templates.QWEN_THINKING)
+    session = session_of(engine)
+    engine.will_say(*["<think>\nhm\n</think>\n\nhello<|im_end|>"] * 3)
+    agent = Agent(session, "hi there")
+    await agent.turn("more")
+    await agent.turn("more")
+    agent.tools = (TOOL,)
+    await agent.turn()
+    assert (session.counts["template_rewrites"], session.counts["other_tools"]) == (1, 1)
+    rows = session.trajectories(1.0)
+    assert len(rows) == 3
+    check_trained(engine, rows)
+
+
+async def test_rows_per_call_and_the_longest_one() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(4)])
+    trained = {}
+    for kind in ("merge", "per_call", "longest"):
+        copy = replace(engine, sent=[], sampled=[], answers=list(engine.answers))
+        session = session_of(copy, rows=kind)
+        agent = Agent(session, "hi there")
+        for _ in range(3):
+            await agent.turn("more")
+        await Agent(session, "another one").turn()
+        rows = session.trajectories(1.0)
+        trained[kind] = lengths(rows)
+        if kind != "longest":
+            check_trained(copy, rows)
+    sizes = [len(it) for it in copy.sampled]
+    sent = [len(it) for it in copy.sent]
+    first = (sent[2] + sizes[2], sum(sizes[:3]))
+    assert trained["merge"] == [first, (sent[3] + sizes[3], sizes[3])]
+    assert trained["longest"] == [first]
+    assert trained["per_call"] == [(a + b, b) for a, b in zip(sent, sizes, strict=True)]
+
+
+async def test_a_discounted_reward_is_trained_in_a_row_for_each_return() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(3)])
+    agent = Agent(session, "hi there")
+    for _ in range(3):
+        last = await agent.turn("more")
+    rows = session.trajectories(2.0, discount=0.5)
+    assert [row.reward for row in rows] == [0.5, 1.0, 2.0]
+    check_trained(engine, rows)
+    rows = session.trajectories({f"chatcmpl-{last.answer_id}": 3.0})
+    assert [row.reward for row in rows] == [3.0]
+    with pytest.raises(WorkflowError, match=r"names of models .* got \['judge'\]"):
+        session.trajectories({"judge": 1.0})
+
+
+async def test_roles_have_rewards_of_their_own() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(5)])
+    for number, model in enumerate(["solver", "critic", "solver", "critic", "helper"]):
+        await session.answer(ModelCall((user(f"question {number}"),), model=model))
+    rows = session.trajectories({"solver": 1.0, "critic": -1.0}, discount=0.5)
+    assert [row.reward for row in rows] == [0.5, -0.5, 1.0, -1.0]  # the helper is not trained
+
+
+async def lost(begun: SessionCall) -> None:
+    """The client gets the answer, and its connection breaks before the last byte."""
+    await begun.answer()
+    with pytest.raises(ConnectionError), begun.delivering():
+        raise ConnectionError
+
+
+async def test_an_answer_that_was_lost_is_not_trained_unless_a_later_call_goes_on_from_it() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say(*[f"answer {n}<|im_end|>" for n in range(3)])
+    agent = Agent(session, "hi there")
+    await agent.turn("more")
+    await lost(session.begin(agent.call))
+    [row] = session.trajectories(1.0)
+    assert row.input_ids == engine.sent[0] + engine.sampled[0]
+    assert row.metrics["agent/undelivered"] == 1.0
+    agent.messages += [{"role": "assistant", "content": "answer 1"}, user("and now?")]
+    await agent.turn()
+    check_trained(engine, session.trajectories(1.0))
+    assert session.trajectories(1.0)[0].metrics["agent/undelivered"] == 0.0
+
+
+async def test_a_retry_joins_the_running_call_or_gets_its_answer() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    engine.will_say("hello<|im_end|>")
+    engine.may_answer.clear()
+    first = session.begin(agent.call, key="k")
+    with first.client():
+        joined = session.begin(agent.call, key="k", is_retry=True)
+    assert joined is first  # the first client has given up
+    again = session.begin(agent.call, key="k")
+    assert again is first
+    engine.may_answer.set()
+    answer = await again.answer()
+    assert session.begin(agent.call, key="k") is first  # as its answer was not delivered
+    with first.delivering():
+        pass
+    again = session.begin(agent.call, key="k", is_retry=True)
+    assert await again.answer() is answer
+    assert session.counts["retries"] == 4
+    assert len(engine.sent) == 1
+    check_trained(engine, session.trajectories(1.0))
+
+
+async def test_the_same_question_again_is_another_sample() -> None:
+    """An agent that samples several answers, beside each other or in turn, says no retry."""
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    engine.will_say("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")
+
+    async def ask() -> str:
+        begun = session.begin(agent.call, key="k")
+        with begun.client(), begun.delivering():
+            return (await begun.answer()).turn.content
+
+    assert await asyncio.gather(ask(), ask()) == ["one", "two"]
+    assert await ask() == "three"
+    rows = session.trajectories(1.0)
+    assert len(rows) == 3
+    check_trained(engine, rows)
+
+
+async def test_a_call_that_failed_can_be_tried_again() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    with pytest.raises(CallRefused) as refused:  # nothing to say: the engine fails
+        await session.begin(agent.call, key="k").answer()
+    assert (refused.value.status, refused.value.code) == (503, "engine_failed")
+    engine.will_say("hello<|im_end|>")
+    begun = session.begin(agent.call, key="k", is_retry=True)
+    with begun.delivering():
+        assert (await begun.answer()).turn.content == "hello"
+    check_trained(engine, session.trajectories(1.0))
+
+
+async def test_the_end_of_a_session_cancels_its_calls_and_refuses_others() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    engine.will_say("hello<|im_end|>", "again<|im_end|>")
+    await agent.turn("more")
+    engine.may_answer.clear()
+    running = asyncio.create_task(session.answer(agent.call))
+    await asyncio.sleep(0)
+    session.end()
+    for call in (running, session.answer(agent.call)):
+        with pytest.raises(CallRefused) as refused:
+            await call
+        assert (refused.value.status, refused.value.code) == (409, "session_ended")
+    [row] = session.trajectories(1.0)
+    assert row.input_ids == engine.sent[0] + engine.sampled[0]
+
+
+async def test_limits_of_calls() -> None:
+    engine = engine_for(templates.QWEN, max_context_tokens=200)
+    session = session_of(engine, max_turns=2)
+    engine.will_say("hello<|im_end|>", "again<|im_end|>")
+    for _ in range(2):
+        await Agent(session, "hi there").turn()
+    with pytest.raises(CallRefused) as refused:
+        await Agent(session, "hi there").turn()
+    assert (refused.value.status, refused.value.code) == (400, "max_turns")
+    session = session_of(engine)
+    with pytest.raises(CallRefused) as refused:
+        await Agent(session, "hi " * 100).turn()
+    assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+    engine.may_answer.clear()
+    engine.will_say(*["hello<|im_end|>"] * MAX_RUNNING_CALLS)
+    for _ in range(MAX_RUNNING_CALLS):
+        session.begin(Agent(session, "hi there").call)
+    with pytest.raises(CallRefused) as refused:
+        await Agent(session, "hi there").turn()
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 1.0)
+    session.end()
+    for bad in ({"rows": "all"}, {"history": "drop"}, {"max_turns": -1}):
+        with pytest.raises(WorkflowError, match=f"{next(iter(bad))}: expected"):
+            session_of(engine, **bad)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ((), "last message is the assistant's"),
+        ((user("hi"), {"role": "assistant", "content": "so"}), "last message is the assistant's"),
+        (({"role": "wizard", "content": "hi"},), "expected a role of"),
+        ((user("hi \ud800"),), "surrogates not allowed"),
+    ],
+)
+async def test_messages_that_cannot_be_answered(messages: Any, problem: str) -> None:
+    session = session_of(engine_for(templates.QWEN))
+    with pytest.raises(CallRefused, match=problem) as refused:
+        await session.answer(ModelCall(messages))
+    assert refused.value.status == 400
+    assert session.trajectories(1.0) == []
+
+
+async def test_the_run_says_how_is_sampled_and_an_agent_may_only_shorten() -> None:
+    engine = engine_for(templates.QWEN)
+    sampled = list[GenerationConfig]()
+    generate = engine.generate
+
+    async def noted(input_ids: Sequence[int], sampling: GenerationConfig, **more: Any) -> Any:
+        sampled.append(sampling)
+        return await generate(input_ids, sampling, **more)
+
+    engine.generate = noted  # type: ignore[method-assign]
+    run = GenerationConfig(max_new_tokens=8, temperature=1.0, stop=["!"])
+    session = Session(engine, run)
+    engine.will_say("one, two<|im_end|>", "three</so> four<|im_end|>")
+    asked = {"temperature": 0.2, "top_p": 1.0, "presence_penalty": 0.5}
+    await session.answer(ModelCall((user("hi"),), max_tokens=99, sampling=asked))
+    answer = await session.answer(ModelCall((user("so"),), max_tokens=3, stop=("</so>",)))
+    assert (answer.turn.content, answer.stop) == ("three", "</so>")
+    assert sampled == [run, replace(run, max_new_tokens=3, stop=["!", "</so>"])]
+    assert session.counts["other_sampling"] == 2
+
+
+async def test_content_is_told_while_it_is_sampled_and_from_its_beginning() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say("one, two<|im_end|>")
+    call = ModelCall((user("hi"),), is_streamed=True)
+    begun = session.begin(call, key="k")
+    texts = begun.texts()
+    first = await anext(texts)
+    assert "one, two".startswith(first)
+    assert first != "one, two"
+    joined = session.begin(call, key="k", is_retry=True)
+    assert [first + "".join([it async for it in texts])] == ["one, two"]
+    assert [it async for it in joined.texts()] == ["one, two"]
+    assert (await begun.answer()).turn.content == "one, two"
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say("one, two<|im_end|>")
+    answer = await session.answer(ModelCall((user("hi"),), wants_logprobs=True))
+    assert "".join(it.text for it in answer.tokens) == "one, two<|im_end|>"
+    assert [it.logprob for it in answer.tokens] == session.trajectories(1.0)[0].behavior_logprobs[
+        -len(answer.tokens) :
+    ]
