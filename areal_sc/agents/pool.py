@@ -64,11 +64,12 @@ class _AgentProcess:
         """Its number, and its answer, which is a ConnectionError if the process ends."""
         number = next(self._numbers)
         answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        answer.add_done_callback(lambda it: self._forget(number, it))
-        self.tell("call", number, row, session)
+        answer.add_done_callback(asyncio.Future.exception)  # maybe nobody waits for it any more
         if self._reading.done():
             answer.set_exception(ConnectionResetError())
+        else:
+            self._answers[number] = answer
+            self.tell("call", number, row, session)
         return number, answer
 
     def tell(self, *message: Any) -> None:
@@ -80,21 +81,18 @@ class _AgentProcess:
         self._writing.cancel()
         await asyncio.wait([self._reading, self._writing])
 
-    def _forget(self, number: int, answer: asyncio.Future[list[Any]]) -> None:
-        self._answers.pop(number, None)
-        _ = answer.cancelled() or answer.exception()  # maybe nobody waits for it any more
-
     async def _read(self) -> None:
         try:
             while True:
                 kind, number, *rest = await self.process.reply()
-                if number in self._answers:
-                    self._answers[number].set_result([kind, *rest])
+                if answer := self._answers.pop(number, None):
+                    answer.set_result([kind, *rest])
         except (OSError, ValueError, TypeError):  # it has ended, or wrote what is no message
             pass
         finally:
-            for answer in list(self._answers.values()):
+            for answer in self._answers.values():
                 answer.set_exception(ConnectionResetError())
+            self._answers.clear()
 
     async def _write(self) -> None:
         try:
