@@ -23,7 +23,8 @@ from typing import Any, Final
 from areal_sc.agents.agent import NamedAgent, as_json, reference_for
 from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.process import AGENT, Unpacker, pack
-from areal_sc.config.agent_settings import AgentsConfig
+from areal_sc.agents.server import AgentServer
+from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
 from areal_sc.errors import AgentError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Narrowing
@@ -163,6 +164,7 @@ class AgentPool:
 
     Args:
         processes: forks their processes.
+        server: of their sessions.
         config: how they run; of `max_turns` it knows nothing.
         log_path, sources, isolation, hides: as of `OwnProcesses`.
     """
@@ -170,6 +172,7 @@ class AgentPool:
     def __init__(
         self,
         processes: ForkServer,
+        server: AgentServer,
         config: AgentsConfig,
         *,
         log_path: Path,
@@ -178,6 +181,7 @@ class AgentPool:
         hides: Sequence[Path | str],
     ) -> None:
         self.config = config
+        self._server = server
         self._sources = sources
         self._own = OwnProcesses(
             processes,
@@ -242,7 +246,10 @@ class AgentPool:
 
         Raises: AgentError: it cannot be loaded. WorkflowError, WorkerError: as `run`.
         """
-        process = await self._own.start({**Narrowing()._asdict(), "python": crew.python})
+        spec = {**Narrowing()._asdict(), "python": crew.python}
+        if self.config.network == AgentNetwork.session:
+            spec["port"] = self._server.port
+        process = await self._own.start(spec)
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 kind, *rest = await process.ask(pack(["load", crew.reference]))
@@ -263,6 +270,8 @@ class AgentPool:
             raise crew.failed(rest[1])
         has_session, crew.is_awaited = rest
         crew.runs_beside = has_session and crew.is_awaited
+        if process.listener is not None:
+            await self._server.serve_on(process.listener)
         return _AgentProcess(process)
 
     async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
@@ -330,6 +339,7 @@ class AgentPool:
         """What to say of a call whose process has ended while it ran."""
         if not process.is_ending:
             process.is_ending = True
+            await self._leave(process.process)
             await self._own.bury(process.process)
         what = f"its process ended while it ran ({process.process.child.how})"
         return crew.error(f"{what}; see {self._own.log_path}", RejectionKind.agent_died)
@@ -337,5 +347,10 @@ class AgentPool:
     async def _end(self, process: _AgentProcess) -> None:
         if not process.is_ending:
             process.is_ending = True
+            await self._leave(process.process)
             await self._own.kill(process.process)
         await process.stop()
+
+    async def _leave(self, process: OwnProcess) -> None:
+        if process.listener is not None:
+            await self._server.leave(process.listener)
