@@ -140,6 +140,7 @@ class ServerClient:
         self._start_timeout_s = start_timeout_s
         self._max_support: int | None = None
         self._asks_max_support = asyncio.Lock()
+        self._answers: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -253,6 +254,9 @@ class ServerClient:
         raise NotImplementedError
 
     async def close(self) -> None:
+        """Ends its requests with PeerLost."""
+        for answer in self._answers:  # the session would leave who reads one waiting
+            answer.close()
         await self._session.close()
 
     async def request(
@@ -344,7 +348,11 @@ class ServerClient:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=timeout
             ) as response:
-                yield response
+                self._answers.add(response)
+                try:
+                    yield response
+                finally:
+                    self._answers.discard(response)
         except aiohttp.ConnectionTimeoutError as error:
             raise PeerLost(
                 f"no answer from {self.url}{path}: not connected within {_CONNECT_TIMEOUT_S:g} s"

@@ -172,6 +172,35 @@ async def test_streams_that_fail_after_their_first_part(
                 [part async for part in parts]
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_client_that_is_given_up_in_the_middle_of_an_answer(is_streamed: bool) -> None:
+    """Its server is lost, though the connection still stands."""
+    has_begun, ends = asyncio.Event(), asyncio.Event()
+
+    async def answer_slowly(asked: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(asked)
+        await response.write(event(INCREMENTAL[0]))
+        has_begun.set()
+        await ends.wait()
+        return response
+
+    async with serving(SGLangClient, answer_slowly) as client:
+        parts = aiter(client.stream(request(), "id", None))
+        if is_streamed:
+            assert (await anext(parts)).token_ids == [7]
+            reading: Any = asyncio.create_task(anext(parts))  # type: ignore[arg-type]
+        else:
+            reading = asyncio.create_task(client.generate(request(), "id", None))
+        await has_begun.wait()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(PeerLost, match="no answer from"):
+            await reading
+        ends.set()
+
+
 async def test_a_request_that_is_refused() -> None:
     """At once by its status; or, as SGLang does it, in a stream that has begun."""
     for status, error in ((503, ServerBusy), (400, EngineFailed), (401, ConfigError)):
