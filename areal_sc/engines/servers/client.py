@@ -277,10 +277,7 @@ class ServerClient:
             unread = bytearray()
             async for chunk in response.content.iter_any():
                 unread += chunk
-                if len(unread) > MAX_ANSWER_BYTES:
-                    raise ProtocolError(
-                        f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes"
-                    )
+                self._check_size(path, unread)
                 if response.status != 200:
                     continue
                 *events, unread = unread.split(_END_OF_EVENT)
@@ -311,6 +308,10 @@ class ServerClient:
             answer = content[:_MAX_REASON_CHARACTERS].decode(errors="replace")
         return EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason_of(answer)}")
 
+    def _check_size(self, path: str, content: bytearray) -> None:
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ProtocolError(f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes")
+
     def _object(self, path: str, content: bytes) -> dict[str, Any]:
         try:
             answer = json.loads(content) if content else {}
@@ -330,10 +331,7 @@ class ServerClient:
             content = bytearray()
             async for chunk in response.content.iter_any():
                 content += chunk
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise ProtocolError(
-                        f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes"
-                    )
+                self._check_size(path, content)
             return response.status, bytes(content)
 
     @asynccontextmanager

@@ -112,13 +112,14 @@ def _meta_of(answer: dict[str, Any]) -> _MetaInfo:
 
 
 def _part_of(meta: _MetaInfo, num_known: int, num_tokens: int, *, is_truncated: bool) -> AnswerPart:
-    """The last tokens of its lists, which may have the known ones, too."""
+    """The last of its tokens; its lists may have the known ones, too."""
     finish = meta.finish_reason
     if finish is not None and finish.type not in (*_FINISHED, ABORTED):
         raise ProtocolError(f"an answer of SGLang ended for an unknown reason: {finish.type!r}")
-    entries = meta.output_token_logprobs or []
+    # the lists may be missing where nothing is new: an answer was held, and then aborted
+    entries = (num_tokens and meta.output_token_logprobs) or []
     logprobs = [entry[0] for entry in entries]
-    if is_truncated:
+    if is_truncated and num_tokens:
         logprobs = meta.output_token_sampling_logprobs or []
     if len(logprobs) != len(entries):
         raise ProtocolError(

@@ -217,6 +217,20 @@ async def test_a_request_that_is_refused() -> None:
             await parts_of(SGLangClient, event(sglang_part(0, 0, finish_reason=reason)) + DONE)
 
 
+async def test_an_answer_that_was_held_and_is_aborted_tells_its_logprobs_no_more() -> None:
+    reason = {"finish_reason": {"type": "abort"}, "weight_versions": SPANS[:1]}
+    for lists in ({"output_token_logprobs": None}, {}):
+        meta: Any = {"output_token_sampling_logprobs": LOGPROBS[:3]}
+        events = [sglang_part(0, 3, **meta), sglang_part(0, 3, **reason, **lists)]
+        content = b"".join(map(event, events)) + DONE
+        handler = streaming(content, 1 << 20, [], breaks=False)
+        async with serving(SGLangClient, handler) as client:
+            asked = client.stream(request(top_k=2), "id", 2)
+            parts = [part async for part in asked]
+        assert [part.token_ids for part in parts] == [TOKENS[:3], []]
+        assert (parts[1].versions, parts[1].finish) == ([1, 1, 1], "abort")
+
+
 async def test_parts_that_do_not_fit_together() -> None:
     two = sglang_part(0, 2)
     for wrong in (sglang_part(1, 4), sglang_part(0, 1)):
