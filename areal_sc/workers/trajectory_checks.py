@@ -66,7 +66,7 @@ def checked_episode(
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     """With what its sampled tokens cost, which is also its metric `length_penalty`."""
-    num_tokens = np.count_nonzero(row.loss_mask)
+    num_tokens = int(np.count_nonzero(row.loss_mask))
     cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
     return replace(row, reward=float(row.reward) + cost, metrics=metrics)
