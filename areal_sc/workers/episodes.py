@@ -86,14 +86,14 @@ class WorkerEpisodeEngine:
         if evaluated is not None and evaluated.temperature is not None:
             sampling = replace(sampling, temperature=evaluated.temperature)
         place = 0 if evaluated is None else evaluated.begin(input_ids)
-        is_told = False
+        in_callback = False
 
         def tell(token_ids: Sequence[int]) -> None:
-            nonlocal is_told
+            nonlocal in_callback
             assert on_tokens is not None
-            is_told = True
+            in_callback = True
             on_tokens(token_ids)
-            is_told = False
+            in_callback = False
 
         try:
             with self._waiting("generation"):
@@ -114,7 +114,7 @@ class WorkerEpisodeEngine:
         except (WorkflowError, ConfigError):  # by what the user's code asked for
             raise
         except Exception as error:  # the user's code may catch it; it is no result of the episode
-            if not is_told:  # else it is the user's own
+            if not in_callback:  # else it is of the user's own callback
                 self.failure = error
             raise
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, compress
+from itertools import chain
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from areal_sc.engines.base import Completion
 from areal_sc.rejection import Rejection
@@ -121,5 +122,7 @@ def episode_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
-    """(version, number of trained tokens that it sampled), ascending."""
-    return tuple(sorted(Counter(compress(trajectory.versions, trajectory.loss_mask)).items()))
+    """(version, number of trained tokens that it sampled) of a checked row, ascending."""
+    sampled = np.asarray(trajectory.versions)[np.asarray(trajectory.loss_mask)]
+    versions, counts = np.unique(sampled, return_counts=True)
+    return tuple(zip(versions.tolist(), counts.tolist(), strict=True))

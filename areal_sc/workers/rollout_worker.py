@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -383,7 +382,7 @@ class RolloutWorker(Worker):
         if not kept:
             return ""
         row = next(iter(kept.values()))[0]
-        context = row.input_ids[: list(row.loss_mask).index(True)]
+        context = row.input_ids[: int(np.argmax(row.loss_mask))]
         if not (what := describe_unknown(self.engine.tokenizer, context)):
             return ""
         content = text_of(prompt.index, lambda it: str(self.sources.prompts(prompt.dataset)[it]))
@@ -406,11 +405,8 @@ class RolloutWorker(Worker):
         numbered = [(number, row) for number, episode in episodes.items() for row in episode]
         lengths = [len(row.input_ids) for _, row in numbered]
         fields = {
-            name: torch.tensor(
-                list(chain.from_iterable(getattr(row, name) for _, row in numbered)),
-                dtype=getattr(torch, dtype),
-            )
-            for name, dtype in TRAJECTORY_FIELDS.items()
+            name: torch.from_numpy(np.concatenate([getattr(row, name) for _, row in numbered]))
+            for name in TRAJECTORY_FIELDS
         }
         for name, field in self.sources.workflow(group.workflow).fields.items():
             values = np.concatenate([_of_tokens(row, name, field) for _, row in numbered])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from operator import index
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +15,6 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.metadata import TRAJECTORY_FIELDS, TensorMetadata
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workflows.base import Trajectory
-
-_INT32: Final = range(-(2**31), 2**31)
-_FITS: Final[dict[str, Callable[[Iterable[Any]], bool]]] = {
-    "int32": lambda values: all(map(_INT32.__contains__, map(index, values))),
-    "bool": lambda values: all(map((0, 1).__contains__, values)),
-    "float32": lambda values: all(map(math.isfinite, values)),
-}
-"""Whether a tensor of this dtype can hold the values of a field."""
 
 
 def checked_episode(
@@ -75,14 +66,14 @@ def checked_episode(
 
 def _with_soft_length(row: Trajectory, limit: SoftLengthConfig) -> Trajectory:
     """With what its sampled tokens cost, which is also its metric `length_penalty`."""
-    num_tokens = sum(map(bool, row.loss_mask))
+    num_tokens = int(np.count_nonzero(row.loss_mask))
     cost = limit.penalty * soft_length_penalty(num_tokens, limit.limit_tokens, limit.margin_tokens)
     metrics = {**row.metrics, "length_penalty": cost}
     return replace(row, reward=float(row.reward) + cost, metrics=metrics)
 
 
 def _problem(row: Any, *, is_trained: bool) -> str:
-    """Why a row cannot be used; "" if it can."""
+    """Why a row cannot be used; "" if it can, and its fields are arrays from now on."""
     if not isinstance(row, Trajectory):
         found = type(row).__name__
         return f"run_episode must return a Trajectory, a list of them, or None, got {found}"
@@ -91,14 +82,15 @@ def _problem(row: Any, *, is_trained: bool) -> str:
         return f"the trajectory's fields differ in length: {lengths}"
     for name, dtype in TRAJECTORY_FIELDS.items():
         try:
-            fits = _FITS[dtype](getattr(row, name))
+            values = np.asarray(getattr(row, name))
         except (TypeError, ValueError, OverflowError, RuntimeError):  # those of torch, too
-            fits = False
-        if not fits:
+            values = np.array(None)
+        if values.ndim != 1 or not _holds(values, dtype):
             return f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
-    if not any(row.loss_mask):
+        setattr(row, name, values.astype(dtype))
+    if not np.any(row.loss_mask):
         return "the trajectory has no trained token (loss_mask)"
-    if is_trained and not all(t > 0 and _is_finite(t) for t in row.temperatures):
+    if is_trained and not np.all(np.greater(row.temperatures, 0)):
         return (
             f"the trajectory has tokens of temperature {min(row.temperatures):g}, expected finite "
             "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
@@ -136,12 +128,16 @@ def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) 
 
 
 def _holds(values: Any, dtype: str) -> bool:
+    if values.size == 0:
+        return True
     if dtype == "float32":
-        return values.dtype.kind in "fiub" and bool(np.isfinite(values.astype("float32")).all())
-    if values.dtype.kind == "f":  # nothing is rounded
+        with np.errstate(over="ignore"):
+            return values.dtype.kind in "fiub" and bool(np.isfinite(values.astype("float32")).all())
+    if dtype == "bool":
+        return values.dtype.kind in "fiub" and bool(((values == 0) | (values == 1)).all())
+    if values.dtype.kind not in "iub":  # nothing is rounded
         return False
-    least, most = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return values.dtype.kind in "iub" and bool(((values >= least) & (values <= most)).all())
+    return bool(values.min() >= np.iinfo(dtype).min and values.max() <= np.iinfo(dtype).max)
 
 
 def _is_finite(value: Any) -> bool:

@@ -41,12 +41,15 @@ def versions_of(spans: Sequence[Span], num_tokens: int, program: str) -> list[in
 def finite_logprobs(logprobs: Sequence[float | None], versions: Sequence[int]) -> list[float]:
     """The log-probabilities, one a token.
 
+    Args:
+        versions: of the tokens, for the message; [] where they are not known.
     Raises: EngineFailed: one is missing or not finite.
     """
     finite = [value for value in logprobs if value is not None and math.isfinite(value)]
     if len(finite) != len(logprobs):
+        version = f" of policy version {versions[-1]}" if versions else ""
         raise EngineFailed(
-            f"the model of policy version {versions[-1]} gave a log-probability that is not "
-            "finite; its weights or its dtype's range are the likely cause"
+            f"the model{version} gave a log-probability that is not finite; its weights or its "
+            "dtype's range are the likely cause"
         )
     return finite

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +24,7 @@ import aiohttp
 
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import (
+    ArealError,
     ConfigError,
     EngineFailed,
     ModelError,
@@ -44,6 +46,8 @@ MAX_ANSWER_BYTES = 256 << 20
 _CONNECT_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 3.0  # shorter than the 5 s after which servers close an idle connection
 _MAX_REASON_CHARACTERS = 1000
+_END_OF_EVENT = b"\n\n"
+_LAST_EVENT = b"[DONE]"
 
 _UNAUTHORIZED = (401, 403)
 _BUSY = (429, 503)
@@ -136,6 +140,7 @@ class ServerClient:
         self._start_timeout_s = start_timeout_s
         self._max_support: int | None = None
         self._asks_max_support = asyncio.Lock()
+        self._answers: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -183,6 +188,16 @@ class ServerClient:
         Args:
             max_support: None samples from the whole distribution; else the largest number of
                 tokens that a truncated one may have, and log-probabilities are those under it.
+        """
+        raise NotImplementedError
+
+    def stream(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AsyncGenerator[AnswerPart]:
+        """Like `generate`, but gives the answer in parts while it is sampled.
+
+        Only the last part has a reason to end. It also has the versions of all tokens of the
+        answer, which the others do not know.
         """
         raise NotImplementedError
 
@@ -239,6 +254,9 @@ class ServerClient:
         raise NotImplementedError
 
     async def close(self) -> None:
+        """Ends its requests with PeerLost."""
+        for answer in self._answers:  # the session would leave who reads one waiting
+            answer.close()
         await self._session.close()
 
     async def request(
@@ -246,21 +264,59 @@ class ServerClient:
     ) -> dict[str, Any]:
         """The answer to a request that the server has accepted; {} when it has no content."""
         status, content = await self.send(method, path, body, timeout_s)
+        if status != 200:
+            raise self.refusal(path, status, content)
+        return self._object(path, content)
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The objects of a `text/event-stream`, as they come.
+
+        Raises: EngineFailed: one tells of an error. PeerLost: the stream broke off.
+        """
+        async with self._open("POST", path, body, None) as response:
+            unread = bytearray()
+            async for chunk in response.content.iter_any():
+                unread += chunk
+                self._check_size(path, unread)
+                if response.status != 200:
+                    continue
+                *events, unread = unread.split(_END_OF_EVENT)
+                for event in events:
+                    content = bytes(event.removeprefix(b"data:").strip())
+                    if content == _LAST_EVENT:
+                        return
+                    answer = self._object(path, content)
+                    if "error" in answer:
+                        raise EngineFailed(f"{self.url}{path} failed: {reason_of(answer)}")
+                    yield answer
+            if response.status != 200:
+                raise self.refusal(path, response.status, bytes(unread))
+        raise PeerLost(f"{self.url}{path} broke off in the middle of its answer")
+
+    def refusal(self, path: str, status: int, content: bytes) -> ArealError:
+        """What an HTTP status other than 200 means."""
         if status in _BUSY:
-            raise ServerBusy(f"{self.url}{path} takes no request now (HTTP {status})")
+            return ServerBusy(f"{self.url}{path} takes no request now (HTTP {status})")
         if status in _UNAUTHORIZED:
-            raise ConfigError(
+            return ConfigError(
                 f"{self.url}{path} refused the API key (HTTP {status}): put the server's key "
                 f"into an environment variable and name it in {self.section}.api_key_env"
             )
         try:
             answer = json.loads(content) if content else {}
-        except ValueError as error:
-            if status == 200:
-                raise ProtocolError(f"{self.url}{path} did not answer with JSON") from error
+        except ValueError:
             answer = content[:_MAX_REASON_CHARACTERS].decode(errors="replace")
-        if status != 200:
-            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason_of(answer)}")
+        return EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason_of(answer)}")
+
+    def _check_size(self, path: str, content: bytearray) -> None:
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ProtocolError(f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes")
+
+    def _object(self, path: str, content: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(content) if content else {}
+        except ValueError as error:
+            raise ProtocolError(f"{self.url}{path} did not answer with JSON") from error
         if not isinstance(answer, dict):
             raise ProtocolError(
                 f"{self.url}{path} answered with a {type(answer).__name__}, expected an object"
@@ -271,6 +327,18 @@ class ServerClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
     ) -> tuple[int, bytes]:
         """HTTP status and content, whatever they are."""
+        async with self._open(method, path, body, timeout_s) as response:
+            content = bytearray()
+            async for chunk in response.content.iter_any():
+                content += chunk
+                self._check_size(path, content)
+            return response.status, bytes(content)
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer whose content is yet to be read; errors of the network become ours."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         if self._session.closed:
             raise PeerLost(f"{self.url} was given up")
@@ -278,14 +346,11 @@ class ServerClient:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=timeout
             ) as response:
-                content = bytearray()
-                async for chunk in response.content.iter_any():
-                    content += chunk
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise ProtocolError(
-                            f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes"
-                        )
-                return response.status, bytes(content)
+                self._answers.add(response)
+                try:
+                    yield response
+                finally:
+                    self._answers.discard(response)
         except aiohttp.ConnectionTimeoutError as error:
             raise PeerLost(
                 f"no answer from {self.url}{path}: not connected within {_CONNECT_TIMEOUT_S:g} s"

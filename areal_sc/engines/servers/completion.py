@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_sc.engines.base import Completion
@@ -18,7 +19,7 @@ from areal_sc.engines.servers.client import ABORTED
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.errors import ArealError, EngineFailed, PeerLost, ServerBusy
+from areal_sc.errors import ArealError, EngineFailed, PeerLost, ProtocolError, ServerBusy
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,9 @@ class Completer:
             return await asyncio.shield(attempt)
         except asyncio.CancelledError:
             request.cancelled.cancel()
-            task = asyncio.create_task(self._abandon(server, request, attempt))
+            task = asyncio.create_task(
+                self._abandon(server, request, attempt, len(request.token_ids))
+            )
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
@@ -159,16 +162,47 @@ class Completer:
                 max_support = min(await server.max_support(request.sampling), self._vocab_size)
             while True:
                 begun = server.busy.begin()
-                whole = await server.generate(request, request.request_id, max_support)
+                if request.on_tokens is None:
+                    whole = await server.generate(request, request.request_id, max_support)
+                    part = request.extend(whole)
+                    self._count(whole, part)
+                else:
+                    whole = part = await self._stream(server, request, max_support)
                 server.busy.end(begun, len(whole.token_ids))
-                part = request.extend(whole)
-                self._count(whole, part)
                 is_wanted = not (server.is_paused or request.cancelled.done())
                 if not (is_wanted and request.needs_next_piece(part)):
                     return part
                 request.request_id = uuid.uuid4().hex
         finally:
             self._replicas.dispatcher.leave(server, request)
+
+    async def _stream(
+        self, server: Replica, request: CompletionRequest, max_support: int | None
+    ) -> AnswerPart:
+        """Extends the answer with each part of a stream; returns all of them together.
+
+        What was sampled counts as soon as it is told, so that it stays when the stream breaks off.
+        """
+        start, has_stopped, is_whole = len(request.token_ids), False, False
+        async with aclosing(server.stream(request, request.request_id, max_support)) as parts:
+            async for told in parts:
+                whole = replace(told, versions=[server.version] * len(told.token_ids))
+                part = whole.cut(0) if has_stopped else request.extend(whole)
+                self._count(whole, part)
+                is_whole = bool(told.finish)
+                if is_whole:  # it knows better which weights sampled which token
+                    request.versions[start:] = told.versions[: len(request.token_ids) - start]
+                elif part.finish and not has_stopped:  # at a stop string
+                    has_stopped = True
+                    await server.abort(request.request_id)
+        if not is_whole:
+            raise ProtocolError(f"{server.name} does not tell why an answer ended")
+        return replace(
+            part,
+            token_ids=request.token_ids[start:],
+            logprobs=request.logprobs[start:],
+            versions=request.versions[start:],
+        )
 
     def _count(self, whole: AnswerPart, part: AnswerPart) -> None:
         self.counters.generated_tokens += len(whole.token_ids)
@@ -177,14 +211,22 @@ class Completer:
         self.counters.prefill_tokens += whole.num_prompt_tokens - whole.num_cached_tokens
 
     async def _abandon(
-        self, server: Replica, request: CompletionRequest, attempt: asyncio.Task[AnswerPart]
+        self,
+        server: Replica,
+        request: CompletionRequest,
+        attempt: asyncio.Task[AnswerPart],
+        num_counted: int,
     ) -> None:
-        """Ends a request that nobody waits for; until then it takes its place."""
+        """Ends a request that nobody waits for; until then it takes its place.
+
+        Args:
+            num_counted: of its tokens that are counted as cancelled already.
+        """
         try:
             async with asyncio.timeout(_ABANDONED_TIMEOUT_S):
                 await server.abort(request.request_id)
-                part = await attempt
-            self.counters.cancelled_tokens += len(part.token_ids)
+                await attempt
+            self.counters.cancelled_tokens += len(request.token_ids) - num_counted
         except (ArealError, TimeoutError) as error:
             logger.info("abandoned request=%s %s", request.request_id, error)
         finally:

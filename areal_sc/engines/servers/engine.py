@@ -21,6 +21,7 @@ import torch
 
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
+from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.request_checks import check_prompt, check_sampling
 from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
@@ -112,10 +113,14 @@ class ServerEngine(ReplicaSet):
             servers are lost, or the engine is closed.
         """
         request = self._make_request(input_ids, sampling, prefix_group)
-        completion = await self._completer.complete(request)
-        if on_tokens is not None and completion.token_ids:
-            on_tokens(completion.token_ids)
-        return completion
+        if on_tokens is None:
+            return await self._completer.complete(request)
+
+        async def complete(take: OnTokens) -> Completion:
+            request.on_tokens = take
+            return await self._completer.complete(request)
+
+        return await hand_over(on_tokens, complete)
 
     def cancel_group(self, prefix_group: str) -> None:
         self._completer.cancel_group(prefix_group)

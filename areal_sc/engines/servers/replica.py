@@ -18,8 +18,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -212,8 +212,26 @@ class Replica(ServerLoad):
     ) -> AnswerPart:
         """Generates like `ServerClient.generate`. Raises: PeerLost: the request is lost."""
         client = self.client
+        async with self._noting_losses(client):
+            return await client.generate(request, request_id, max_support)
+
+    async def stream(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AsyncGenerator[AnswerPart]:
+        """Gives parts like `ServerClient.stream`. Raises: PeerLost: the rest is lost."""
+        client = self.client
+        async with (
+            self._noting_losses(client),
+            aclosing(client.stream(request, request_id, max_support)) as parts,
+        ):
+            async for part in parts:
+                yield part
+
+    @asynccontextmanager
+    async def _noting_losses(self, client: ServerClient) -> AsyncIterator[None]:
         try:
-            return await self._generate(client, request, request_id, max_support)
+            async with self._finding_losses(client):
+                yield
         except PeerLost as error:
             if self._client is not client:
                 raise PeerLost(f"{self.name} was lost: {self._failure}") from error
@@ -222,16 +240,11 @@ class Replica(ServerLoad):
                 self._watch.suspect()
             raise
 
-    async def _generate(
-        self,
-        client: ServerClient,
-        request: CompletionRequest,
-        request_id: str,
-        max_support: int | None,
-    ) -> AnswerPart:
+    @asynccontextmanager
+    async def _finding_losses(self, client: ServerClient) -> AsyncIterator[None]:
         """A server that refuses, and whose computing process is gone, is lost."""
         try:
-            return await client.generate(request, request_id, max_support)
+            yield
         except EngineFailed as error:
             try:
                 await client.probe(timeout_s=_PROBE_TIMEOUT_S)

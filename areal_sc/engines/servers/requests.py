@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.base import Completion
+from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.engines.stop_strings import StopStrings
 
 PIECE_TOKENS: Final = 64
@@ -21,7 +21,7 @@ class AnswerPart:
 
     Attributes:
         token_ids, logprobs, versions: [S] tokens that the server sampled, the stop token included.
-        finish: `stop`, `length`, or `abort`: there may be more.
+        finish: `stop`, `length`, or `abort`: there may be more. "": the server goes on.
         reason: with `abort`: what the server says of it.
         num_prompt_tokens: of the request, earlier parts included.
         num_cached_tokens: of these, those whose KV the server had.
@@ -34,6 +34,16 @@ class AnswerPart:
     reason: str
     num_prompt_tokens: int
     num_cached_tokens: int
+
+    def cut(self, num_tokens: int) -> AnswerPart:
+        """Its first tokens, with which the answer ends."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            versions=self.versions[:num_tokens],
+            finish="stop",
+        )
 
 
 @dataclass(eq=False)
@@ -48,6 +58,7 @@ class CompletionRequest:
         prefix_group: requests that share their prompt, or None.
         is_truncated: the distribution that is sampled from is not the whole one.
         stops: strings that end it; they have read what was sampled so far.
+        on_tokens: takes what is sampled, at once; None: it is asked for as a whole.
         cancelled: done when its group is cancelled.
         min_version: of the weights of servers that it may go to: those of its last token.
         token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
@@ -65,6 +76,7 @@ class CompletionRequest:
     is_truncated: bool
     cancelled: asyncio.Future[None]
     stops: StopStrings | None = None
+    on_tokens: OnTokens | None = None
     min_version: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -86,23 +98,22 @@ class CompletionRequest:
     def num_asked_tokens(self) -> int:
         """The most tokens that the next part is asked for."""
         num_tokens = self.num_missing_tokens
-        return min(num_tokens, PIECE_TOKENS) if self.stops else num_tokens
+        return min(num_tokens, PIECE_TOKENS) if self._is_in_pieces else num_tokens
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        return self.stops is not None and self.on_tokens is None
 
     def extend(self, part: AnswerPart) -> AnswerPart:
         """Takes the part up to where a stop string is complete; returns this much of it."""
         if (stops := self.stops) is not None:
             ends = (n for n, token in enumerate(part.token_ids, 1) if stops.completes(token))
             if n := next(ends, 0):
-                tokens, logprobs, versions = part.token_ids, part.logprobs, part.versions
-                part = replace(
-                    part,
-                    token_ids=tokens[:n],
-                    logprobs=logprobs[:n],
-                    versions=versions[:n],
-                    finish="stop",
-                )
+                part = part.cut(n)
         if part.token_ids:
             self.num_losses = 0
+            if self.on_tokens is not None:
+                self.on_tokens(part.token_ids)
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -112,7 +123,7 @@ class CompletionRequest:
     def needs_next_piece(self, part: AnswerPart) -> bool:
         """Whether the last part is all that its server was asked for, but not the whole rest."""
         is_piece = part.finish == "length" and len(part.token_ids) == PIECE_TOKENS
-        return self.stops is not None and is_piece and self.num_missing_tokens > 0
+        return self._is_in_pieces and is_piece and self.num_missing_tokens > 0
 
     def completion(self, finish_reason: str) -> Completion:
         return Completion(

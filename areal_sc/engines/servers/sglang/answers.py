@@ -15,8 +15,11 @@ _FINISHED = ("stop", "length")
 
 
 class _FinishReason(Struct):
+    """`status_code`: of HTTP, of a request that failed or was refused while it was streamed."""
+
     type: str
     message: str | None = None
+    status_code: int | None = None
 
 
 class _SGLangSpan(Struct):
@@ -29,20 +32,24 @@ class _MetaInfo(Struct):
     """The `meta_info` of an answer of `/generate`.
 
     Attributes:
+        finish_reason: None in a part of a stream that is not the last one.
         output_token_logprobs: log-probability, token id and text of each token; not a number and
             infinity arrive as null. An aborted request that never ran has no list at all.
         output_token_sampling_logprobs: the same under the truncated distribution, if asked for.
+        completion_tokens: up to here, in a part of a stream; its lists may have these, or only
+            those of the part.
         weight_version: at the end of the answer.
         weight_versions: None from servers that do not tell.
     """
 
-    finish_reason: _FinishReason
+    finish_reason: _FinishReason | None = None
     weight_version: str = ""
     weight_versions: list[_SGLangSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class _SGLangAnswer(Struct):
@@ -80,27 +87,57 @@ def read_answer(answer: dict[str, Any], *, is_truncated: bool) -> AnswerPart:
     Raises: ProtocolError: something is missing, or lengths differ. EngineFailed: a
         log-probability is not finite.
     """
+    meta = _meta_of(answer)
+    if meta.finish_reason is None:
+        raise ProtocolError("an answer of SGLang cannot be read: it does not tell why it ended")
+    return _part_of(meta, 0, len(meta.output_token_logprobs or ()), is_truncated=is_truncated)
+
+
+def read_part(answer: dict[str, Any], num_known: int, *, is_truncated: bool) -> AnswerPart:
+    """The same with a part of a stream; see `ServerClient.stream`.
+
+    Args:
+        num_known: tokens of the parts before it.
+    """
+    meta = _meta_of(answer)
+    num_tokens = meta.completion_tokens - num_known
+    return _part_of(meta, num_known, num_tokens, is_truncated=is_truncated)
+
+
+def _meta_of(answer: dict[str, Any]) -> _MetaInfo:
     try:
-        meta = convert(answer, _SGLangAnswer, strict=False).meta_info
-        entries = meta.output_token_logprobs or []
-        versions = _versions(meta, len(entries))
-    except (ValidationError, ValueError) as error:
+        return convert(answer, _SGLangAnswer, strict=False).meta_info
+    except ValidationError as error:
         raise ProtocolError(f"an answer of SGLang cannot be read: {error}") from error
-    finish, logprobs = meta.finish_reason, [entry[0] for entry in entries]
-    if is_truncated:
-        logprobs = meta.output_token_sampling_logprobs or []
-    if finish.type not in (*_FINISHED, ABORTED):
+
+
+def _part_of(meta: _MetaInfo, num_known: int, num_tokens: int, *, is_truncated: bool) -> AnswerPart:
+    """The last of its tokens; its lists may have the known ones, too."""
+    finish = meta.finish_reason
+    if finish is not None and finish.type not in (*_FINISHED, ABORTED):
         raise ProtocolError(f"an answer of SGLang ended for an unknown reason: {finish.type!r}")
+    # the lists may be missing where nothing is new: an answer was held, and then aborted
+    entries = (num_tokens and meta.output_token_logprobs) or []
+    logprobs = [entry[0] for entry in entries]
+    if is_truncated and num_tokens:
+        logprobs = meta.output_token_sampling_logprobs or []
     if len(logprobs) != len(entries):
         raise ProtocolError(
             f"an answer of SGLang has {len(entries)} tokens and {len(logprobs)} log-probabilities"
         )
+    if num_tokens < 0 or len(entries) not in (num_tokens, num_known + num_tokens):
+        raise ProtocolError(
+            f"a part of an answer of SGLang has {len(entries)} tokens, expected {num_tokens} new "
+            f"ones, or these and the {num_known} before them"
+        )
+    start = len(entries) - num_tokens
+    versions = _versions(meta, num_known + num_tokens) if finish else []
     return AnswerPart(
-        [entry[1] for entry in entries],
-        finite_logprobs(logprobs, versions),
+        [entry[1] for entry in entries[start:]],
+        finite_logprobs(logprobs[start:], versions),
         versions,
-        finish.type,
-        finish.message or "",
+        finish.type if finish else "",
+        (finish and finish.message) or "",
         meta.prompt_tokens,
         meta.cached_tokens,
     )
@@ -114,6 +151,11 @@ def _versions(meta: _MetaInfo, num_tokens: int) -> list[int]:
     """
     if num_tokens == 0:
         return []
-    if meta.weight_versions is None:
-        return [int(meta.weight_version)] * num_tokens
-    return versions_of(meta.weight_versions, num_tokens, "SGLang")
+    if meta.weight_versions is not None:
+        return versions_of(meta.weight_versions, num_tokens, "SGLang")
+    if not meta.weight_version.isdecimal():
+        raise ProtocolError(
+            f"an answer of SGLang cannot be read: weights {meta.weight_version!r} are no policy "
+            "version"
+        )
+    return [int(meta.weight_version)] * num_tokens

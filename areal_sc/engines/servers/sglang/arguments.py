@@ -65,6 +65,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "context_length": context_tokens,
         "max_running_requests": slots,
         "skip_tokenizer_init": True,  # token ids go in and come out
+        "incremental_streaming_output": True,  # else each part has all tokens before it, too
         "sleep_on_idle": True,
         "weight_version": "0",
         "api_key": instance.api_key,

@@ -7,7 +7,9 @@ import io
 import logging
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +23,7 @@ from torch.multiprocessing.reductions import (
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.servers.sglang.answers import read_answer, request_body
+from areal_sc.engines.servers.sglang.answers import read_answer, read_part, request_body
 from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
 from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout
 
@@ -85,6 +87,22 @@ class SGLangClient(ServerClient):
         body = request_body(request, request_id, max_support)
         answer = await self.request("POST", "/generate", body, None)
         return read_answer(answer, is_truncated=request.is_truncated)
+
+    async def stream(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AsyncGenerator[AnswerPart]:
+        body = request_body(request, request_id, max_support) | {"stream": True}
+        num_known = 0
+        async with aclosing(self.events("/generate", body)) as answers:
+            async for answer in answers:
+                part = read_part(answer, num_known, is_truncated=request.is_truncated)
+                refused = (answer["meta_info"].get("finish_reason") or {}).get("status_code")
+                if refused is not None:
+                    raise self.refusal("/generate", refused, part.reason.encode())
+                if num_known:  # of the prompt all parts tell the same
+                    part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
+                num_known += len(part.token_ids)
+                yield part
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from msgspec import Struct, ValidationError, convert
@@ -49,10 +50,11 @@ class _Choice(Struct):
     """A choice in an answer of `/inference/v1/generate`.
 
     Attributes:
-        weight_versions: None where no token was sampled.
+        finish_reason: None in a part of a stream that is not the last one.
+        weight_versions: of all tokens; None where none was sampled, and in such a part.
     """
 
-    finish_reason: str
+    finish_reason: str | None
     token_ids: list[int] | None = None
     logprobs: _LogProbs | None = None
     weight_versions: list[_NamedSpan] | None = None
@@ -70,6 +72,13 @@ class _Usage(Struct):
 class _VLLMAnswer(Struct):
     choices: list[_Choice]
     usage: _Usage
+
+
+class _VLLMPart(Struct):
+    """A part of a stream: of the answer, or behind it what was used."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
 
 
 def request_body(request: CompletionRequest, request_id: str) -> dict[str, Any]:
@@ -109,9 +118,42 @@ def read_answer(answer: dict[str, Any]) -> AnswerPart:
     try:
         whole = convert(answer, _VLLMAnswer, strict=False)
         (choice,) = whole.choices
-        spans = [_numbered(span) for span in choice.weight_versions or ()]
     except (ValidationError, ValueError) as error:
         raise ProtocolError(f"an answer of vLLM cannot be read: {error}") from error
+    if choice.finish_reason is None:
+        raise ProtocolError("an answer of vLLM cannot be read: it does not tell why it ended")
+    return _with_usage(_part_of(choice, 0), whole.usage)
+
+
+class StreamReader:
+    """Reads the parts of one stream."""
+
+    def __init__(self) -> None:
+        self._num_known = 0
+        self._last: AnswerPart | None = None
+
+    def read(self, answer: dict[str, Any]) -> AnswerPart | None:
+        """The next part of the answer, if it is there; the last one comes with what was used.
+
+        Raises: as `read_answer`.
+        """
+        try:
+            part = convert(answer, _VLLMPart, strict=False)
+        except ValidationError as error:
+            raise ProtocolError(f"an answer of vLLM cannot be read: {error}") from error
+        for choice in part.choices:
+            read = _part_of(choice, self._num_known)
+            self._num_known += len(read.token_ids)
+            if not read.finish:
+                return read
+            self._last = read
+        if part.usage is None or self._last is None:
+            return None
+        return _with_usage(self._last, part.usage)
+
+
+def _part_of(choice: _Choice, num_known: int) -> AnswerPart:
+    """Without what is known of the prompt."""
     token_ids = choice.token_ids or []
     entries = (choice.logprobs and choice.logprobs.content) or []
     if [entry.token_id for entry in entries] != token_ids:
@@ -119,22 +161,20 @@ def read_answer(answer: dict[str, Any]) -> AnswerPart:
             f"an answer of vLLM has {len(token_ids)} tokens, and log-probabilities of "
             f"{len(entries)}, which are not those"
         )
-    if choice.finish_reason not in (*_FINISHED, ABORTED):
-        raise ProtocolError(
-            f"an answer of vLLM ended for an unknown reason: {choice.finish_reason!r}"
-        )
-    versions = versions_of(spans, len(token_ids), "vLLM")
+    finish, versions = choice.finish_reason or "", list[int]()
+    if finish and finish not in (*_FINISHED, ABORTED):
+        raise ProtocolError(f"an answer of vLLM ended for an unknown reason: {finish!r}")
+    if finish:
+        spans = [_numbered(span) for span in choice.weight_versions or ()]
+        versions = versions_of(spans, num_known + len(token_ids), "vLLM")
     told = [entry.logprob if entry.logprob > _NOT_FINITE else None for entry in entries]
-    details = whole.usage.prompt_tokens_details
-    return AnswerPart(
-        token_ids,
-        finite_logprobs(told, versions),
-        versions,
-        choice.finish_reason,
-        "",
-        whole.usage.prompt_tokens,
-        (details and details.cached_tokens) or 0,
-    )
+    return AnswerPart(token_ids, finite_logprobs(told, versions), versions, finish, "", 0, 0)
+
+
+def _with_usage(part: AnswerPart, usage: _Usage) -> AnswerPart:
+    details = usage.prompt_tokens_details
+    num_cached_tokens = (details and details.cached_tokens) or 0
+    return replace(part, num_prompt_tokens=usage.prompt_tokens, num_cached_tokens=num_cached_tokens)
 
 
 def version_number(name: str) -> int | None:
@@ -147,5 +187,7 @@ def version_number(name: str) -> int | None:
 def _numbered(span: _NamedSpan) -> _VLLMSpan:
     version = version_number(span.version)
     if version is None:
-        raise ValueError(f"weights {span.version!r} are no policy version")
+        raise ProtocolError(
+            f"an answer of vLLM cannot be read: weights {span.version!r} are no policy version"
+        )
     return _VLLMSpan(version, span.start, span.end)

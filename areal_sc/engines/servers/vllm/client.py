@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +12,12 @@ import torch
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.servers.vllm.answers import read_answer, request_body, version_number
+from areal_sc.engines.servers.vllm.answers import (
+    StreamReader,
+    read_answer,
+    request_body,
+    version_number,
+)
 from areal_sc.engines.servers.vllm.arguments import OLDEST_VERSION
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
 
@@ -80,6 +86,17 @@ class VLLMClient(ServerClient):
     ) -> AnswerPart:
         body = request_body(request, request_id)
         return read_answer(await self.request("POST", _GENERATE, body, None))
+
+    async def stream(
+        self, request: CompletionRequest, request_id: str, max_support: int | None
+    ) -> AsyncGenerator[AnswerPart]:
+        body = request_body(request, request_id)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        reader = StreamReader()
+        async with aclosing(self.events(_GENERATE, body)) as answers:
+            async for answer in answers:
+                if (part := reader.read(answer)) is not None:
+                    yield part
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})

@@ -1,0 +1,205 @@
+"""Answers in parts: what is told, kept and counted, whatever happens to their servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from unit.engines.servers.test_pieces import Numbers
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
+from areal_sc.engines.partial_answers import hand_over
+from areal_sc.engines.servers.completion import Completer
+from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
+from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
+from areal_sc.engines.stop_strings import StopStrings
+from areal_sc.errors import PeerLost, ProtocolError
+
+PART_TOKENS = 3
+
+
+class StreamingServer(ServerLoad):
+    """Gives the tokens behind those of the request, three in a part; it tells versions at the end.
+
+    Attributes:
+        before: called with the number of each token's part, before it is given.
+        asked: how many tokens it was asked for, each time.
+        sampled_by: the version that really sampled each token of the answer.
+        is_aborted: it was told to end its answer.
+    """
+
+    is_paused, num_pauses = False, 0
+
+    def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
+        super().__init__("server", 9, is_open=True, version=4)
+        self.before = before
+        self.asked: list[int] = []
+        self.num_parts = 0
+        self.is_aborted = False
+
+    async def stream(
+        self, request: CompletionRequest, request_id: str, _: None
+    ) -> AsyncIterator[AnswerPart]:
+        start, num_tokens = len(request.token_ids), request.num_asked_tokens
+        self.asked.append(num_tokens)
+        given: list[int] = []
+        while len(given) < num_tokens and not self.is_aborted:
+            await asyncio.sleep(0)
+            self.num_parts += 1
+            self.before(self.num_parts)
+            more = min(PART_TOKENS, num_tokens - len(given))
+            tokens = list(range(start + len(given), start + len(given) + more))
+            given += tokens
+            if len(given) < num_tokens:
+                yield AnswerPart(tokens, [-float(it) for it in tokens], [], "", "", 0, 0)
+        finish = "abort" if self.is_aborted else "length"
+        last = [] if self.is_aborted else tokens
+        self.is_aborted = False
+        exact = [100 + it for it in given]
+        yield AnswerPart(last, [-float(it) for it in last], exact, finish, "", 1 + start, start)
+
+    async def abort(self, request_id: str) -> None:
+        self.is_aborted = True
+
+
+class Asked:
+    """One answer that is told, on one server."""
+
+    def __init__(self, server: Any, max_new_tokens: int, *stops: str) -> None:
+        self.server = server
+        self.dispatcher = Dispatcher([server])
+        tokenizer: Any = Numbers()
+        self.told: list[int] = []
+        self.request = CompletionRequest(
+            prompt=[7],
+            sampling=GenerationConfig(),
+            max_new_tokens=max_new_tokens,
+            length_reason="length",
+            stop_token_ids=(),
+            prefix_group=None,
+            is_truncated=False,
+            cancelled=asyncio.get_running_loop().create_future(),
+            stops=StopStrings(tokenizer, stops) if stops else None,
+        )
+        self.completer = Completer(cast(Any, self), 999)
+
+    async def answer(self) -> Completion:
+        async def complete(take: Any) -> Completion:
+            self.request.on_tokens = take
+            return await self.completer.complete(self.request)
+
+        async with asyncio.timeout(30):
+            return await hand_over(self.told.extend, complete)
+
+
+async def test_parts_are_told_as_they_come_and_the_last_one_knows_the_versions() -> None:
+    asked = Asked(StreamingServer(), 8)
+    num_told: list[int] = []
+    asked.server.before = lambda number: num_told.append(len(asked.told))
+    answer = await asked.answer()
+    assert answer.token_ids == asked.told == list(range(8))
+    assert answer.logprobs == [-float(token) for token in range(8)]
+    assert answer.versions == [100 + token for token in range(8)]
+    assert answer.finish_reason == "length"
+    assert num_told[0] == 0 < num_told[-1]
+    counters = asked.completer.counters
+    assert (counters.generated_tokens, counters.cancelled_tokens) == (8, 0)
+    assert (counters.prefill_tokens, counters.shared_prompt_tokens) == (1, 0)
+    assert (asked.server.num_running, asked.server.busy.turns.turn_tokens) == (0, 8)
+
+
+async def test_a_stop_string_ends_the_stream_and_nothing_behind_it_is_told() -> None:
+    asked = Asked(StreamingServer(), 500, "9,10")
+    answer = await asked.answer()
+    assert answer.token_ids == asked.told == list(range(11))
+    assert (answer.finish_reason, answer.stop) == ("stop", ("9,10",))
+    assert answer.versions == [100 + token for token in range(11)]
+    assert asked.server.asked == [500]
+    counters = asked.completer.counters
+    assert counters.generated_tokens == 11 + counters.cancelled_tokens
+    assert counters.cancelled_tokens < 2 * PART_TOKENS
+
+
+async def test_a_lost_server_s_tokens_stay_and_are_told_once() -> None:
+    """Their versions are those that the server had when they came."""
+
+    def lose(number: int) -> None:
+        if number == 3:
+            raise PeerLost("gone")
+
+    asked = Asked(StreamingServer(lose), 9)
+    answer = await asked.answer()
+    assert answer.token_ids == asked.told == list(range(9))
+    assert answer.versions == [4] * 6 + [106, 107, 108]
+    assert asked.server.asked == [9, 3]
+    counters = asked.completer.counters
+    assert (counters.generated_tokens, counters.lost_requests) == (9, 1)
+
+
+async def test_an_interrupted_stream_goes_on() -> None:
+    """As on a server that cannot hold its answers while it gets new weights."""
+    server = StreamingServer()
+
+    def interrupt(number: int) -> None:
+        if number == 2:
+            server.is_aborted, server.num_pauses, server.version = True, 1, 5
+
+    server.before = interrupt
+    asked = Asked(server, 9)
+    answer = await asked.answer()
+    assert answer.token_ids == asked.told == list(range(9))
+    assert answer.versions == [100 + token for token in range(9)]
+    assert asked.completer.counters.continued_requests == 1
+
+
+@pytest.mark.parametrize("how", ["task", "group", "callback"])
+async def test_an_answer_is_given_up_in_the_middle(how: str) -> None:
+    def cancel(number: int) -> None:
+        if number == 3 and how == "task":
+            answer.cancel()
+        elif number == 3 and how == "group":
+            asked.request.cancelled.set_result(None)
+
+    asked = Asked(StreamingServer(cancel), 500)
+    if how == "callback":
+
+        class Told(list[int]):
+            def extend(self, tokens: Any) -> None:
+                super().extend(tokens)
+                if len(self) > PART_TOKENS:
+                    raise LookupError("enough")
+
+        asked.told = Told()
+    answer = asyncio.create_task(asked.answer())
+    if how == "group":
+        completion = await answer
+        assert completion.finish_reason == "cancelled"
+        assert completion.token_ids == asked.told
+    else:
+        with pytest.raises(LookupError if how == "callback" else asyncio.CancelledError):
+            await answer
+    async with asyncio.timeout(30):
+        await asked.server.is_empty.wait()
+        await asyncio.gather(*asked.completer._background)
+    num_told = len(asked.told)
+    assert asked.told == list(range(num_told))
+    assert 0 < num_told < 50
+    counters = asked.completer.counters
+    assert counters.cancelled_tokens == counters.generated_tokens >= num_told
+
+
+async def test_a_stream_without_a_reason_to_end_is_refused() -> None:
+    server: Any = StreamingServer()
+    whole = server.stream
+
+    async def stream(*arguments: Any) -> AsyncIterator[AnswerPart]:
+        async for part in whole(*arguments):
+            yield replace(part, finish="")
+
+    server.stream = stream
+    with pytest.raises(ProtocolError, match="does not tell why an answer ended"):
+        await Asked(server, 5).answer()
