@@ -1,0 +1,149 @@
+"""The rows that rollout workers have recorded: numbers in memory, tokens in the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from areal_sc.errors import RunFolderError
+from areal_sc.page.followed_blocks import FollowedBlocks
+from areal_sc.records.blocks import Block, read_body
+from areal_sc.records.record_files import RecordFile, Series
+from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
+
+
+class _Kept(NamedTuple):
+    """A group, and where its tokens are."""
+
+    path: Path
+    block: Block
+    group: RecordedGroup
+
+
+class RecordedGroups:
+    """Follows the files of rows in `records/`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept))
+        self._kept: dict[int, list[_Kept]] = {}
+
+    @property
+    def damage(self) -> list[str]:
+        """What cannot be read, and what is gone, in sentences."""
+        return self._blocks.damage
+
+    def follow(self) -> None:
+        """Reads what is new."""
+        for file, _, found in self._blocks.read_new():
+            self._add(file, found)
+
+    def _add(self, file: RecordFile, found: Block) -> None:
+        try:
+            group = unpack_group(found.head)
+        except ValueError as error:
+            self._blocks.note_bad(file, str(error))
+            return
+        # the head is read again where it is wanted: most never are
+        self._kept.setdefault(group.group, []).append(
+            _Kept(file.path, found._replace(head=b""), group)
+        )
+
+    def of_group(self, number: int) -> list[dict[str, Any]]:
+        """The attempts of a group that are recorded, the newest one last.
+
+        Returns: of each `worker`, `attempt`, `index`, `prompt`, `began`, `took_s`, `rejected` with
+            `cause`, `message` and `num_episodes`, and `rows` with `episode`, `row`, `num_tokens`,
+            `num_trained_tokens`, `reward`, `versions`, `num_interruptions` and `metrics`.
+        """
+        return [
+            {
+                "worker": group.worker,
+                "attempt": group.attempt,
+                "index": group.index,
+                "prompt": group.prompt,
+                "began": group.began,
+                "took_s": group.took_s,
+                "rejected": group.rejected,
+                "rows": [
+                    {
+                        "episode": row.episode,
+                        "row": row.row,
+                        "num_tokens": row.num_tokens,
+                        "num_trained_tokens": row.num_trained_tokens,
+                        "reward": row.reward,
+                        "versions": row.versions,
+                        "num_interruptions": row.num_interruptions,
+                        "metrics": row.metrics,
+                    }
+                    for row in group.rows
+                ],
+            }
+            for _, _, group in sorted(self._kept.get(number, ()), key=lambda it: it.group.attempt)
+        ]
+
+    def tokens(
+        self, number: int, attempt: int, episode: int, row: int, tokenizer: Tokenizer | None
+    ) -> dict[str, Any] | None:
+        """The tokens of a row.
+
+        Returns: `ids`, `mask`, `logprobs`, `versions` and, with a tokenizer, `texts` (None without
+            one), each with one value a token; None: it is not recorded.
+        Raises: RunFolderError: it cannot be read any more.
+        """
+        for path, found, group in self._kept.get(number, ()):
+            places = [place for place, it in enumerate(group.rows) if _names(it, episode, row)]
+            if group.attempt != attempt or not places:
+                continue
+            try:
+                with path.open("rb") as file:
+                    body = read_body(file.fileno(), found)
+                tokens = unpack_tokens(body, group.rows)[places[0]]
+            except FileNotFoundError:
+                raise RunFolderError(
+                    f"{path.name} is gone: records.max_bytes has room for newer rows alone"
+                ) from None
+            except (OSError, ValueError) as error:
+                raise RunFolderError(f"{path.name} cannot be read: {error}") from error
+            ids = tokens.input_ids.tolist()
+            return {
+                "ids": ids,
+                "mask": tokens.loss_mask.tolist(),
+                "logprobs": [round(it, 5) for it in tokens.behavior_logprobs.tolist()],
+                "versions": tokens.versions.tolist(),
+                "texts": None if tokenizer is None else texts_of(tokenizer, ids),
+            }
+        return None
+
+
+def _names(row: Any, episode: int, number: int) -> bool:
+    return row.episode == episode and row.row == number
+
+
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token; that of a character which several tokens make stands at the last."""
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = []
+    for number in ids:
+        try:
+            texts.append(stream.step(tokenizer, number) or "")
+        except Exception:  # of a token that the tokenizer does not know; it has no class of its own
+            stream = DecodeStream(skip_special_tokens=False)
+            texts.append("\N{REPLACEMENT CHARACTER}")
+    return texts
+
+
+def tokenizer_of(*folders: Path) -> Tokenizer | None:
+    """The tokenizer of the first folder that has one; None: none of them has."""
+    for folder in folders:
+        path = folder / "tokenizer.json"
+        if os.access(path, os.R_OK):
+            try:
+                return Tokenizer.from_file(str(path))
+            except Exception:  # it has no class of its own
+                continue
+    return None
