@@ -96,13 +96,13 @@ class RecordedGroups:
         Raises: RunFolderError: it cannot be read any more.
         """
         for path, found, group in self._kept.get(number, ()):
-            places = [place for place, it in enumerate(group.rows) if _names(it, episode, row)]
-            if group.attempt != attempt or not places:
+            names = [(group.attempt, it.episode, it.row) for it in group.rows]
+            if (attempt, episode, row) not in names:
                 continue
             try:
                 with path.open("rb") as file:
                     body = read_body(file.fileno(), found)
-                tokens = unpack_tokens(body, group.rows)[places[0]]
+                tokens = unpack_tokens(body, group.rows)[names.index((attempt, episode, row))]
             except FileNotFoundError:
                 raise RunFolderError(
                     f"{path.name} is gone: records.max_bytes has room for newer rows alone"
@@ -118,10 +118,6 @@ class RecordedGroups:
                 "texts": None if tokenizer is None else texts_of(tokenizer, ids),
             }
         return None
-
-
-def _names(row: Any, episode: int, number: int) -> bool:
-    return row.episode == episode and row.row == number
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ class PlayedGroup:
     """
 
     group: RecordedGroup
-    episodes: dict[int, Sequence[PlayedRow]]
+    episodes: Mapping[int, Sequence[PlayedRow]]
 
     @property
     def is_remarkable(self) -> bool:
@@ -72,6 +72,9 @@ class Recorder:
         folder: `records/` of the run; None: nothing is recorded.
         process: `rollout/0`, say.
         max_bytes: of its files.
+
+    Attributes:
+        is_on: it records what it gets.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Recorder:
     ) -> None:
         self._process = process
         self._keeps_all = config.keep is KeepRecords.all
-        self._is_on = folder is not None and config.keep is not KeepRecords.none
+        self.is_on = folder is not None and config.keep is not KeepRecords.none
         self._waiting: queue.Queue[PlayedGroup | Span | None] = queue.Queue(_MAX_WAITING)
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._thread: threading.Thread | None = None
@@ -121,9 +124,9 @@ class Recorder:
             )
         )
 
-    def add_event(self, kind: str, about: str) -> None:
-        """Records what happens now, to whom or what `about` names."""
-        self.add_span(kind, time.time(), 0.0, about=about)
+    def add_event(self, kind: str) -> None:
+        """Records that something happens now."""
+        self.add_span(kind, time.time(), 0.0)
 
     @contextmanager
     def span(self, kind: str, *, about: str = "", version: int = NO_VERSION) -> Iterator[None]:
@@ -138,7 +141,7 @@ class Recorder:
     def close(self) -> None:
         """Writes what waits. Blocks, but not for a disk that does not answer."""
         with self._starting:
-            self._is_on = False
+            self.is_on = False
             thread = self._thread
         if thread is not None and thread.is_alive():
             try:
@@ -148,11 +151,11 @@ class Recorder:
             thread.join(_CLOSE_LIMIT_S)
 
     def _put(self, record: PlayedGroup | Span) -> None:
-        if not self._is_on:
+        if not self.is_on:
             return
         if self._thread is None:
             with self._starting:
-                if self._thread is None and self._is_on:
+                if self._thread is None and self.is_on:
                     name = "records"
                     self._thread = threading.Thread(target=self._write, name=name, daemon=True)
                     self._thread.start()
@@ -165,7 +168,7 @@ class Recorder:
         try:
             self._write_all()
         except OSError as error:
-            self._is_on = False
+            self.is_on = False
             logger.warning(
                 "%s records nothing more of what it does: %s: %s",
                 self._process,

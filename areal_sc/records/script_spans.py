@@ -1,4 +1,4 @@
-"""What the script of a run did when, as `metrics.jsonl` tells it; no second account is kept of it."""
+"""What the script of a run did when, as `metrics.jsonl` tells it: there is no second account."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def script_spans(record: Mapping[str, Any]) -> Iterator[Span]:
         about = f"{record['name']}, step {record['step']}"
         yield Span(process=SCRIPT, kind="evaluation", began=ended, took_s=0.0, about=about)
     else:
-        about = ", ".join(str(it) for it in record.get("workers", ())) or str(
-            record.get("step", "")
-        )
+        about = ", ".join(str(it) for it in record.get("workers", ()))
+        about = about or str(record.get("step", ""))
         yield Span(process=SCRIPT, kind=str(record["name"]), began=ended, took_s=0.0, about=about)

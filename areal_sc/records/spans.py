@@ -22,8 +22,8 @@ class Span(Struct, frozen=True, kw_only=True):
 
     Attributes:
         process: `rollout/0`, `train/0`, or `script`.
-        kind: what it did: `episode`, `generation`, `updating weights`, `train`, ...; in a lane, what
-            an episode waited for.
+        kind: what it did: `episode`, `generation`, `updating weights`, `train`, ...; in
+            a lane also what an episode waited for.
         lane: spans of a process that go on at the same time have different ones; -1: it concerns
             the whole process.
         began: Unix time in seconds.
