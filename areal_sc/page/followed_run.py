@@ -29,6 +29,7 @@ from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.sample_rows import RowQuery, SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
+from areal_sc.records.reading import spans, trace
 from areal_sc.records.spans import Span
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
@@ -159,6 +160,10 @@ class FollowedRun:
             self._script = spans, len(spans)
             self._time_line.follow()
             return self._time_line.shown(first, last, width)
+
+    def trace(self) -> dict[str, Any]:
+        """What its processes did when, as `records.reading.trace` tells it."""
+        return trace(spans(self.folder.path))
 
     def fleet(self) -> dict[str, Any]:
         """State and workers, as `fleet_view` tells them."""

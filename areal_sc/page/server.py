@@ -17,6 +17,7 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks ev
     /api/runs/N/recorded/GROUP          its recorded rows, without their tokens
     /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   the tokens of one of them
     /api/runs/N/time                    what each process did when; `?first=&last=&width=`
+    /api/runs/N/trace                   the same as a trace for Perfetto
     /api/runs/N/fleet                   state, workers, logs
     /api/runs/N/logs/NAME               the end of a log
     /api/changes                        server-sent events
@@ -73,6 +74,7 @@ class PageServer:
             "recorded/{group}": lambda run, request: run.recorded(_whole_number(request, "group")),
             "tokens/{group}/{attempt}/{episode}/{row}": _tokens,
             "time": _time,
+            "trace": lambda run, request: run.trace(),
             "fleet": lambda run, request: run.fleet(),
             "logs/{name}": _log,
         }
