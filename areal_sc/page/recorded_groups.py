@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -15,6 +15,9 @@ from areal_sc.page.followed_blocks import FollowedBlocks
 from areal_sc.records.blocks import Block, read_body
 from areal_sc.records.record_files import RecordFile, Series
 from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
+
+_MOST_PARTS: Final = 4
+"""Most tokens that make one character: a byte each."""
 
 
 class _Kept(NamedTuple):
@@ -121,15 +124,18 @@ class RecordedGroups:
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token; that of a character which several tokens make stands at the last."""
-    stream = DecodeStream(skip_special_tokens=False)
-    texts = []
+    """The text of each token; that of a character which several tokens make stands at the last.
+
+    Tokens that together make no character are replacement characters.
+    """
+    stream, texts, num_silent = DecodeStream(skip_special_tokens=False), list[str](), 0
     for number in ids:
-        try:
-            texts.append(stream.step(tokenizer, number) or "")
-        except Exception:  # of a token that the tokenizer does not know; it has no class of its own
+        texts.append(stream.step(tokenizer, number) or "")
+        num_silent = 0 if texts[-1] else num_silent + 1
+        if num_silent > _MOST_PARTS:
             stream = DecodeStream(skip_special_tokens=False)
-            texts.append("\N{REPLACEMENT CHARACTER}")
+            texts[-num_silent:] = ["\N{REPLACEMENT CHARACTER}"] * num_silent
+            num_silent = 0
     return texts
 
 

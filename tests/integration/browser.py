@@ -1,4 +1,4 @@
-"""Chromium, steered by its DevTools protocol: what a page shows, and whether it goes wrong there."""
+"""Chromium, steered by its DevTools protocol: what a page shows, and what goes wrong there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 CHROMIUM = shutil.which("chromium")
 LIMIT_S = 120.0
+_BAD = ("error", "warning", "assert")
 
 
 class Tab:
@@ -85,10 +86,10 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def picture(self, path: Path) -> None:
-        """Writes what is seen as a PNG."""
+    async def picture(self) -> bytes:
+        """What is seen, as a PNG."""
         shot = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
     async def _hear(self) -> None:
         async for message in self._socket:
@@ -101,15 +102,19 @@ class Tab:
                     reply.set_result(told["result"])
             elif told["method"] == "Page.loadEventFired":
                 self._loaded.set()
-            elif told["method"] == "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["params"]["exceptionDetails"]))
-            elif told["method"] == "Log.entryAdded":
-                entry = told["params"]["entry"]
-                if entry["level"] in ("error", "warning"):
-                    self.errors.append(f"{entry['text']} {entry.get('url', '')}")
-            elif told["method"] == "Runtime.consoleAPICalled":
-                if told["params"]["type"] in ("error", "warning", "assert"):
-                    self.errors.append(json.dumps(told["params"]["args"]))
+            else:
+                self.errors += _errors_in(told["method"], told["params"])
+
+
+def _errors_in(event: str, told: Any) -> list[str]:
+    match event:
+        case "Runtime.exceptionThrown":
+            return [json.dumps(told["exceptionDetails"])]
+        case "Log.entryAdded" if told["entry"]["level"] in _BAD:
+            return [f"{told['entry']['text']} {told['entry'].get('url', '')}"]
+        case "Runtime.consoleAPICalled" if told["type"] in _BAD:
+            return [json.dumps(told["args"])]
+    return []
 
 
 @asynccontextmanager
