@@ -29,10 +29,11 @@ from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.sample_rows import RowQuery, SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
-from areal_sc.records.reading import spans, trace
+from areal_sc.records.reading import spans, trace_events
 from areal_sc.records.spans import Span
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+from areal_sc.system.json_lines import to_json
 
 _MAX_SETTINGS_BYTES: Final = 64 << 20
 """Largest `config.yaml` that is read, in bytes."""
@@ -161,9 +162,10 @@ class FollowedRun:
             self._time_line.follow()
             return self._time_line.shown(first, last, width)
 
-    def trace(self) -> dict[str, Any]:
-        """What its processes did when, as `records.reading.trace` tells it."""
-        return trace(spans(self.folder.path))
+    def trace(self) -> bytes:
+        """What its processes did when, as JSON that Perfetto and Chrome show."""
+        events = b",\n".join(map(to_json, trace_events(spans(self.folder.path))))
+        return b'{"traceEvents": [' + events + b"]}"
 
     def fleet(self) -> dict[str, Any]:
         """State and workers, as `fleet_view` tells them."""

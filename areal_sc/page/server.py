@@ -118,7 +118,7 @@ class PageServer:
 
             def made() -> bytes | None:
                 found = view(run, request)
-                return None if found is None else to_json(found)
+                return found if found is None or isinstance(found, bytes) else to_json(found)
 
             body = await asyncio.to_thread(made)
             if body is None:

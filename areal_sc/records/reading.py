@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,40 +118,31 @@ def steps(run: str | Path) -> Iterator[StepMetrics]:
     yield from History.read(RunFiles(run).metrics_path).steps
 
 
-def trace(spans_of_run: Iterator[Span]) -> dict[str, Any]:
-    """Spans as a trace of Chrome's format, which https://ui.perfetto.dev shows.
+def trace_events(of_run: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    """Spans as the `traceEvents` of Chrome's format, which https://ui.perfetto.dev shows.
 
     Each process of the run is one there, each lane a thread. Times are microseconds.
     """
     processes: dict[str, int] = {}
-    events: list[dict[str, Any]] = []
-    for span in spans_of_run:
+    for span in of_run:
         if span.process not in processes:
-            processes[span.process] = len(processes) + 1
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "process_name",
-                    "pid": processes[span.process],
-                    "args": {"name": span.process},
-                }
-            )
-        events.append(
-            {
-                "name": span.kind,
-                "pid": processes[span.process],
-                "tid": span.lane + 1,
-                "ts": 1e6 * span.began,
-                "args": {
-                    "about": span.about,
-                    "first_version": span.first_version,
-                    "last_version": span.last_version,
-                    "num_tokens": span.num_tokens,
-                },
-                **({"ph": "X", "dur": 1e6 * span.took_s} if span.took_s else {"ph": "i", "s": "g"}),
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+            number = processes[span.process] = len(processes) + 1
+            names = {"name": span.process}
+            yield {"ph": "M", "name": "process_name", "pid": number, "args": names}
+        event = {
+            "name": span.kind,
+            "pid": processes[span.process],
+            "tid": span.lane + 1,
+            "ts": 1e6 * span.began,
+            "args": {
+                "about": span.about,
+                "first_version": span.first_version,
+                "last_version": span.last_version,
+                "num_tokens": span.num_tokens,
+            },
+        }
+        how = {"ph": "X", "dur": 1e6 * span.took_s} if span.took_s else {"ph": "i", "s": "g"}
+        yield event | how
 
 
 def _files(run: str | Path) -> list[RecordFile]:

@@ -19,7 +19,7 @@ from recorded_groups import MEBI, played, recorder_of, trajectory
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
 from areal_sc.records import rows, spans
-from areal_sc.records.reading import trace
+from areal_sc.records.reading import trace_events
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_rows import RejectedEpisodes
 from areal_sc.records.recorder import Recorder
@@ -68,7 +68,7 @@ def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
     assert (generation.first_version, generation.last_version, generation.num_tokens) == (1, 2, 40)
     assert (serving.kind, serving.took_s, serving.lane) == ("serving", 0.0, -1)
     assert (updating.kind, updating.first_version) == ("updating weights", 7)
-    name, *events = trace(spans(tmp_path))["traceEvents"]
+    name, *events = trace_events(spans(tmp_path))
     assert name["args"] == {"name": "rollout/0"}
     assert [it["ph"] for it in events] == ["X", "i", "X"]
     assert (events[0]["ts"], events[0]["dur"], events[0]["tid"]) == (1e15, 250_000.0, 4)
