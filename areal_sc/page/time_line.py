@@ -1,7 +1,8 @@
 """What the processes of a run did when, as a page draws it: a lane a line, spans as columns.
 
 Spans are kept in columns of numbers. A page asks for those of a time; where several would be
-narrower than a pixel of their lane, it gets the longest one of them.
+narrower than a pixel of their lane, it gets the longest one of them, and where these are still too
+many to be drawn at once, the longest one of some pixels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ FETCHING: Final = "fetching weights"
 UPDATING: Final = "updating weights"
 MAX_WIDTH: Final = 8192
 """Most pixels of a line for which a page may ask."""
+MAX_SPANS: Final = 200_000
+"""Spans that a page gets, about: it draws them in half a second."""
+
+_Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""kinds [n], numbers [5, n], times [2, n]: as of `SpanColumns`, with places among all names."""
 
 _LANE, _FIRST, _LAST, _TOKENS, _ABOUT = range(5)
 
@@ -32,7 +38,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.num_lanes = 0
-        self._new: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._new: list[_Columns] = []
         self._all = _empty()
 
     def add(self, kinds: np.ndarray, numbers: np.ndarray, times: np.ndarray) -> None:
@@ -40,8 +46,8 @@ class _Process:
         self.num_lanes = max(self.num_lanes, int(numbers[_LANE].max(initial=-1)) + 1)
 
     @property
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """kinds [n], numbers [5, n], times [2, n]."""
+    def columns(self) -> _Columns:
+        """All of them."""
         if self._new:
             parts = zip(self._all, *self._new, strict=True)
             kinds, numbers, times = (np.concatenate(part, axis=-1) for part in parts)
@@ -49,7 +55,7 @@ class _Process:
         return self._all
 
 
-def _empty() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _empty() -> _Columns:
     return np.empty(0, np.int32), np.empty((5, 0), np.int32), np.empty((2, 0))
 
 
@@ -104,7 +110,7 @@ class TimeLine:
             began to be sampled by, and the version), `totals` (kind -> number of spans and their
             seconds within the time), and as columns `lane`, `kind`, `began` (seconds after
             `first`), `took`, `first_version`, `last_version`, `tokens`, `about`; `num_left_out`:
-            spans narrower than a pixel beside longer ones; `damage`.
+            spans beside which a longer one is shown; `damage`.
         """
         begin, end = self._range()
         first = begin if first is None else first
@@ -124,7 +130,8 @@ class TimeLine:
         num_left_out, processes = 0, []
         for name in sorted(self._processes, key=lambda name: (name != SCRIPT, _ordered(name))):
             process = self._processes[name]
-            chosen, left_out = _chosen(process.columns, first, last, width)
+            most = MAX_SPANS // len(self._processes)
+            chosen, left_out = _chosen(process.columns, first, last, width, most)
             num_left_out += left_out
             processes.append(
                 {
@@ -173,24 +180,31 @@ class TimeLine:
 
 
 def _chosen(
-    columns: tuple[np.ndarray, np.ndarray, np.ndarray], first: float, last: float, width: int
+    columns: _Columns,
+    first: float,
+    last: float,
+    width: int,
+    most: int,
 ) -> tuple[np.ndarray, int]:
-    """Places of the spans that are drawn, and how many of the time are not."""
+    """Places of the spans that are drawn, about `most` at most; how many of the time are not."""
     _, numbers, (began, took) = columns
     seen = np.flatnonzero((began <= last) & (began + took >= first))
-    pixel_s = max((last - first) / width, 1e-9)
-    is_wide = took[seen] >= pixel_s
-    narrow = seen[~is_wide]
-    narrow = narrow[np.argsort(-took[narrow], kind="stable")]  # the longest of a pixel comes first
-    cells = ((began[narrow] - first) / pixel_s).astype(np.int64) + 1
-    cells += (numbers[_LANE][narrow].astype(np.int64) + 1) * (width + 2)
-    _, places = np.unique(cells, return_index=True)
-    chosen = np.sort(np.concatenate([seen[is_wide], narrow[places]]))
-    return chosen, len(seen) - len(chosen)
+    seen = seen[np.argsort(-took[seen], kind="stable")]  # the longest of a cell comes first
+    cell_s = max((last - first) / width, 1e-9)
+    while True:
+        is_wide = took[seen] >= cell_s
+        narrow = seen[~is_wide]
+        cells = ((began[narrow] - first) / cell_s).astype(np.int64) + 1
+        cells += (numbers[_LANE][narrow].astype(np.int64) + 1) * (width + 2)
+        _, places = np.unique(cells, return_index=True)
+        chosen = np.sort(np.concatenate([seen[is_wide], narrow[places]]))
+        if len(chosen) <= most or cell_s > last - first:
+            return chosen, len(seen) - len(chosen)
+        cell_s *= 2
 
 
 def _as_columns(
-    columns: tuple[np.ndarray, np.ndarray, np.ndarray],
+    columns: _Columns,
     chosen: np.ndarray,
     first: float,
     used: dict[int, int],

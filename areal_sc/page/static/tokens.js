@@ -42,7 +42,8 @@ function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
   const under = el("p", { class: "under", role: "status" }, "point at a token, or go along them with ← and →");
   const box = el("div", { class: "tokens text", tabindex: "0", dir: "ltr", role: "group", "aria-label": "tokens" });
   const marks = ids.map((id, index) => {
-    const mark = el("span", {}, textOf(texts ? texts[index] : `${id} `));
+    const mark = document.createElement("span");
+    mark.append(...textOf(texts ? texts[index] : `${id} `));
     mark.index = index;
     return mark;
   });
@@ -89,7 +90,7 @@ function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
 
 /** A newline is seen as what it is; of a character that several tokens make, the last one has the text. */
 function textOf(text) {
-  return text === "" ? "▫" : shown(text.replaceAll("\n", "⏎\n"));
+  return text === "" ? ["▫"] : shown(text.replaceAll("\n", "⏎\n"));
 }
 
 function classOf(by, version, logprob) {

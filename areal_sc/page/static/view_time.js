@@ -11,7 +11,6 @@ const LINE = 14; // pixels of the line for what concerns a whole process
 const MOST_PIXELS = 12000; // of the canvas, in height
 const SHORTEST_S = 1e-3;
 const KINDS = { wait: 220, train: 30, sync: 150, update: 30, "updating weights": 150, "fetching weights": 175, "publishing weights": 150, "pulling rows": 220, generation: 205, "the sandbox": 60 };
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const SETTLED_MS = 120;
 
 export const timeParts = ["records", "steps"];
@@ -33,7 +32,6 @@ export async function showTime({ run, words }) {
   const totals = el("div", {});
   const pen = canvas.getContext("2d");
 
-  const x = (time) => GUTTER + ((time - view.first) / (view.last - view.first)) * (canvas.clientWidth - GUTTER);
   const timeAt = (pixel) => view.first + ((pixel - GUTTER) / (canvas.clientWidth - GUTTER)) * (view.last - view.first);
 
   const draw = () => {
@@ -44,6 +42,8 @@ export async function showTime({ run, words }) {
     canvas.width = Math.floor(width * ratio);
     canvas.height = Math.floor(layout.height * ratio);
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const scale = (width - GUTTER) / (view.last - view.first);
+    const x = (time) => GUTTER + (time - view.first) * scale;
     drawAll(pen, { told, layout, view, whole, by, width, x, drag });
     range.textContent = `${duration(view.last - view.first)}, from ${clock(view.first - whole.first, (view.last - view.first) / 10)} on after the begin`;
   };
@@ -56,7 +56,7 @@ export async function showTime({ run, words }) {
     history.replaceState(null, "", linkTo("time", wanted));
     const length = view.last - view.first;
     // a little more than is seen, so that there is something to pan to
-    told = await get(`/api/runs/${run.index}/time`, { first: view.first - length / 4, last: view.last + length / 4, width: 1.5 * canvas.width });
+    told = await get(`/api/runs/${run.index}/time`, { first: view.first - length / 4, last: view.last + length / 4, width: Math.round(1.5 * canvas.width) });
     layout = laidOut(told);
     showTotals();
     draw();
@@ -273,11 +273,18 @@ function drawPublications(pen, { told, layout, view, x, mark }) {
   pen.setLineDash([]);
 }
 
+const colors = new Map(); // to make one takes longer than to draw with it
+
 function colorOf(by, kind, version) {
-  const lightness = dark.matches ? 55 : 62;
-  if (by === "version" && version >= 0) return `hsl(${(version % NUM_HUES) * (360 / NUM_HUES)} 60% ${lightness}%)`;
+  const name = `${by === "version" ? version : -1} ${kind}`;
+  if (!colors.has(name)) colors.set(name, newColor(by, kind, version));
+  return colors.get(name);
+}
+
+function newColor(by, kind, version) {
+  if (by === "version" && version >= 0) return `hsl(${(version % NUM_HUES) * (360 / NUM_HUES)} 60% 58%)`;
   const hue = KINDS[kind] ?? (kind.startsWith("the reward") ? 280 : kind.startsWith("computing") ? 250 : 0);
-  return `hsl(${hue} ${kind === "wait" || kind === "pulling rows" ? 12 : 60}% ${lightness}%)`;
+  return `hsl(${hue} ${kind === "wait" || kind === "pulling rows" ? 12 : 60}% 58%)`;
 }
 
 function drawAxis(pen, { view, whole, layout, width, x, dim, grid }) {
@@ -350,6 +357,6 @@ function totalsTable({ processes, num_left_out: numLeftOut, last, first }) {
     "div",
     {},
     table(["process", "what", "times", "together", "at one time, on average"], rows, { label: "sums" }),
-    numLeftOut ? el("p", { class: "dim" }, `${numLeftOut.toLocaleString("en")} spans narrower than a pixel stand behind longer ones; zoom to see them`) : null,
+    numLeftOut ? el("p", { class: "dim" }, `${numLeftOut.toLocaleString("en")} short spans stand behind longer ones; zoom to see them`) : null,
   );
 }

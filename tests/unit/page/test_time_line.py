@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from recorded_groups import recorder_of
 
+from areal_sc.page import time_line
 from areal_sc.page.time_line import TimeLine
 from areal_sc.records.spans import Span
 
@@ -65,6 +66,19 @@ def test_of_a_pixel_the_longest_one_is_seen(tmp_path: Path) -> None:
     assert seen == [*(str(3 * n + 1) for n in range(10)), "99"]
     assert told["num_left_out"] == 20
     assert script["totals"]["wait"][0] == 31
+
+
+def test_there_are_never_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_line, "MAX_SPANS", 100)
+    line = TimeLine(tmp_path / "records")
+    line.add_of_script([step(n, float(n), 0.5 + 0.4 * (n % 64 == 1)) for n in range(1000)])
+    told = line.shown(0.0, 1000.0, 8000)  # each is some pixels wide
+    (script,) = told["processes"]
+    assert 10 <= len(script["kind"]) <= 100
+    assert told["num_left_out"] == 1000 - len(script["kind"])
+    longest = {str(n) for n in range(1, 1000, 64)}
+    assert longest <= {told["abouts"][it] for it in script["about"]}
+    assert line.shown(10.0, 12.0, 8000)["num_left_out"] == 0
 
 
 def test_lanes_do_not_hide_each_other(tmp_path: Path) -> None:
