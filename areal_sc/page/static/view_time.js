@@ -30,6 +30,7 @@ export async function showTime({ run, words }) {
   const under = el("p", { class: "under", role: "status" }, "point at something; drag to zoom, double-click for all; keys: + − ← → Home");
   const range = el("span", { class: "dim" });
   const totals = el("div", {});
+  const legend = el("p", { class: "legend" });
   const pen = canvas.getContext("2d");
 
   const timeAt = (pixel) => view.first + ((pixel - GUTTER) / (canvas.clientWidth - GUTTER)) * (view.last - view.first);
@@ -74,7 +75,10 @@ export async function showTime({ run, words }) {
   const pan = (share) => look(view.first + share * (view.last - view.first), view.last + share * (view.last - view.first));
   const all = () => look(whole.first, whole.last);
 
-  const showTotals = () => totals.replaceChildren(totalsTable(told));
+  const showTotals = () => {
+    totals.replaceChildren(totalsTable(told));
+    legend.replaceChildren(...legendOf(told, by));
+  };
 
   canvas.addEventListener("pointerdown", (event) => {
     drag = { from: event.offsetX, to: event.offsetX };
@@ -126,10 +130,11 @@ export async function showTime({ run, words }) {
       button("←", "earlier", () => pan(-0.4)),
       button("→", "later", () => pan(0.4)),
       button("all", "all of the run", all),
-      field("colour", choice("colour", [["version", "version"], ["kind", "what is done"]], by, (value) => ((by = value), history.replaceState(null, "", linkTo("time", { ...address().words, color: value === "kind" ? value : "" })), draw()))),
+      field("colour", choice("colour", [["version", "version"], ["kind", "what is done"]], by, (value) => ((by = value), history.replaceState(null, "", linkTo("time", { ...address().words, color: value === "kind" ? value : "" })), showTotals(), draw()))),
       range,
       isFile ? null : el("a", { href: `/api/runs/${run.index}/trace`, download: `${run.name}.trace.json` }, "trace for Perfetto"),
     ),
+    legend,
     el("div", { class: "timeline" }, canvas),
     under,
     el("h2", {}, "Sums of what is seen"),
@@ -271,6 +276,21 @@ function drawPublications(pen, { told, layout, view, x, mark }) {
   });
   pen.stroke();
   pen.setLineDash([]);
+}
+
+/** What each colour stands for, among what is seen. */
+function legendOf({ processes }, by) {
+  const kinds = new Set(processes.flatMap(({ totals }) => Object.keys(totals).filter((kind) => kind !== "episode" && totals[kind][1] > 0)));
+  const ofVersions = by === "version" ? el("span", { class: "dim" }, "answers and weights in the colour of their version; × new weights came; ") : null;
+  const named = [...kinds].filter((kind) => by === "kind" || !/generation|weights|^(wait|train|sync|update|pulling rows|computing.*)$/.test(kind));
+  return [
+    ofVersions,
+    ...named.flatMap((kind) => {
+      const swatch = el("span", { class: "dot" });
+      swatch.style.background = colorOf("kind", kind, -1);
+      return [swatch, ...shown(kind), "  "];
+    }),
+  ].filter(Boolean);
 }
 
 const colors = new Map(); // to make one takes longer than to draw with it
