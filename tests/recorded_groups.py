@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
-from areal_sc.records.recorded_rows import RecordedGroup, RejectedEpisodes
+from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -40,7 +40,7 @@ def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
 
 
 def played(
-    number: int, *episodes: list[Trajectory], rejected: tuple[RejectedEpisodes, ...] = ()
+    number: int, *episodes: list[Trajectory], rejected: tuple[RecordedRejection, ...] = ()
 ) -> PlayedGroup:
     group = RecordedGroup(
         worker="rollout/0",

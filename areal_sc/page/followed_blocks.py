@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.page.stamps import Stamp, stamp_of
-from areal_sc.records.blocks import Block, Gap, read_blocks
+from areal_sc.records.blocks import Gap, RecordBlock, read_blocks
 from areal_sc.records.record_files import RecordFile, Series, record_files
 
 _MAX_TOLD: Final = 5
@@ -59,7 +59,7 @@ class FollowedBlocks:
         if len(self._told) < _MAX_TOLD:
             self._told.append(f"{file.path.name}: {why}")
 
-    def read_new(self) -> Iterator[tuple[RecordFile, int, Block]]:
+    def read_new(self) -> Iterator[tuple[RecordFile, int, RecordBlock]]:
         """Each new whole block, with its file and the descriptor by which that is open now."""
         self._failure = ""
         try:
@@ -70,7 +70,7 @@ class FollowedBlocks:
             name = Path(error.filename or self._folder).name
             self._failure = f"records: {name} cannot be read: {error.strerror}"
 
-    def _of_file(self, file: RecordFile) -> Iterator[tuple[RecordFile, int, Block]]:
+    def _of_file(self, file: RecordFile) -> Iterator[tuple[RecordFile, int, RecordBlock]]:
         begin = self._read_bytes.get(file.path, 0)
         try:
             with file.path.open("rb") as opened:

@@ -30,7 +30,7 @@ from areal_sc.page.sample_rows import RowQuery, SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.records.reading import spans, trace_events
-from areal_sc.records.spans import Span
+from areal_sc.records.spans import RecordedSpan
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
 from areal_sc.system.json_lines import to_json
@@ -58,7 +58,10 @@ class FollowedRun:
         self._health = FollowedHealth()
         self._recorded = RecordedGroups(self.folder.records)
         self._time_line = TimeLine(self.folder.records)
-        self._script: tuple[list[Span], int] = ([], 0)  # spans of it, and how many were told
+        self._script: tuple[list[RecordedSpan], int] = (
+            [],
+            0,
+        )  # spans of it, and how many were told
         self._lock_of_records = Lock()
 
     def stamps(self) -> dict[str, Stamp]:

@@ -13,7 +13,7 @@ from areal_sc.page.followed_lines import FollowedLines
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History
 from areal_sc.records.script_spans import script_spans
-from areal_sc.records.spans import Span
+from areal_sc.records.spans import RecordedSpan
 
 _SECTIONS: Final = ("workflow", "train", "rejected_episodes")
 _LEFT_OUT: Final = "counters"
@@ -43,7 +43,7 @@ class MetricColumns:
         self.epoch += 1
         self.history = History()
         self.events: list[dict[str, Any]] = []
-        self.spans: list[Span] = []
+        self.spans: list[RecordedSpan] = []
         self._times: list[float | None] = []
 
     @property

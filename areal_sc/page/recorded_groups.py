@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.followed_blocks import FollowedBlocks
-from areal_sc.records.blocks import Block, read_body
+from areal_sc.records.blocks import RecordBlock, read_body
 from areal_sc.records.record_files import RecordFile, Series
 from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
 
@@ -20,11 +20,11 @@ _MOST_PARTS: Final = 4
 """Most tokens that make one character: a byte each."""
 
 
-class _Kept(NamedTuple):
+class _PlacedGroup(NamedTuple):
     """A group, and where its tokens are."""
 
     path: Path
-    block: Block
+    block: RecordBlock
     group: RecordedGroup
 
 
@@ -33,7 +33,7 @@ class RecordedGroups:
 
     def __init__(self, folder: Path) -> None:
         self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept))
-        self._kept: dict[int, list[_Kept]] = {}
+        self._kept: dict[int, list[_PlacedGroup]] = {}
 
     @property
     def damage(self) -> list[str]:
@@ -45,7 +45,7 @@ class RecordedGroups:
         for file, _, found in self._blocks.read_new():
             self._add(file, found)
 
-    def _add(self, file: RecordFile, found: Block) -> None:
+    def _add(self, file: RecordFile, found: RecordBlock) -> None:
         try:
             group = unpack_group(found.head)
         except ValueError as error:
@@ -53,7 +53,7 @@ class RecordedGroups:
             return
         # the head is read again where it is wanted: most never are
         self._kept.setdefault(group.group, []).append(
-            _Kept(file.path, found._replace(head=b""), group)
+            _PlacedGroup(file.path, found._replace(head=b""), group)
         )
 
     def of_group(self, number: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import read_body
 from areal_sc.records.record_files import Series
 from areal_sc.records.script_spans import SCRIPT
-from areal_sc.records.spans import Span, pack_spans, unpack_spans
+from areal_sc.records.spans import RecordedSpan, pack_spans, unpack_spans
 
 FETCHING: Final = "fetching weights"
 UPDATING: Final = "updating weights"
@@ -33,7 +33,7 @@ _Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 _LANE, _FIRST, _LAST, _TOKENS, _ABOUT = range(5)
 
 
-class _Process:
+class _Lanes:
     """The spans of one process."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class TimeLine:
 
     def __init__(self, folder: Path) -> None:
         self._blocks = FollowedBlocks(folder, (Series.spans,))
-        self._processes: dict[str, _Process] = {}
+        self._processes: dict[str, _Lanes] = {}
         self._kinds: dict[str, int] = {}
         self._abouts: dict[str, int] = {}
 
@@ -80,7 +80,7 @@ class TimeLine:
             except ValueError as error:
                 self._blocks.note_bad(file, str(error))
 
-    def add_of_script(self, spans: list[Span]) -> None:
+    def add_of_script(self, spans: list[RecordedSpan]) -> None:
         """What the script did."""
         if spans:
             self._add(SCRIPT, pack_spans(spans))
@@ -95,7 +95,7 @@ class TimeLine:
         kinds, numbers, times = columns.arrays()
         numbers = numbers.copy()
         numbers[_ABOUT] = _places(columns.abouts, self._abouts)[numbers[_ABOUT]]
-        self._processes.setdefault(process, _Process()).add(
+        self._processes.setdefault(process, _Lanes()).add(
             _places(columns.names, self._kinds)[kinds], numbers, times
         )
 
@@ -154,7 +154,7 @@ class TimeLine:
         begin = min(float(times[0].min()) for times in filled)
         return begin, max(float((times[0] + times[1]).max()) for times in filled)
 
-    def _updates(self, process: _Process) -> list[tuple[float, int]]:
+    def _updates(self, process: _Lanes) -> list[tuple[float, int]]:
         """From when on which version was sampled by: once it was there, or was being brought."""
         kinds, numbers, times = process.columns
         is_update = kinds == self._kinds.get(UPDATING, -1)
@@ -166,7 +166,7 @@ class TimeLine:
         since |= {version: ended for version, ended in fetched.items() if version in since}
         return sorted((when, version) for version, when in since.items())
 
-    def _totals(self, process: _Process, first: float, last: float) -> Mapping[str, Any]:
+    def _totals(self, process: _Lanes, first: float, last: float) -> Mapping[str, Any]:
         kinds, _, (began, took) = process.columns
         within = np.clip(np.minimum(began + took, last) - np.maximum(began, first), 0, None)
         is_seen = (began <= last) & (began + took >= first)

@@ -21,7 +21,7 @@ _SIZES: Final = Struct("<II")
 _SEARCHED_BYTES: Final = 1 << 20
 
 
-class Block(NamedTuple):
+class RecordBlock(NamedTuple):
     """A block whose head is as it was written.
 
     Attributes:
@@ -50,7 +50,7 @@ def block(head: bytes, body: bytes) -> bytes:
     return _LAYOUT.pack(MARKER, len(head), len(body), checksum, crc32(body)) + head + body
 
 
-def read_blocks(file: int, begin: int, size: int) -> Iterator[Block | Gap]:
+def read_blocks(file: int, begin: int, size: int) -> Iterator[RecordBlock | Gap]:
     """The whole blocks of a file, and what is damaged between them.
 
     Args:
@@ -73,7 +73,7 @@ def read_blocks(file: int, begin: int, size: int) -> Iterator[Block | Gap]:
         at = following
 
 
-def read_body(file: int, found: Block) -> bytes:
+def read_body(file: int, found: RecordBlock) -> bytes:
     """The body of a block.
 
     Raises: ValueError: it is not what was written. OSError: the file cannot be read.
@@ -84,7 +84,7 @@ def read_body(file: int, found: Block) -> bytes:
     return body
 
 
-def _block_at(file: int, at: int, size: int) -> Block | None:
+def _block_at(file: int, at: int, size: int) -> RecordBlock | None:
     """None: it is damaged, or not all of it is there."""
     layout = os.pread(file, _LAYOUT.size, at)
     if len(layout) < _LAYOUT.size:
@@ -96,7 +96,7 @@ def _block_at(file: int, at: int, size: int) -> Block | None:
     head = os.pread(file, head_bytes, at + _LAYOUT.size)
     if crc32(head, crc32(_SIZES.pack(head_bytes, body_bytes))) != checksum:
         return None
-    return Block(head, body_at + body_bytes, body_at, body_bytes, of_body)
+    return RecordBlock(head, body_at + body_bytes, body_at, body_bytes, of_body)
 
 
 def _marker_behind(file: int, at: int, size: int) -> int | None:

@@ -1,6 +1,6 @@
 """What a run has recorded, for scripts and notebooks; also while it goes on, or after it has died.
 
-    from areal_sc.records import rows, spans, steps
+    from areal_sc.records.reading import rows, spans, steps
 
     pandas.DataFrame(map(dataclasses.asdict, rows("runs/minimal")))
     pandas.DataFrame(map(msgspec.structs.asdict, spans("runs/minimal")))
@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from areal_sc.errors import RunFolderError
-from areal_sc.records.blocks import Block, Gap, read_blocks, read_body
+from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.record_files import RecordFile, Series, record_files
-from areal_sc.records.recorded_rows import RowTokens, unpack_group, unpack_tokens
+from areal_sc.records.recorded_rows import RecordedTokens, unpack_group, unpack_tokens
 from areal_sc.records.script_spans import script_spans
-from areal_sc.records.spans import Span, spans_of, unpack_spans
+from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
 from areal_sc.run.run_files import RunFiles
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row(RowTokens):
+class Row(RecordedTokens):
     """A row of a run, with all of its tokens.
 
     Attributes:
@@ -94,7 +94,7 @@ def rows(run: str | Path) -> Iterator[Row]:
                 )
 
 
-def spans(run: str | Path) -> Iterator[Span]:
+def spans(run: str | Path) -> Iterator[RecordedSpan]:
     """What each process of a run did, and how long; of a process in the order of their ends.
 
     Those of the script come last. Arguments and errors are those of `rows`.
@@ -118,7 +118,7 @@ def steps(run: str | Path) -> Iterator[StepMetrics]:
     yield from History.read(RunFiles(run).metrics_path).steps
 
 
-def trace_events(of_run: Iterable[Span]) -> Iterator[dict[str, Any]]:
+def trace_events(of_run: Iterable[RecordedSpan]) -> Iterator[dict[str, Any]]:
     """Spans as the `traceEvents` of Chrome's format, which https://ui.perfetto.dev shows.
 
     Each process of the run is one there, each lane a thread. Times are microseconds.
@@ -155,7 +155,7 @@ def _files(run: str | Path) -> list[RecordFile]:
         raise RunFolderError(f"{folder.records} cannot be read: {error.strerror}") from error
 
 
-def _blocks(file: RecordFile) -> Iterator[tuple[Block, bytes]]:
+def _blocks(file: RecordFile) -> Iterator[tuple[RecordBlock, bytes]]:
     """The whole blocks of a file, with their bodies.
 
     Raises: RunFolderError: it cannot be read.

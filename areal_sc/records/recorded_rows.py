@@ -39,7 +39,7 @@ class PlayedRow(Protocol):
     metrics: dict[str, float]
 
 
-class RowNumbers(Struct, frozen=True):
+class RecordedRow(Struct, frozen=True):
     """What the head of a block tells of a row.
 
     Attributes:
@@ -64,7 +64,7 @@ class RowNumbers(Struct, frozen=True):
         return max(0, len(self.versions) - 1)
 
 
-class RejectedEpisodes(Struct, frozen=True):
+class RecordedRejection(Struct, frozen=True):
     """Episodes of a group that have no rows, for the same cause.
 
     Attributes:
@@ -98,12 +98,12 @@ class RecordedGroup(Struct, frozen=True, kw_only=True):
     admitted_version: int
     began: float
     took_s: float
-    rows: tuple[RowNumbers, ...] = ()
-    rejected: tuple[RejectedEpisodes, ...] = ()
+    rows: tuple[RecordedRow, ...] = ()
+    rejected: tuple[RecordedRejection, ...] = ()
 
 
 @dataclass(frozen=True)
-class RowTokens:
+class RecordedTokens:
     """The tokens of a recorded row.
 
     Attributes:
@@ -119,12 +119,12 @@ class RowTokens:
     versions: np.ndarray
 
 
-def numbers_of(row: PlayedRow, episode: int, number: int) -> RowNumbers:
+def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     """What the head tells of a row."""
     sampled = (v for v, is_trained in zip(row.versions, row.loss_mask, strict=True) if is_trained)
     runs = tuple((int(version), sum(1 for _ in its)) for version, its in groupby(sampled))
     metrics = {name: float(value) for name, value in row.metrics.items()}
-    return RowNumbers(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
+    return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
 
 
 def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:
@@ -138,7 +138,7 @@ def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:
     return zlib.compress(content, _LEVEL)
 
 
-def unpack_tokens(body: bytes, rows: Sequence[RowNumbers]) -> list[RowTokens]:
+def unpack_tokens(body: bytes, rows: Sequence[RecordedRow]) -> list[RecordedTokens]:
     """Inverse of `pack_tokens`.
 
     Raises: ValueError: it is not the body of such rows.
@@ -164,7 +164,7 @@ def unpack_tokens(body: bytes, rows: Sequence[RowNumbers]) -> list[RowTokens]:
     versions[mask] = np.repeat([run[0] for run in runs], [run[1] for run in runs])
     ends = np.cumsum([row.num_tokens for row in rows])[:-1]
     parts = (np.split(column, ends) for column in (ids, mask, logprobs, versions))
-    return [RowTokens(*columns) for columns in zip(*parts, strict=True)]
+    return [RecordedTokens(*columns) for columns in zip(*parts, strict=True)]
 
 
 def pack_group(group: RecordedGroup) -> bytes:

@@ -33,7 +33,7 @@ from areal_sc.records.recorded_rows import (
     pack_group,
     pack_tokens,
 )
-from areal_sc.records.spans import NO_VERSION, Span, pack_spans
+from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Recorder:
         self._process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = folder is not None and config.keep is not KeepRecords.none
-        self._waiting: queue.Queue[PlayedGroup | Span | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[PlayedGroup | RecordedSpan | None] = queue.Queue(_MAX_WAITING)
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -104,14 +104,14 @@ class Recorder:
         versions: tuple[int, int] = (NO_VERSION, NO_VERSION),
         num_tokens: int = 0,
     ) -> None:
-        """Records a span; arguments are those of `Span`.
+        """Records a span; arguments are those of `RecordedSpan`.
 
         Args:
             versions: the first and the last one.
         """
         first, last = versions
         self._put(
-            Span(
+            RecordedSpan(
                 process=self._process,
                 kind=kind,
                 began=began,
@@ -150,7 +150,7 @@ class Recorder:
                 return
             thread.join(_CLOSE_LIMIT_S)
 
-    def _put(self, record: PlayedGroup | Span) -> None:
+    def _put(self, record: PlayedGroup | RecordedSpan) -> None:
         if not self.is_on:
             return
         if self._thread is None:
@@ -181,7 +181,7 @@ class Recorder:
 
     def _write_all(self) -> None:
         """Raises: OSError."""
-        spans: list[Span] = []
+        spans: list[RecordedSpan] = []
         flush_s = 0.0
         while True:
             try:
@@ -190,7 +190,7 @@ class Recorder:
             except queue.Empty:
                 self._write_spans(spans)
                 continue
-            if isinstance(record, Span):
+            if isinstance(record, RecordedSpan):
                 if not spans:
                     flush_s = time.monotonic() + FLUSH_S
                 spans.append(record)
@@ -202,7 +202,7 @@ class Recorder:
                 self._write_spans(spans)
                 return
 
-    def _write_spans(self, spans: list[Span]) -> None:
+    def _write_spans(self, spans: list[RecordedSpan]) -> None:
         if spans:
             self._append(Series.spans, b"", pack_spans(spans))
             spans.clear()

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from areal_sc.records.metrics import STEP_PARTS
-from areal_sc.records.spans import Span
+from areal_sc.records.spans import RecordedSpan
 
 SCRIPT: Final = "script"
 """The process that runs the training loop."""
 
 
-def script_spans(record: Mapping[str, Any]) -> Iterator[Span]:
+def script_spans(record: Mapping[str, Any]) -> Iterator[RecordedSpan]:
     """The spans of a record of the file.
 
     Those of a step are `wait`, `train` and `sync`, one after the other from its begin on, with the
@@ -26,7 +26,7 @@ def script_spans(record: Mapping[str, Any]) -> Iterator[Span]:
         step, began = int(record["step"]), ended - record["step_time_s"]
         for part in STEP_PARTS:
             took_s = float(record[f"{part}_s"])
-            yield Span(
+            yield RecordedSpan(
                 process=SCRIPT,
                 kind=part,
                 began=began,
@@ -38,8 +38,10 @@ def script_spans(record: Mapping[str, Any]) -> Iterator[Span]:
             began += took_s
     elif record["kind"] == "evaluation":
         about = f"{record['name']}, step {record['step']}"
-        yield Span(process=SCRIPT, kind="evaluation", began=ended, took_s=0.0, about=about)
+        yield RecordedSpan(process=SCRIPT, kind="evaluation", began=ended, took_s=0.0, about=about)
     else:
         about = ", ".join(str(it) for it in record.get("workers", ()))
         about = about or str(record.get("step", ""))
-        yield Span(process=SCRIPT, kind=str(record["name"]), began=ended, took_s=0.0, about=about)
+        yield RecordedSpan(
+            process=SCRIPT, kind=str(record["name"]), began=ended, took_s=0.0, about=about
+        )

@@ -17,7 +17,7 @@ NO_VERSION: Final = -1
 _LEVEL: Final = 1
 
 
-class Span(Struct, frozen=True, kw_only=True):
+class RecordedSpan(Struct, frozen=True, kw_only=True):
     """Something that a process did, from one moment to another.
 
     Attributes:
@@ -74,7 +74,7 @@ class SpanColumns(Struct, frozen=True):
         return kinds, numbers, np.frombuffer(self.times, "<f8").reshape(2, num)
 
 
-def pack_spans(spans: Sequence[Span]) -> bytes:
+def pack_spans(spans: Sequence[RecordedSpan]) -> bytes:
     """The body of a block of spans; `unpack_spans` is its inverse.
 
     Args:
@@ -106,12 +106,12 @@ def unpack_spans(body: bytes) -> SpanColumns:
         raise ValueError(f"spans cannot be read: {error}") from error
 
 
-def spans_of(columns: SpanColumns, process: str) -> Iterator[Span]:
+def spans_of(columns: SpanColumns, process: str) -> Iterator[RecordedSpan]:
     """Raises: ValueError: as `SpanColumns.arrays`."""
     kinds, numbers, times = columns.arrays()
     of_all = zip(kinds.tolist(), numbers.T.tolist(), times.T.tolist(), strict=True)
     for kind, (lane, first, last, num_tokens, about), (began, took_s) in of_all:
-        yield Span(
+        yield RecordedSpan(
             process=process,
             kind=columns.names[kind],
             began=began,

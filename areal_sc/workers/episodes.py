@@ -29,7 +29,7 @@ OWN_CODE: Final = "the workflow's own code, or a tool"
 
 
 @dataclass(eq=False)
-class Wait:
+class EpisodeWait:
     """What an episode waits for, or has waited for.
 
     Attributes:
@@ -80,8 +80,8 @@ class WorkerEpisodeEngine:
         self._rewards = rewards
         self._sampling = sampling
         self._evaluated = evaluated
-        self._waits: list[Wait] = []
-        self.past_waits: list[Wait] = []
+        self._waits: list[EpisodeWait] = []
+        self.past_waits: list[EpisodeWait] = []
         self.group = group
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
@@ -176,8 +176,8 @@ class WorkerEpisodeEngine:
             raise
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[Wait]:
-        wait = Wait(what, time.time(), time.monotonic())
+    def _waiting(self, what: str) -> Iterator[EpisodeWait]:
+        wait = EpisodeWait(what, time.time(), time.monotonic())
         self._waits.append(wait)
         try:
             yield wait
@@ -207,7 +207,7 @@ class Episodes:
     def running(self, episode: WorkerEpisodeEngine) -> Iterator[None]:
         lane = heappop(self._free_lanes) if self._free_lanes else len(self._running)
         self._running.add(episode)
-        whole = Wait("episode", time.time(), time.monotonic())
+        whole = EpisodeWait("episode", time.time(), time.monotonic())
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from areal_sc.records.recorded_rows import RecordedGroup, RejectedEpisodes
+from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup
 from areal_sc.records.samples import shortened
 from areal_sc.rejection import Rejection
@@ -46,7 +46,7 @@ def played_group(
         began=began,
         took_s=time.time() - began,
         rejected=tuple(
-            RejectedEpisodes(cause, same[0].message, len(same)) for cause, same in rejected.items()
+            RecordedRejection(cause, same[0].message, len(same)) for cause, same in rejected.items()
         ),
     )
     rows = {number: it for number, it in enumerate(episodes) if not isinstance(it, Rejection)}

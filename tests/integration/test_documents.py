@@ -77,7 +77,7 @@ NOT_RUN_HERE = {
     "--set name=mine,prompts=mine.jsonl,reward=my_task:reward": (
         "tests/integration/test_evaluate.py"
     ),
-    "from areal_sc.records import rows": "tests/integration/test_records.py",
+    "from areal_sc.records.reading import rows": "tests/integration/test_records.py",
     "python -m areal_sc page runs/minimal": "tests/integration/test_page.py",
     "python -m areal_sc page runs/minimal runs/control": "tests/unit/commands/test_page.py",
     "python -m areal_sc page runs/minimal --export minimal.html": "tests/unit/commands",
@@ -144,7 +144,7 @@ FRAGMENTS = (
 """How the blocks begin that tests below run."""
 
 
-class Block(NamedTuple):
+class RecordBlock(NamedTuple):
     document: str
     language: str
     text: str
@@ -184,9 +184,9 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, shown
 
 
-def blocks(*names: str) -> list[Block]:
+def blocks(*names: str) -> list[RecordBlock]:
     found = ((name, token) for name in names for token in tokens(name) if token.type == "fence")
-    return [Block(name, token.info.strip(), token.content) for name, token in found]
+    return [RecordBlock(name, token.info.strip(), token.content) for name, token in found]
 
 
 def commands(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from integration.run_process import tiny_run
 
 from areal_sc.page.group_book import GroupBook
-from areal_sc.records import rows, spans, steps
+from areal_sc.records.reading import rows, spans, steps
 from areal_sc.run.run_folder import RunFolder
 
 

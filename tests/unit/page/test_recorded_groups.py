@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.recorded_groups import RecordedGroups, texts_of, tokenizer_of
-from areal_sc.records.recorded_rows import RejectedEpisodes
+from areal_sc.records.recorded_rows import RecordedRejection
 
 
 def record(run: Path, *numbers: int) -> None:
@@ -29,7 +29,7 @@ def followed(run: Path) -> RecordedGroups:
 
 
 def test_numbers_and_tokens_are_what_was_recorded(tmp_path: Path) -> None:
-    rejected = (RejectedEpisodes("timeout", "took <b>long</b>", 1),)
+    rejected = (RecordedRejection("timeout", "took <b>long</b>", 1),)
     recorder = recorder_of(tmp_path)
     recorder.add_group(played(3, [trajectory(1), trajectory(2, 25)], rejected=rejected))
     recorder.close()

@@ -10,7 +10,7 @@ from recorded_groups import recorder_of
 
 from areal_sc.page import time_line
 from areal_sc.page.time_line import TimeLine
-from areal_sc.records.spans import Span
+from areal_sc.records.spans import RecordedSpan
 
 
 def test_all_of_it_as_recorded(tmp_path: Path) -> None:
@@ -136,6 +136,6 @@ def test_any_time_may_be_asked_for(tmp_path: Path, window: tuple[float, float]) 
     assert told["begin"] == 1.0
 
 
-def step(number: int, began: float, took_s: float) -> Span:
+def step(number: int, began: float, took_s: float) -> RecordedSpan:
     about = str(number)
-    return Span(process="script", kind="wait", began=began, took_s=took_s, about=about)
+    return RecordedSpan(process="script", kind="wait", began=began, took_s=took_s, about=about)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_sc.records.blocks import Block, Gap, block, read_blocks, read_body
+from areal_sc.records.blocks import Gap, RecordBlock, block, read_blocks, read_body
 
 PAIRS = [(b"head 1", b"body 1"), (b"", b"b" * 70_000), (b"head 3", b""), (b"h" * 300, b"last")]
 WHOLE = [block(head, body) for head, body in PAIRS]
@@ -61,13 +61,13 @@ def test_reading_goes_on_where_it_has_ended(tmp_path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         (first,) = read_blocks(descriptor, 0, path.stat().st_size)
-        assert isinstance(first, Block)
+        assert isinstance(first, RecordBlock)
         with path.open("ab") as file:
             file.write(WHOLE[1][9:] + WHOLE[2])
         after = [it for it in read_blocks(descriptor, first.end, path.stat().st_size)]
     finally:
         os.close(descriptor)
-    assert [it.head for it in after if isinstance(it, Block)] == [PAIRS[1][0], PAIRS[2][0]]
+    assert [it.head for it in after if isinstance(it, RecordBlock)] == [PAIRS[1][0], PAIRS[2][0]]
 
 
 def test_a_marker_across_the_searched_parts_is_found(tmp_path: Path) -> None:

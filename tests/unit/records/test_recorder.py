@@ -18,10 +18,9 @@ from recorded_groups import MEBI, played, recorder_of, trajectory
 
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
-from areal_sc.records import rows, spans
-from areal_sc.records.reading import trace_events
+from areal_sc.records.reading import rows, spans, trace_events
 from areal_sc.records.record_files import Series, record_files
-from areal_sc.records.recorded_rows import RejectedEpisodes
+from areal_sc.records.recorded_rows import RecordedRejection
 from areal_sc.records.recorder import Recorder
 
 
@@ -43,7 +42,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
 
 
 def test_a_group_without_rows_tells_why(tmp_path: Path) -> None:
-    cause = RejectedEpisodes("reward_error: KeyError at task.py:12", "no answer", 2)
+    cause = RecordedRejection("reward_error: KeyError at task.py:12", "no answer", 2)
     recorder = recorder_of(tmp_path, keep="sample")
     recorder.add_group(played(1, rejected=(cause,)))
     recorder.add_group(played(2, [trajectory(1)], rejected=(cause,)))
@@ -89,7 +88,7 @@ def test_with_none_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_the_oldest_unremarkable_rows_go_first(tmp_path: Path) -> None:
-    rejected = (RejectedEpisodes("rejected", "", 1),)
+    rejected = (RecordedRejection("rejected", "", 1),)
     recorder = recorder_of(tmp_path, max_bytes=MEBI)
     recorder.add_event("serving")
     recorder.add_group(played(1, [trajectory(1, 2000)], rejected=rejected))
