@@ -33,7 +33,7 @@ _Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 _LANE, _FIRST, _LAST, _TOKENS, _ABOUT = range(5)
 
 
-class _Lanes:
+class _SpansOfProcess:
     """The spans of one process."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class TimeLine:
 
     def __init__(self, folder: Path) -> None:
         self._blocks = FollowedBlocks(folder, (Series.spans,))
-        self._processes: dict[str, _Lanes] = {}
+        self._processes: dict[str, _SpansOfProcess] = {}
         self._kinds: dict[str, int] = {}
         self._abouts: dict[str, int] = {}
 
@@ -95,7 +95,7 @@ class TimeLine:
         kinds, numbers, times = columns.arrays()
         numbers = numbers.copy()
         numbers[_ABOUT] = _places(columns.abouts, self._abouts)[numbers[_ABOUT]]
-        self._processes.setdefault(process, _Lanes()).add(
+        self._processes.setdefault(process, _SpansOfProcess()).add(
             _places(columns.names, self._kinds)[kinds], numbers, times
         )
 
@@ -154,7 +154,7 @@ class TimeLine:
         begin = min(float(times[0].min()) for times in filled)
         return begin, max(float((times[0] + times[1]).max()) for times in filled)
 
-    def _updates(self, process: _Lanes) -> list[tuple[float, int]]:
+    def _updates(self, process: _SpansOfProcess) -> list[tuple[float, int]]:
         """From when on which version was sampled by: once it was there, or was being brought."""
         kinds, numbers, times = process.columns
         is_update = kinds == self._kinds.get(UPDATING, -1)
@@ -166,7 +166,7 @@ class TimeLine:
         since |= {version: ended for version, ended in fetched.items() if version in since}
         return sorted((when, version) for version, when in since.items())
 
-    def _totals(self, process: _Lanes, first: float, last: float) -> Mapping[str, Any]:
+    def _totals(self, process: _SpansOfProcess, first: float, last: float) -> Mapping[str, Any]:
         kinds, _, (began, took) = process.columns
         within = np.clip(np.minimum(began + took, last) - np.maximum(began, first), 0, None)
         is_seen = (began <= last) & (began + took >= first)

@@ -144,7 +144,7 @@ FRAGMENTS = (
 """How the blocks begin that tests below run."""
 
 
-class RecordBlock(NamedTuple):
+class Block(NamedTuple):
     document: str
     language: str
     text: str
@@ -184,9 +184,9 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, shown
 
 
-def blocks(*names: str) -> list[RecordBlock]:
+def blocks(*names: str) -> list[Block]:
     found = ((name, token) for name in names for token in tokens(name) if token.type == "fence")
-    return [RecordBlock(name, token.info.strip(), token.content) for name, token in found]
+    return [Block(name, token.info.strip(), token.content) for name, token in found]
 
 
 def commands(text: str) -> list[str]:
