@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import ClientSession, ClientWebSocketResponse
 
 CHROMIUM = shutil.which("chromium")
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 _BAD = ("error", "warning", "assert")
 
 
