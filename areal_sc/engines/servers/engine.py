@@ -22,6 +22,7 @@ import torch
 from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.servers.adapters import AdapterFolders, AdapterWeights
 from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
@@ -84,6 +85,8 @@ class ServerEngine(ReplicaSet):
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._buckets = SharedBuckets()
+        self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
+        self._adapters.keep_only(None)  # of earlier lives
         self._completer = Completer(self, self._model.vocab_size)
         is_cuda = _serves_on_cuda(handle)
         super().__init__(ReplicaSettings(handle, log_folder, name, is_cuda=is_cuda))
@@ -93,6 +96,7 @@ class ServerEngine(ReplicaSet):
         await super().close()
         await self._completer.close()
         self._buckets.close()
+        self._adapters.keep_only(None)
 
     async def generate(
         self,
@@ -122,6 +126,11 @@ class ServerEngine(ReplicaSet):
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
             ConfigError: the servers were not started here. EngineFailed: no server is left.
         """
+        if self._config.lora.is_published_alone:
+            folder = await asyncio.to_thread(self._adapters.write, version, await source())
+            await self._publish_adapter(version, folder)
+            await asyncio.to_thread(self._adapters.keep_only, folder)
+            return
         if self._settings.servers.urls:
             raise ConfigError(
                 "weights go as tensors only to servers that this worker has started, and "
@@ -136,8 +145,14 @@ class ServerEngine(ReplicaSet):
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
             EngineFailed: no server is left.
         """
+        if self._config.lora.is_published_alone:
+            await self._publish_adapter(version, folder)
+            return
         check_weights_folder(str(folder), self._model.shapes_in_folders)
         await self.publish(DiskWeights(version, folder))
+
+    async def _publish_adapter(self, version: int, folder: Path) -> None:
+        await self.publish(AdapterWeights.read(version, folder, self._config))
 
     async def update_weights_from_group(
         self,

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import ServersConfig
-from areal_sc.engines.servers.client import ServerClient
+from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
@@ -49,6 +49,7 @@ MAX_PORT_RACES = 3
 """Starts after one that lost a port: servers choose free ones long before they listen there."""
 _RECONNECT_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
+_ABORT_AGAIN_S = 0.2
 _KEY_BYTES = 24
 
 
@@ -159,6 +160,8 @@ class Replica(ServerLoad):
             client.abilities = await client.ask_abilities()
             model_folder, max_tokens = settings.config.path, settings.config.max_context_tokens
             client.abilities.check(self.url, model_folder, max_tokens)
+            if settings.config.lora.is_published_alone:
+                client.adapter = ServedAdapter("", 0)
             self.version = 0 if self.is_own else await self._find_version(client)
             undo.pop_all()
         self._client, self.server = client, server
@@ -272,14 +275,33 @@ class Replica(ServerLoad):
         self.hold()
         if not self.is_paused:
             self.num_pauses += 1
-            await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
+            if self.client.adapter is None:
+                await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
+            else:
+                await self._end_answers()
             self.busy.stop()
             self.is_paused = True
+
+    async def _end_answers(self) -> None:
+        """All requests are answered with what they have: one that was begun keeps its adapter.
+
+        Raises: RpcTimeout: one was not.
+        """
+        limit_s = self._settings.servers.control_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self.is_empty.is_set():
+                    await self.client.abort_all()
+                    with suppress(TimeoutError):  # one may have arrived after that
+                        await asyncio.wait_for(self.is_empty.wait(), _ABORT_AGAIN_S)
+        except TimeoutError as error:
+            raise RpcTimeout(f"{self.name} did not end its answers within {limit_s:g} s") from error
 
     async def resume(self) -> None:
         """Running requests go on; `open` lets new ones in."""
         if self.is_paused:
-            await self.client.resume()
+            if self.client.adapter is None:
+                await self.client.resume()
             self.is_paused = False
             self.busy.go_on()
 
