@@ -25,7 +25,7 @@ class LoraConfig:
     )
     publish_merged: bool = setting(
         True,
-        "servers get whole weights, with the adapter merged; false: the adapter alone, beside theirs",
+        "new weights are whole, with the adapter merged; false: servers get the adapter alone",
     )
 
     @property

@@ -190,9 +190,7 @@ class FSDPEngine(RankEngine):
             reads_late=is_adapted,
         )
 
-    def _begin_save_adapter(
-        self, folder: Path, probe: AdapterProbe | None = None
-    ) -> Future[None]:
+    def _begin_save_adapter(self, folder: Path, probe: AdapterProbe | None = None) -> Future[None]:
         self._writer.wait()
         names = [name for name in self._parts.shapes if is_of_adapter(name)]
         whole = gather_whole(names, self._values, self._parts, self.world, torch.float32)

@@ -1,7 +1,7 @@
 """Adapters as versions of the weights: servers keep the model that they started with.
 
-A server loads the new adapter beside the one that it serves, while it generates, and has to show that
-it computes with it. Then its answers are ended where they are, and go on under the new name. A
+A server loads the new adapter beside the one that it serves, while it generates, and has to show
+that it computes with it. Then its answers are ended where they are, and go on under the new name. A
 request names its adapter, so that the versions of its tokens are known whatever the server does.
 """
 
@@ -33,7 +33,7 @@ _ROUNDING: Final = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.2}
 """Nats by which a server's changes may differ from the trainer's by rounding alone."""
 
 _WRONG_SHARE: Final = 0.1
-"""Of the trainer's changes, by which a server's may differ; one that ignores an adapter has none."""
+"""Of the trainer's changes, by which a server's may differ; where it ignores them, it has none."""
 
 
 @dataclass(frozen=True)

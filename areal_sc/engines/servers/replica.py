@@ -87,6 +87,7 @@ class Replica(ServerLoad):
         num_pauses: how often its requests were interrupted.
         is_paused: it generates nothing until `resume`.
         server: its process, while it runs and is our own.
+        failure: why it is down, or was last.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class Replica(ServerLoad):
         self.num_pauses = 0
         self.is_paused = False
         self.server: ServerProcess | None = None
+        self.failure = "it has not been started"
         self._settings = settings
         self._dispatcher = dispatcher
         self._client: ServerClient | None = None
         self._watch: ServerWatch | None = None
-        self._failure = "it has not been started"
         self._is_held = True
 
     @property
@@ -117,7 +118,7 @@ class Replica(ServerLoad):
         Raises: PeerLost: it is down.
         """
         if self._client is None:
-            raise PeerLost(f"{self.name} is down: {self._failure}")
+            raise PeerLost(f"{self.name} is down: {self.failure}")
         return self._client
 
     @property
@@ -200,7 +201,7 @@ class Replica(ServerLoad):
         """Ends all requests with PeerLost, and the server if it is ours: asked to, or killed."""
         self.is_serving = False
         self.hold()
-        self._failure = reason
+        self.failure = reason
         self._watch = None
         self._dispatcher.forget_homes(self)
         client, self._client = self._client, None
@@ -219,7 +220,7 @@ class Replica(ServerLoad):
             return await self._generate(client, request, request_id, max_support)
         except PeerLost as error:
             if self._client is not client:
-                raise PeerLost(f"{self.name} was lost: {self._failure}") from error
+                raise PeerLost(f"{self.name} was lost: {self.failure}") from error
             if self._watch is not None:  # nothing is placed there before it has answered
                 self.is_open = False
                 self._watch.suspect()

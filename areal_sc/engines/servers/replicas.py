@@ -221,8 +221,8 @@ class ReplicaSet:
             self.dispatcher.fail(
                 EngineFailed(
                     f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
-                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
-                    f"{self._settings.log_folder}"
+                    f"last one after {self._settings.servers.max_restarts} failed starts, the last "
+                    f"of them as {replica.failure}; see {self._settings.log_folder}"
                 )
             )
         self._changed.set()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+import torch
 from integration.sglang.adapter_policies import LORA, AdapterPolicies
 from integration.sglang.policies import at_hand
 from integration.sglang.running_answers import generating_on
@@ -19,12 +20,11 @@ from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.sglang.handle import SGLangEngine
-from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME
 from areal_sc.errors import ModelError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-LONG = GenerationConfig(max_new_tokens=900)
+LONG = GenerationConfig(max_new_tokens=500)
 SHORT = GenerationConfig(max_new_tokens=20)
 PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -55,28 +55,100 @@ async def engine(
     await engine.close()
 
 
-async def loaded(engine: ServerEngine) -> set[str]:
-    return {n for n in await engine.replicas[0].client.loaded_adapters() if n.startswith("policy-")}
+async def versions_loaded(engine: ServerEngine) -> set[int]:
+    names = await engine.replicas[0].client.loaded_adapters()
+    return {int(name.split("-")[1]) for name in names if name.startswith("policy-")}
+
+
+async def loads(engine: ServerEngine, key: str) -> int:
+    client = engine.replicas[0].client
+    answer = await client.request("GET", "/v1/loads?include=core", None, 30.0)
+    return sum(load[key] for load in answer["loads"])
+
+
+async def publish(engine: ServerEngine, adapters: AdapterPolicies) -> int:
+    version = adapters.add()
+    await engine.update_weights(version, adapters.source(version))
+    return version
+
+
+async def check_now(engine: ServerEngine, adapters: AdapterPolicies, version: int) -> None:
+    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
+    assert all(set(answer.versions) == {version} for answer in answers)
+    adapters.check_all(PROMPTS, answers)
 
 
 async def test_adapters_replace_each_other_in_the_middle_of_answers(
     engine: ServerEngine, adapters: AdapterPolicies
 ) -> None:
-    client = engine.replicas[0].client
+    """The first time there was none: version 0 is the model alone."""
 
     async def num_running() -> int:
-        answer = await client.request("GET", "/v1/loads?include=core", None, 30.0)
-        return sum(load["num_running_reqs"] for load in answer["loads"])
+        return await loads(engine, "num_running_reqs")
 
     def start() -> list[asyncio.Task[Completion]]:
         return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
 
-    for _ in range(4):
-        old, new = engine.version, adapters.add()
+    for _ in range(3):
+        old, before = engine.version, engine.stats()["update_bytes"]
         tasks = await generating_on(num_running)(start)
-        await engine.update_weights(new, adapters.source(new))
+        new = await publish(engine, adapters)
         assert engine.version == new
         answers = await asyncio.gather(*tasks)
         assert all(set(answer.versions) == {old, new} for answer in answers)
+        assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
         adapters.check_all(PROMPTS, answers)
-        assert {name.split("-")[1] for name in await loaded(engine)} <= {str(old), str(new)}
+        assert await versions_loaded(engine) == {old, new} - {0}
+        num_bytes = sum(values.nbytes for _, values in adapters.named_tensors(new))
+        assert 0 < engine.stats()["update_bytes"] - before < 2 * num_bytes
+
+
+async def test_an_adapter_is_forgotten_although_requests_of_it_were_aborted_in_the_queue(
+    engine: ServerEngine, adapters: AdapterPolicies
+) -> None:
+    """SGLang by itself would wait for them for ever."""
+    first = await publish(engine, adapters)
+    client = engine.replicas[0].client
+    assert client.adapter
+    body = {"input_ids": [3, 4], "lora_path": client.adapter.name}
+    body |= {"sampling_params": {"max_new_tokens": LONG.max_new_tokens}}
+    requests = [
+        asyncio.create_task(client.request("POST", "/generate", body, None)) for _ in range(100)
+    ]
+    while await loads(engine, "num_waiting_reqs") == 0:
+        assert not all(request.done() for request in requests)
+        await asyncio.sleep(0.01)
+    await client.abort_all()
+    await asyncio.gather(*requests)
+    second, third = await publish(engine, adapters), await publish(engine, adapters)
+    assert await versions_loaded(engine) == {second, third}
+    assert first not in await versions_loaded(engine)
+    assert engine.stats()["lost_servers"] == 0
+
+
+async def test_an_adapter_that_changes_nothing_is_noticed(
+    engine: ServerEngine, adapters: AdapterPolicies
+) -> None:
+    """As one that a server ignores; what was served is served on."""
+    old = await publish(engine, adapters)
+    new = adapters.add()
+    tensors = adapters.named_tensors(new)
+    zeros = [(n, torch.zeros_like(v) if n.endswith("lora_B") else v) for n, v in tensors]
+    of_one_layer_less = [(name, v) for name, v in tensors if ".layers.1." not in name]
+    for wrong in (zeros, of_one_layer_less):
+        with pytest.raises(ModelError, match="does not compute with adapter .*publish_merged=true"):
+            await engine.update_weights(new, at_hand(wrong))
+        assert engine.version == old
+        await check_now(engine, adapters, old)
+    await check_now(engine, adapters, await publish(engine, adapters))
+
+
+async def test_a_server_that_was_killed_gets_the_adapter_again(
+    engine: ServerEngine, adapters: AdapterPolicies, until: Until
+) -> None:
+    version, server = await publish(engine, adapters), engine.replicas[0].server
+    assert server
+    os.kill(server.pid, signal.SIGKILL)
+    await until(lambda: engine.stats()["server_restarts"] == 1 and len(engine.serving) == 1)
+    await check_now(engine, adapters, version)
+    assert await versions_loaded(engine) == {version}

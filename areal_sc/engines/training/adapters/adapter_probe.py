@@ -1,7 +1,7 @@
 """A row by which whoever serves an adapter shows that it does.
 
-An adapter changes the log-probabilities of the row's tokens. The trainer says by how much, beside the
-adapter itself. A server's own changes must be the same ones. They are compared, and not the
+An adapter changes the log-probabilities of the row's tokens. The trainer says by how much, beside
+the adapter itself. A server's own changes must be the same ones. They are compared, and not the
 log-probabilities, because what two programs round differently is in both terms of a change.
 """
 
@@ -31,8 +31,8 @@ class AdapterProbe:
 
     Attributes:
         token_ids: [P] the row.
-        changes: [P - 1] nats: by how much each token but the first is more probable with the adapter,
-            given those before it.
+        changes: [P - 1] nats: by how much the adapter changes the log-probability of each token but
+            the first, given those before it.
     """
 
     token_ids: list[int]

@@ -1,8 +1,8 @@
 """The main program of a server: SGLang's own, which forgets an adapter when it is told to.
 
-SGLang waits until no request uses an adapter, and counts those that were aborted while they were queued
-as if they ran for ever (up to 0.5.22 at least): the call never returns, and no adapter is loaded any more.
-Here whoever loads the adapters knows that all requests of an old one were answered.
+SGLang waits until no request uses the adapter, and never counts off those that were aborted while
+they were queued (0.5.11 to 0.5.21): the call does not return, and no adapter is loaded any more.
+Here the caller knows that all requests of an old adapter were answered.
 """
 
 from __future__ import annotations
