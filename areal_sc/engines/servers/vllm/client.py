@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +12,12 @@ import torch
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.servers.vllm.answers import read_answer, request_body, version_number
+from areal_sc.engines.servers.vllm.answers import (
+    read_answer,
+    read_prompt_logprobs,
+    request_body,
+    version_number,
+)
 from areal_sc.engines.servers.vllm.arguments import OLDEST_VERSION
 from areal_sc.errors import ConfigError, EngineFailed, ProtocolError
 
@@ -22,6 +28,7 @@ _GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests to that route."""
 
+_MAX_REASON_BYTES = 1000
 _PROBE_TOKENS = [0, 1, 2]
 _NO_LIMIT = 1 << 31
 """A number of tokens that no truncated distribution reaches."""
@@ -78,11 +85,17 @@ class VLLMClient(ServerClient):
     async def generate(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AnswerPart:
-        body = request_body(request, request_id)
-        return read_answer(await self.request("POST", _GENERATE, body, None))
+        body, adapter = request_body(request, request_id), self.adapter
+        if adapter is None:
+            return read_answer(await self.request("POST", _GENERATE, body, None))
+        body |= {"model": adapter.name or None}
+        return adapter.note_in(read_answer(await self.request("POST", _GENERATE, body, None)))
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_requests", {})
 
     async def pause(self, *, holds_requests: bool) -> None:
         await self._post(f"/pause?mode={'keep' if holds_requests else 'abort'}")
@@ -99,6 +112,17 @@ class VLLMClient(ServerClient):
 
     async def load_from_disk(self, folder: str) -> None:
         await self._update("reload_weights", weights_path=folder)
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        await self._change("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._change("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": adapter or None, "token_ids": token_ids, "sampling_params": sampling}
+        return read_prompt_logprobs(await self._post(_GENERATE, body), token_ids)
 
     async def begin_update(self) -> None:
         await self._update("areal_sc_begin_update")
@@ -148,6 +172,13 @@ class VLLMClient(ServerClient):
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await self.request("POST", path, body, self._control_timeout_s)
+
+    async def _change(self, path: str, body: Mapping[str, Any]) -> None:
+        """A change of adapters, which vLLM answers with plain words."""
+        status, words = await self.send("POST", path, body, self._step_timeout_s)
+        if status != HTTPStatus.OK:
+            reason = words[:_MAX_REASON_BYTES].decode(errors="replace")
+            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason}")
 
     async def _update(self, method: str, **arguments: str) -> None:
         """Calls a method of all ranks' workers."""
