@@ -74,7 +74,8 @@ class ServerEngine(ReplicaSet):
         self._model = ServedModel.read(config.path)
         self._model.check_context(config.max_context_tokens)
         is_disk = config.weight_update.method == WeightUpdateMethod.disk
-        if not self._model.can_get_tensors and not is_disk:
+        takes_files = is_disk or config.lora.is_published_alone
+        if not self._model.can_get_tensors and not takes_files:
             raise ConfigError(
                 f"weight_update.method: servers know weights by their names in files, and those of "
                 f"{config.path} are no parts of the weights in memory, under names that "
