@@ -138,9 +138,13 @@ async def test_an_adapter_that_changes_nothing_is_noticed(
 async def test_a_server_that_was_killed_gets_the_adapter_again(
     engine: ServerEngine, adapters: AdapterPolicies, until: Until
 ) -> None:
-    version, server = await publish(engine, adapters), engine.replicas[0].server
+    """Also one of version 0, with which a run begins that goes on with an adapter."""
+    version, server = adapters.add(), engine.replicas[0].server
+    await engine.update_weights(0, adapters.source(version))
     assert server
     os.kill(server.pid, signal.SIGKILL)
     await until(lambda: engine.stats()["server_restarts"] == 1 and len(engine.serving) == 1)
-    await check_now(engine, adapters, version)
-    assert await versions_loaded(engine) == {version}
+    assert await versions_loaded(engine) == {0}
+    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
+    assert all(set(answer.versions) == {0} for answer in answers)
+    adapters.check_all(PROMPTS, [replace(a, versions=[version] * 20) for a in answers])

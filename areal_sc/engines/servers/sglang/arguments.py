@@ -83,6 +83,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
             "lora_target_modules": [name.rpartition(".")[2] for name in config.lora.targets]
             or ["all"],
             "max_loras_per_batch": NUM_ADAPTERS,
+            "max_running_requests": slots + 1,  # a probe waits for no answer
             "lora_backend": None if instance.is_cuda else "torch_native",
         }
     if not instance.is_cuda:

@@ -124,7 +124,8 @@ class SGLangClient(ServerClient):
 
     async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
         body = _probe(input_ids=token_ids, logprob_start_len=0, lora_path=adapter or None)
-        return read_prompt_logprobs(await self._post("/generate", body), len(token_ids))
+        answer = await self.request("POST", "/generate", body, self._step_timeout_s)
+        return read_prompt_logprobs(answer, len(token_ids))
 
     async def begin_update(self) -> None:
         if self._has_update_session:

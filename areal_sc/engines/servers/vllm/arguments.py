@@ -90,6 +90,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
             "max_lora_rank": next(
                 (rank for rank in LORA_RANKS if rank >= config.lora.rank), config.lora.rank
             ),
+            "max_num_seqs": slots + 1,  # a probe waits for no answer
             "max_loras": 2,  # the one that is served, and the one that is loaded beside it
         }
     if not instance.is_cuda:

@@ -122,7 +122,8 @@ class VLLMClient(ServerClient):
     async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"model": adapter or None, "token_ids": token_ids, "sampling_params": sampling}
-        return read_prompt_logprobs(await self._post(_GENERATE, body), token_ids)
+        answer = await self.request("POST", _GENERATE, body, self._step_timeout_s)
+        return read_prompt_logprobs(answer, token_ids)
 
     async def begin_update(self) -> None:
         await self._update("areal_sc_begin_update")
