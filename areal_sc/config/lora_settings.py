@@ -23,3 +23,17 @@ class LoraConfig:
     save_merged: bool = setting(
         True, "models are written with the adapter merged; false: the adapter alone"
     )
+    publish_merged: bool = setting(
+        True,
+        "new weights are whole, with the adapter merged; false: servers get the adapter alone",
+    )
+
+    @property
+    def is_published_alone(self) -> bool:
+        """Whether generation gets the adapter, and keeps the model that it began with."""
+        return self.rank > 0 and not self.publish_merged
+
+    @property
+    def begins_trained(self) -> bool:
+        """Whether there is an adapter to begin from."""
+        return self.rank > 0 and bool(self.path)

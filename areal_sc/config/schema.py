@@ -285,6 +285,7 @@ class RolloutConfig(Section):
     random_init: bool = shared(
         "${actor.random_init}", False, "the folder needs no weights: the trainer's come first"
     )
+    lora: LoraConfig = shared("${actor.lora}", LoraConfig)
     generation: GenerationConfig = shared("${generation}", GenerationConfig)
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
@@ -330,6 +331,11 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = shared("${vllm}", VLLMConfig)
     weight_update: WeightUpdateConfig = shared("${weight_update}", WeightUpdateConfig)
     samples: SamplesConfig = shared("${samples}", SamplesConfig)
+
+    @property
+    def waits_for_weights(self) -> bool:
+        """Whether the first weights are the trainer's, as the model folder has others, or none."""
+        return self.random_init or self.lora.begins_trained
 
     @property
     def most_workers(self) -> int:

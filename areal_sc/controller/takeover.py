@@ -83,7 +83,7 @@ async def take_over(controllers: Sequence[Controller]) -> TakenOver | None:
             continue  # all are as they were built
         if goes_on:
             await _go_on(actor, rollout)
-        elif found.num_workers or actor.config.random_init:  # weights that only the ranks have
+        elif found.num_workers or rollout.config.waits_for_weights:  # only the ranks have them
             await actor.share_weights_async(rollout)
     if actor is None or not goes_on:
         return None

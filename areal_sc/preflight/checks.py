@@ -28,6 +28,7 @@ from areal_sc.config.schema import (
     ModelHead,
     Resume,
     RolloutConfig,
+    RolloutEngine,
     WeightUpdateMethod,
 )
 from areal_sc.config.sharing import differing_sections
@@ -330,6 +331,16 @@ def _other_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         "rollout.max_unavailable",
         update.method != WeightUpdateMethod.collective or not config.rollout.max_unavailable,
         "0 with weight_update.method=collective (a broadcast needs all servers at one time)",
+    )
+    yield (
+        "actor.lora.publish_merged",
+        not config.rollout.lora.is_published_alone
+        or (
+            config.rollout.engine is not RolloutEngine.local
+            and update.method != WeightUpdateMethod.collective
+        ),
+        "true with rollout.engine=local or weight_update.method=collective (an adapter alone goes "
+        "to servers, by pull or disk)",
     )
     yield (
         "weight_update.folder",

@@ -34,7 +34,10 @@ _IDLE = (
     (
         "actor.lora.rank",
         0,
-        [f"actor.lora.{name}" for name in ("alpha", "targets", "dropout", "path", "save_merged")],
+        [
+            *("actor.lora.alpha", "actor.lora.targets", "actor.lora.dropout", "actor.lora.path"),
+            *("actor.lora.save_merged", "actor.lora.publish_merged"),
+        ],
         "all parameters are trained",
     ),
     ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),

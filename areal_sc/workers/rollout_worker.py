@@ -16,8 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 

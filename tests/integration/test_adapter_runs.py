@@ -57,3 +57,12 @@ def test_a_rank_dies_and_the_run_ends_with_an_adapter(
         assert torch.allclose(left[name], expected, atol=1e-6), name
         assert torch.equal(left[name], whole[name]), name
     assert num_changed == len(adapter) // 2 > 0
+
+    # it is what the next run begins with, in generation, too
+    settings = (*SETTINGS, "actor.ppo.kl_coefficient=0", "total_steps=1")
+    settings += (f"actor.lora.path={tmp_path / 'adapter'}",)
+    with tiny_run(tmp_path / "again", tiny_model_folder, *settings) as run:
+        run.finish()
+        (step,) = run.records("step")
+        run.wait_until_gone()
+    assert step["train"]["mismatch"] <= 1e-4

@@ -156,6 +156,21 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
             _triton.has_triton_package = lambda: False
             _triton.has_triton = lambda *args, **kwargs: False
+            _pin_nothing()
+
+
+def _pin_nothing() -> None:
+    """Adapters pin host memory, which torch refuses where there is no GPU to copy it to."""
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, pin_memory: bool = False, **settings: Any) -> Any:
+            return make(*args, **settings)
+
+        return made
+
+    torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
 
 
 def _is_asked_by_importlib_util() -> bool:

@@ -46,6 +46,8 @@ FREE = (
     "scheduler",
     "transport",
     "actor.num_threads",
+    "actor.lora.publish_merged",
+    "rollout.lora",  # what is fixed of it is the actor's
     "rollout.num_threads",
     "weight_update",
     "actor.weight_update",
@@ -76,7 +78,10 @@ STARTED_AGAIN = {
 """Section -> what a change of it means for workers that a killed script has left: they were started
 with the settings of that time. Shared settings are in each section that reads them."""
 
-_PRESENT_BY = {**dict.fromkeys(FURTHER_MODELS, "path"), "actor.lora": "rank"}
+_PRESENT_BY = {
+    **dict.fromkeys(FURTHER_MODELS, "path"),
+    **dict.fromkeys(("actor.lora", "rollout.lora"), "rank"),
+}
 """Section -> the setting by which a run has what it is about."""
 
 _UNREADABLE = (

@@ -107,7 +107,7 @@ class WorkerSet:
 
     def _state_of(self, member: Member) -> RolloutWorkerState:
         state = RolloutWorkerState(member, member.index, WorkerStore(self._needs))
-        if self._config.random_init:
+        if self._config.waits_for_weights:
             state.built_with = state.version = NO_VERSION
         if not member.has_lived:
             state.version = NO_VERSION

@@ -117,8 +117,8 @@ class WeightUpdates:
         self._background = background
         self._on_version = on_version
         self._weights: WeightsReference | None = None
-        # drawn weights are no version's: those of the ranks come before any work
-        self._is_forgotten = self._are_held = config.random_init
+        # what the engine is built with is no version's: the ranks' weights come before any work
+        self._is_forgotten = self._are_held = config.waits_for_weights
         self._round: asyncio.Task[None] | None = None
         # of workers, so that `max_unavailable` servers stand still at one time
         num_servers = config.max_unavailable or _ALL
@@ -153,7 +153,7 @@ class WeightUpdates:
 
         Others do no work before `receive`.
         """
-        self._is_forgotten = version > 0 or self._config.random_init
+        self._is_forgotten = version > 0 or self._config.waits_for_weights
 
     def renew(self, weights: WeightsReference) -> None:
         """The weights that workers update to are to be had elsewhere."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.sharded_state import ShardedState
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter
+from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import is_of_adapter, merged_values, without_adapters
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import compute_dtype
@@ -82,12 +84,13 @@ class FSDPEngine(RankEngine):
             held = {name: p for name, p in parameters.items() if p.requires_grad}
         state = ShardedState(type(causal_lm).__name__, held, self._parts, self._optimizer)
         self._snapshots = Snapshots(state, self._writer)
+        is_alone = self._is_adapter_published_alone
         self._publication = Publication(
-            [name for name in parameters if not is_of_adapter(name)],
+            [name for name in parameters if is_of_adapter(name) == is_alone],
             self._parts,
-            self._take_values,
+            (lambda: self._values) if is_alone else self._take_values,
             groups.world,
-            compute_dtype(self.config),
+            torch.float32 if is_alone else compute_dtype(self.config),
         )
         logger.info(
             "engine_ready model=%s rank=%d world_size=%d sequence=%d tensor=%d device=%s dtype=%s "
@@ -108,6 +111,31 @@ class FSDPEngine(RankEngine):
             return super().forward(rows, output)
         with without_adapters(self._model.causal_lm):
             return super().forward(rows, output)
+
+    @property
+    def _is_adapter_published_alone(self) -> bool:
+        return self.config.lora.is_published_alone and self.config.head is ModelHead.lm
+
+    def published_parts(self) -> tuple[dict[str, torch.Tensor], Iterator[torch.Tensor]]:
+        unfilled, values = super().published_parts()
+        if not self._is_adapter_published_alone:
+            return unfilled, values
+        probe = self._measure_probe().tensor.flatten()
+        if self.world.rank != 0:
+            return unfilled, values
+        return {**unfilled, PROBE_NAME: probe.to("meta")}, chain(values, [probe])
+
+    def _measure_probe(self) -> AdapterProbe:
+        """What the adapter does now; all ranks make the call."""
+
+        def change(token_ids: torch.Tensor) -> torch.Tensor:
+            is_asked = torch.ones(len(token_ids), dtype=torch.bool)
+            fields = {"input_ids": token_ids.int(), "loss_mask": is_asked}
+            rows = PackedRows(fields, (len(token_ids),))
+            return self.forward(rows, "logprobs") - self.forward(rows, BASE_LOGPROBS)
+
+        vocab_size = self._model.causal_lm.config.get_text_config().vocab_size
+        return AdapterProbe.measured(vocab_size, self.config.max_tokens_per_micro_batch, change)
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
         with self._model.computing():
@@ -144,11 +172,12 @@ class FSDPEngine(RankEngine):
 
     def begin_save_hf(self, folder: Path, *, is_staged: bool = True) -> Future[None]:
         is_adapted = self.config.has_adapter
-        # what is not staged is published, to servers that load whole models; a value head is no
-        # part of an adapter
+        # what is not staged is published; a value head is no part of an adapter
         is_whole = self.config.lora.save_merged or self.config.head is not ModelHead.lm
         if is_adapted and is_staged and not is_whole:
             return self._begin_save_adapter(folder)
+        if not is_staged and self._is_adapter_published_alone:
+            return self._begin_save_adapter(folder, self._measure_probe())
         return begin_export(
             self._model.causal_lm,
             self._parts,
@@ -161,12 +190,12 @@ class FSDPEngine(RankEngine):
             reads_late=is_adapted,
         )
 
-    def _begin_save_adapter(self, folder: Path) -> Future[None]:
+    def _begin_save_adapter(self, folder: Path, probe: AdapterProbe | None = None) -> Future[None]:
         self._writer.wait()
         names = [name for name in self._parts.shapes if is_of_adapter(name)]
         whole = gather_whole(names, self._values, self._parts, self.world, torch.float32)
         copies = {name: values.to("cpu", copy=True) for name, values in whole}
-        return begin_adapter(self.config, copies, folder, self._writer)
+        return begin_adapter(self.config, copies, folder, self._writer, probe)
 
     def _leave(self) -> None:
         if hasattr(self, "_groups"):

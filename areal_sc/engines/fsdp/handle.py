@@ -85,7 +85,7 @@ class FSDPPPOActor(TrainHandle):
             self.plan_rank(
                 index,
                 devices[0],
-                share,
+                trained if self.config.lora.is_published_alone else share,
                 shape,
                 machine,
                 parameter_bytes=width * fixed + 2 * FLOAT32_BYTES * trained,

@@ -16,9 +16,9 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import aiohttp
 
@@ -100,6 +100,26 @@ class ServerAbilities:
             )
 
 
+class ServedAdapter(NamedTuple):
+    """What requests are answered with, of a server that gets adapters.
+
+    Attributes:
+        name: that the server knows it by; "": the model alone.
+        version: policy version.
+    """
+
+    name: str
+    version: int
+
+    def note_in(self, part: AnswerPart, num_known: int = 0) -> AnswerPart:
+        """The answer of a request that named this adapter; the server tells other versions.
+
+        Args:
+            num_known: tokens of the parts of a stream before this one.
+        """
+        return replace(part, versions=[self.version] * (num_known + len(part.token_ids)))
+
+
 class ServerClient:
     """One life of a server. Must be made on a running event loop, and closed on it.
 
@@ -117,10 +137,12 @@ class ServerClient:
         is_own: this process has started it, so it runs on this machine and with its rights.
         abilities: what `ask_abilities` found.
         groups: names of the weight groups that it is in.
+        adapter: what requests name; None: the server gets whole weights.
     """
 
     section: ClassVar[str]
     abilities: ServerAbilities
+    adapter: ServedAdapter | None = None
 
     def __init__(
         self,
@@ -205,6 +227,10 @@ class ServerClient:
         """Ends a request, which is answered with what it has; no error when there is none."""
         raise NotImplementedError
 
+    async def abort_all(self) -> None:
+        """Ends the requests that run, as `abort` does; one that arrives meanwhile may go on."""
+        raise NotImplementedError
+
     async def pause(self, *, holds_requests: bool) -> None:
         """Returns when no further step begins; running requests are held, or answered at once."""
         raise NotImplementedError
@@ -218,6 +244,30 @@ class ServerClient:
 
     async def load_from_disk(self, folder: str) -> None:
         """Replaces the weights by those of a folder on the server's disk, and drops the cache."""
+        raise NotImplementedError
+
+    async def loaded_adapters(self) -> set[str]:
+        """Names of the adapters that requests may name, and of the model."""
+        models = await self.request("GET", "/v1/models", None, self._control_timeout_s)
+        try:
+            return {str(model["id"]) for model in models["data"]}
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"{self.url} does not tell its adapters: {error!r}") from error
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Loads an adapter of peft's format; requests go on. Raises: EngineFailed: refused."""
+        raise NotImplementedError
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter that no request names any more."""
+        raise NotImplementedError
+
+    async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
+        """[P - 1] nats, of each token of a row [P] but the first; NaN where one is not finite.
+
+        Args:
+            adapter: name of the one to compute with; "": none.
+        """
         raise NotImplementedError
 
     async def begin_update(self) -> None:

@@ -23,6 +23,7 @@ from areal_sc.config.schema import Device, GenerationConfig, WeightUpdateMethod
 from areal_sc.engines.base import Completion
 from areal_sc.engines.partial_answers import hand_over
 from areal_sc.engines.request_checks import check_prompt, check_sampling
+from areal_sc.engines.servers.adapters import AdapterFolders, AdapterWeights
 from areal_sc.engines.servers.completion import Completer
 from areal_sc.engines.servers.handle import ServersHandle
 from areal_sc.engines.servers.model import (
@@ -74,7 +75,8 @@ class ServerEngine(ReplicaSet):
         self._model = ServedModel.read(config.path)
         self._model.check_context(config.max_context_tokens)
         is_disk = config.weight_update.method == WeightUpdateMethod.disk
-        if not self._model.can_get_tensors and not is_disk:
+        takes_files = is_disk or config.lora.is_published_alone
+        if not self._model.can_get_tensors and not takes_files:
             raise ConfigError(
                 f"weight_update.method: servers know weights by their names in files, and those of "
                 f"{config.path} are no parts of the weights in memory, under names that "
@@ -85,6 +87,8 @@ class ServerEngine(ReplicaSet):
         self.max_context_tokens = config.max_context_tokens
         self._config = config
         self._buckets = SharedBuckets()
+        self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
+        self._adapters.keep_only(None)  # of earlier lives
         self._completer = Completer(self, self._model.vocab_size)
         is_cuda = _serves_on_cuda(handle)
         super().__init__(ReplicaSettings(handle, log_folder, name, is_cuda=is_cuda))
@@ -94,6 +98,7 @@ class ServerEngine(ReplicaSet):
         await super().close()
         await self._completer.close()
         self._buckets.close()
+        self._adapters.keep_only(None)
 
     async def generate(
         self,
@@ -131,6 +136,11 @@ class ServerEngine(ReplicaSet):
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
             ConfigError: the servers were not started here. EngineFailed: no server is left.
         """
+        if self._config.lora.is_published_alone:
+            folder = await asyncio.to_thread(self._adapters.write, version, await source())
+            await self._publish_adapter(version, folder)
+            await asyncio.to_thread(self._adapters.keep_only, folder)
+            return
         if self._settings.servers.urls:
             raise ConfigError(
                 "weights go as tensors only to servers that this worker has started, and "
@@ -145,8 +155,14 @@ class ServerEngine(ReplicaSet):
         Raises: ModelError: it is of another model, or incomplete; nothing has changed then.
             EngineFailed: no server is left.
         """
+        if self._config.lora.is_published_alone:
+            await self._publish_adapter(version, folder)
+            return
         check_weights_folder(str(folder), self._model.shapes_in_folders)
         await self.publish(DiskWeights(version, folder))
+
+    async def _publish_adapter(self, version: int, folder: Path) -> None:
+        await self.publish(AdapterWeights.read(version, folder, self._config))
 
     async def update_weights_from_group(
         self,

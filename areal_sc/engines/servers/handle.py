@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,6 +174,11 @@ class ServersHandle(GeneratorHandle):
             )
         self.check_servers()
         self.of_worker(0)
+        if self.servers.urls and self.config.lora.is_published_alone:
+            raise ConfigError(
+                f"actor.lora.publish_merged: expected true with {self.section}.urls (an adapter "
+                "alone goes only to servers that the run itself has started), got false"
+            )
         if self.servers.urls and run.weight_update.method == WeightUpdateMethod.pull:
             raise ConfigError(
                 f"weight_update.method: expected disk or collective with {self.section}.urls "
@@ -291,6 +297,11 @@ class ServersHandle(GeneratorHandle):
         above = " above 0" if least else ""
         name = f"{self.section}.args.{argument.replace('-', '_')}"
         raise ConfigError(f"{name}: expected a count{above}, got {text}")
+
+
+def with_path(folder: Path) -> str:
+    """The variable PYTHONPATH of a server that imports from this folder, too."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _has_port(url: str) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig, WeightUpdateMethod
 from areal_sc.config.server_settings import ServersConfig
-from areal_sc.engines.servers.client import ServerClient
+from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.dispatch import Dispatcher, ServerLoad
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
 from areal_sc.engines.servers.process import ServerProcess, free_port
@@ -49,6 +49,7 @@ MAX_PORT_RACES = 3
 """Starts after one that lost a port: servers choose free ones long before they listen there."""
 _RECONNECT_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
+_ABORT_AGAIN_S = 0.2
 _KEY_BYTES = 24
 
 
@@ -86,6 +87,7 @@ class Replica(ServerLoad):
         num_pauses: how often its requests were interrupted.
         is_paused: it generates nothing until `resume`.
         server: its process, while it runs and is our own.
+        failure: why it is down, or was last.
     """
 
     def __init__(
@@ -102,11 +104,11 @@ class Replica(ServerLoad):
         self.num_pauses = 0
         self.is_paused = False
         self.server: ServerProcess | None = None
+        self.failure = "it has not been started"
         self._settings = settings
         self._dispatcher = dispatcher
         self._client: ServerClient | None = None
         self._watch: ServerWatch | None = None
-        self._failure = "it has not been started"
         self._is_held = True
 
     @property
@@ -116,7 +118,7 @@ class Replica(ServerLoad):
         Raises: PeerLost: it is down.
         """
         if self._client is None:
-            raise PeerLost(f"{self.name} is down: {self._failure}")
+            raise PeerLost(f"{self.name} is down: {self.failure}")
         return self._client
 
     @property
@@ -159,6 +161,8 @@ class Replica(ServerLoad):
             client.abilities = await client.ask_abilities()
             model_folder, max_tokens = settings.config.path, settings.config.max_context_tokens
             client.abilities.check(self.url, model_folder, max_tokens)
+            if settings.config.lora.is_published_alone:
+                client.adapter = ServedAdapter("", 0)
             self.version = 0 if self.is_own else await self._find_version(client)
             undo.pop_all()
         self._client, self.server = client, server
@@ -197,7 +201,7 @@ class Replica(ServerLoad):
         """Ends all requests with PeerLost, and the server if it is ours: asked to, or killed."""
         self.is_serving = False
         self.hold()
-        self._failure = reason
+        self.failure = reason
         self._watch = None
         self._dispatcher.forget_homes(self)
         client, self._client = self._client, None
@@ -234,7 +238,7 @@ class Replica(ServerLoad):
                 yield
         except PeerLost as error:
             if self._client is not client:
-                raise PeerLost(f"{self.name} was lost: {self._failure}") from error
+                raise PeerLost(f"{self.name} was lost: {self.failure}") from error
             if self._watch is not None:  # nothing is placed there before it has answered
                 self.is_open = False
                 self._watch.suspect()
@@ -285,14 +289,33 @@ class Replica(ServerLoad):
         self.hold()
         if not self.is_paused:
             self.num_pauses += 1
-            await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
+            if self.client.adapter is None:
+                await self.client.pause(holds_requests=self.client.abilities.has_version_spans)
+            else:
+                await self._end_answers()
             self.busy.stop()
             self.is_paused = True
+
+    async def _end_answers(self) -> None:
+        """All requests are answered with what they have: one that was begun keeps its adapter.
+
+        Raises: RpcTimeout: one was not.
+        """
+        limit_s = self._settings.servers.control_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self.is_empty.is_set():
+                    await self.client.abort_all()
+                    with suppress(TimeoutError):  # one may have arrived after that
+                        await asyncio.wait_for(self.is_empty.wait(), _ABORT_AGAIN_S)
+        except TimeoutError as error:
+            raise RpcTimeout(f"{self.name} did not end its answers within {limit_s:g} s") from error
 
     async def resume(self) -> None:
         """Running requests go on; `open` lets new ones in."""
         if self.is_paused:
-            await self.client.resume()
+            if self.client.adapter is None:
+                await self.client.resume()
             self.is_paused = False
             self.busy.go_on()
 

@@ -60,7 +60,8 @@ class ReplicaSet:
         self.num_updates = 0
         self.num_losses = 0
         self._settings = settings
-        self._weights: VersionWeights = DiskWeights(0, Path(settings.config.path))
+        self._first: VersionWeights = DiskWeights(0, Path(settings.config.path))
+        self._weights = self._first
         self._num_left = settings.handle.num_servers
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
@@ -221,8 +222,8 @@ class ReplicaSet:
             self.dispatcher.fail(
                 EngineFailed(
                     f"all {len(self.replicas)} {self._settings.handle.name} servers are lost, the "
-                    f"last one after {self._settings.servers.max_restarts} failed starts; see "
-                    f"{self._settings.log_folder}"
+                    f"last one after {self._settings.servers.max_restarts} failed starts, the last "
+                    f"of them as {replica.failure}; see {self._settings.log_folder}"
                 )
             )
         self._changed.set()
@@ -254,10 +255,10 @@ class ReplicaSet:
 
     async def _become_serving(self, replica: Replica) -> None:
         """Gives the server what has changed since it started, until nothing has."""
-        loaded: VersionWeights | None = None  # another history may have weights of the same version
+        loaded = self._first if replica.version == 0 else None
         while True:
-            weights = self._weights
-            if replica.version != weights.version or loaded not in (None, weights):
+            weights = self._weights  # another history may have weights of the same version
+            if loaded is not weights:
                 try:
                     async with weights.again.opened():
                         failed = await update_wave(

@@ -16,7 +16,7 @@ from areal_sc.config.schema import OnWeightUpdate, RolloutConfig
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights, for_each
-from areal_sc.errors import ArealError, PeerLost
+from areal_sc.errors import ArealError, ModelError, PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,20 @@ async def update_wave(
 
     Args:
         stays_paused: the servers were paused, and shall be afterwards.
+    Raises: ModelError: servers cannot serve such weights; all go on as they were.
     """
-    clock = _Clock()
+    clock, failed = _Clock(), dict[Replica, ArealError]()
     await weights.prepare()
+    await for_each(wave, lambda replica: weights.load_beside(replica.client), failed)
+    for error in failed.values():
+        if isinstance(error, ModelError):
+            raise error
     times.update_open_s += clock.lap()
     for replica in wave:
         replica.hold()
     if config.on_weight_update == OnWeightUpdate.finish_running and not stays_paused:
         await asyncio.gather(*(_drain(replica, config.group_timeout_s) for replica in wave))
     times.update_drain_s += clock.lap()
-    failed: dict[Replica, ArealError] = {}
     is_whole = False
     for replica in wave:
         replica.set_updating(True)

@@ -76,6 +76,12 @@ class VersionWeights:
     async def prepare(self) -> None:
         """Before a `load`: does what can be done while the servers still generate."""
 
+    async def load_beside(self, server: ServerClient) -> None:
+        """Then: gives a server what it can take beside what it serves.
+
+        Raises: ModelError: no server can serve these weights.
+        """
+
     async def load(
         self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:

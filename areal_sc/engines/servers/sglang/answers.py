@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
@@ -35,6 +36,7 @@ class _MetaInfo(Struct):
         finish_reason: None in a part of a stream that is not the last one.
         output_token_logprobs: log-probability, token id and text of each token; not a number and
             infinity arrive as null. An aborted request that never ran has no list at all.
+        input_token_logprobs: the same of the prompt, if asked for; the first has none.
         output_token_sampling_logprobs: the same under the truncated distribution, if asked for.
         completion_tokens: up to here, in a part of a stream; its lists may have these, or only
             those of the part.
@@ -46,6 +48,7 @@ class _MetaInfo(Struct):
     weight_version: str = ""
     weight_versions: list[_SGLangSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -141,6 +144,23 @@ def _part_of(meta: _MetaInfo, num_known: int, num_tokens: int, *, is_truncated: 
         meta.prompt_tokens,
         meta.cached_tokens,
     )
+
+
+def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]:
+    """[P - 1] nats, of a prompt's tokens but the first; NaN where one is not finite.
+
+    Raises: ProtocolError: something is missing.
+    """
+    try:
+        entries = convert(answer, _SGLangAnswer, strict=False).meta_info.input_token_logprobs or []
+    except ValidationError as error:
+        raise ProtocolError(f"an answer of SGLang cannot be read: {error}") from error
+    if len(entries) != num_tokens:
+        raise ProtocolError(
+            f"an answer of SGLang has {len(entries)} log-probabilities for a prompt of "
+            f"{num_tokens} tokens"
+        )
+    return [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
 
 
 def _versions(meta: _MetaInfo, num_tokens: int) -> list[int]:

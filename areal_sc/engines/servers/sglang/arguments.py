@@ -18,6 +18,9 @@ CONTEXT_SLACK_TOKENS = 8
 MAX_CPU_KV_TOKENS = 1 << 16
 """Default KV cache on a CPU: SGLang's own is a share of the memory, as if it had it alone."""
 
+NUM_ADAPTERS = 3
+"""The one that is served, the one that is loaded beside it, and none, as in a probe."""
+
 SETTINGS_OF: Mapping[str, str] = {
     "model_path": "rollout.path",
     "model": "rollout.path",
@@ -41,6 +44,10 @@ SETTINGS_OF: Mapping[str, str] = {
     "api_key": "a random key",
     "admin_api_key": "a random key",
     "weight_version": "the policy version",
+    "enable_lora": "actor.lora.publish_merged",
+    "lora_paths": "actor.lora.path",
+    "max_lora_rank": "actor.lora.rank",
+    "lora_target_modules": "actor.lora.targets",
 }
 """Arguments of SGLang that have a setting here, and may not be given a second time."""
 
@@ -70,6 +77,16 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "weight_version": "0",
         "api_key": instance.api_key,
     }
+    if config.lora.is_published_alone:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": config.lora.rank,
+            "lora_target_modules": [name.rpartition(".")[2] for name in config.lora.targets]
+            or ["all"],
+            "max_loras_per_batch": NUM_ADAPTERS,
+            "max_running_requests": slots + 1,  # a probe waits for no answer
+            "lora_backend": None if instance.is_cuda else "torch_native",
+        }
     if not instance.is_cuda:
         arguments |= {
             "device": "cpu",

@@ -23,7 +23,12 @@ from torch.multiprocessing.reductions import (
 from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
-from areal_sc.engines.servers.sglang.answers import read_answer, read_part, request_body
+from areal_sc.engines.servers.sglang.answers import (
+    read_answer,
+    read_part,
+    read_prompt_logprobs,
+    request_body,
+)
 from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
 from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout
 
@@ -84,14 +89,21 @@ class SGLangClient(ServerClient):
     async def generate(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AnswerPart:
-        body = request_body(request, request_id, max_support)
+        body, adapter = request_body(request, request_id, max_support), self.adapter
+        if adapter is None:
+            answer = await self.request("POST", "/generate", body, None)
+            return read_answer(answer, is_truncated=request.is_truncated)
+        body |= {"lora_path": adapter.name or None}
         answer = await self.request("POST", "/generate", body, None)
-        return read_answer(answer, is_truncated=request.is_truncated)
+        return adapter.note_in(read_answer(answer, is_truncated=request.is_truncated))
 
     async def stream(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
-        body = request_body(request, request_id, max_support) | {"stream": True}
+        body, adapter = request_body(request, request_id, max_support), self.adapter
+        body |= {"stream": True}
+        if adapter is not None:
+            body |= {"lora_path": adapter.name or None}
         num_known = 0
         async with aclosing(self.events("/generate", body)) as answers:
             async for answer in answers:
@@ -101,11 +113,16 @@ class SGLangClient(ServerClient):
                     raise self.refusal("/generate", refused, part.reason.encode())
                 if num_known:  # of the prompt all parts tell the same
                     part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
+                if adapter is not None:
+                    part = adapter.note_in(part, num_known)
                 num_known += len(part.token_ids)
                 yield part
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_request", {"rid": request_id})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
 
     async def pause(self, *, holds_requests: bool) -> None:
         # retract drops the KV cache of held requests, so that it is recomputed
@@ -122,6 +139,17 @@ class SGLangClient(ServerClient):
     async def load_from_disk(self, folder: str) -> None:
         body = {"model_path": folder, "load_format": "auto", "flush_cache": True}
         await self._update("/update_weights_from_disk", body)
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        await self._update("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._update("/unload_lora_adapter", {"lora_name": name})
+
+    async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
+        body = _probe(input_ids=token_ids, logprob_start_len=0, lora_path=adapter or None)
+        answer = await self.request("POST", "/generate", body, self._step_timeout_s)
+        return read_prompt_logprobs(answer, len(token_ids))
 
     async def begin_update(self) -> None:
         if self._has_update_session:

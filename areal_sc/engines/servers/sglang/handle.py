@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.sglang.arguments import server_arguments
 
@@ -22,7 +23,7 @@ class SGLangEngine(ServersHandle):
 
     name: ClassVar[str] = "SGLang"
     section: ClassVar[str] = "sglang"
-    module: ClassVar[str] = "sglang.launch_server"
+    module: ClassVar[str] = "areal_sc_in_sglang"
     client_class: ClassVar[str] = "areal_sc.engines.servers.sglang.client:SGLangClient"
     scheduler_title: ClassVar[str] = "scheduler"
     support_setting: ClassVar[str] = "sglang.args.sampling_mask_max_tokens"
@@ -37,7 +38,10 @@ class SGLangEngine(ServersHandle):
 
     def environment(self, instance: ServerInstance) -> dict[str, str]:
         # A server's context may exceed what the model was made for; no token is ever placed there.
-        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        environment = {
+            "PYTHONPATH": with_path(Path(__file__).with_name("in_server")),
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        }
         if not instance.is_cuda:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return environment

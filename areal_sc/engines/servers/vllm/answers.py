@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -69,9 +70,14 @@ class _Usage(Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _PromptLogprob(Struct):
+    logprob: float
+
+
 class _VLLMAnswer(Struct):
     choices: list[_Choice]
     usage: _Usage
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None] | None = None
 
 
 class _VLLMPart(Struct):
@@ -175,6 +181,22 @@ def _with_usage(part: AnswerPart, usage: _Usage) -> AnswerPart:
     details = usage.prompt_tokens_details
     num_cached_tokens = (details and details.cached_tokens) or 0
     return replace(part, num_prompt_tokens=usage.prompt_tokens, num_cached_tokens=num_cached_tokens)
+
+
+def read_prompt_logprobs(answer: dict[str, Any], token_ids: list[int]) -> list[float]:
+    """[P - 1] nats, of a prompt's tokens but the first; NaN where one is not finite.
+
+    Raises: ProtocolError: something is missing.
+    """
+    try:
+        entries = convert(answer, _VLLMAnswer, strict=False).prompt_logprobs or []
+        told = [
+            of_place[token].logprob  # type: ignore[index]  # only the first place has nothing
+            for token, of_place in zip(token_ids[1:], entries[1:], strict=True)
+        ]
+    except (ValidationError, ValueError, KeyError, TypeError) as error:
+        raise ProtocolError(f"an answer of vLLM cannot be read: {error!r}") from error
+    return [value if value > _NOT_FINITE else math.nan for value in told]
 
 
 def version_number(name: str) -> int | None:

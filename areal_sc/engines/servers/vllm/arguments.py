@@ -21,6 +21,9 @@ MAX_CPU_KV_TOKENS = 1 << 16
 CPU_BLOCK_TOKENS = 32
 """Only whole blocks of a prompt are shared; vLLM's own are of 128 tokens."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has kernels for; smaller adapters fit."""
+
 _MIN_CPU_KV_BYTES = 4 << 20
 """Some blocks, however small the model."""
 
@@ -42,6 +45,9 @@ SETTINGS_OF: Mapping[str, str] = {
     "api_key": "a random key",
     "logprobs_mode": "nothing, as training needs the one that is set",
     "generation_config": "generation",
+    "enable_lora": "actor.lora.publish_merged",
+    "lora_modules": "actor.lora.path",
+    "max_lora_rank": "actor.lora.rank",
     "worker_extension_cls": "nothing, as weights come by it",
     "distributed_executor_backend": "nothing, as ranks are watched as processes",
 }
@@ -78,6 +84,15 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "middleware": "areal_sc_in_vllm.key.DemandKey",
         "worker_extension_cls": "areal_sc_in_vllm.weights.WeightLoader",
     }
+    if config.lora.is_published_alone:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(
+                (rank for rank in LORA_RANKS if rank >= config.lora.rank), config.lora.rank
+            ),
+            "max_num_seqs": slots + 1,  # a probe waits for no answer
+            "max_loras": 2,  # the one that is served, and the one that is loaded beside it
+        }
     if not instance.is_cuda:
         _check_has_no_experts(config.path)
         tokens = max(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.vllm.answers import (
     StreamReader,
     read_answer,
+    read_prompt_logprobs,
     request_body,
     version_number,
 )
@@ -28,6 +30,7 @@ _GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of requests to that route."""
 
+_MAX_REASON_BYTES = 1000
 _PROBE_TOKENS = [0, 1, 2]
 _NO_LIMIT = 1 << 31
 """A number of tokens that no truncated distribution reaches."""
@@ -84,22 +87,31 @@ class VLLMClient(ServerClient):
     async def generate(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AnswerPart:
-        body = request_body(request, request_id)
-        return read_answer(await self.request("POST", _GENERATE, body, None))
+        body, adapter = request_body(request, request_id), self.adapter
+        if adapter is None:
+            return read_answer(await self.request("POST", _GENERATE, body, None))
+        body |= {"model": adapter.name or None}
+        return adapter.note_in(read_answer(await self.request("POST", _GENERATE, body, None)))
 
     async def stream(
         self, request: CompletionRequest, request_id: str, max_support: int | None
     ) -> AsyncGenerator[AnswerPart]:
-        body = request_body(request, request_id)
+        body, adapter = request_body(request, request_id), self.adapter
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        reader = StreamReader()
+        if adapter is not None:
+            body |= {"model": adapter.name or None}
+        reader, num_known = StreamReader(), 0
         async with aclosing(self.events(_GENERATE, body)) as answers:
             async for answer in answers:
                 if (part := reader.read(answer)) is not None:
-                    yield part
+                    yield part if adapter is None else adapter.note_in(part, num_known)
+                    num_known += len(part.token_ids)
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_requests", {})
 
     async def pause(self, *, holds_requests: bool) -> None:
         await self._post(f"/pause?mode={'keep' if holds_requests else 'abort'}")
@@ -116,6 +128,18 @@ class VLLMClient(ServerClient):
 
     async def load_from_disk(self, folder: str) -> None:
         await self._update("reload_weights", weights_path=folder)
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        await self._change("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._change("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": adapter or None, "token_ids": token_ids, "sampling_params": sampling}
+        answer = await self.request("POST", _GENERATE, body, self._step_timeout_s)
+        return read_prompt_logprobs(answer, token_ids)
 
     async def begin_update(self) -> None:
         await self._update("areal_sc_begin_update")
@@ -165,6 +189,13 @@ class VLLMClient(ServerClient):
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await self.request("POST", path, body, self._control_timeout_s)
+
+    async def _change(self, path: str, body: Mapping[str, Any]) -> None:
+        """A change of adapters, which vLLM answers with plain words."""
+        status, words = await self.send("POST", path, body, self._step_timeout_s)
+        if status != HTTPStatus.OK:
+            reason = words[:_MAX_REASON_BYTES].decode(errors="replace")
+            raise EngineFailed(f"{self.url}{path} refused (HTTP {status}): {reason}")
 
     async def _update(self, method: str, **arguments: str) -> None:
         """Calls a method of all ranks' workers."""

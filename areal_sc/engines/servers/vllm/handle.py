@@ -7,19 +7,16 @@ starts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.schema import Dtype, GRPOConfig, WeightUpdateMethod
-from areal_sc.engines.servers.handle import ServerInstance, ServersHandle
+from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.vllm.arguments import server_arguments
 from areal_sc.errors import ConfigError
-
-_IN_SERVER = Path(__file__).with_name("in_server")
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,15 @@ class VLLMEngine(ServersHandle):
         return server_arguments(self.config, instance)
 
     def environment(self, instance: ServerInstance) -> dict[str, str]:
-        path = [str(_IN_SERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
-            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONPATH": with_path(Path(__file__).with_name("in_server")),
             "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and replace its weights
             # A server's context may exceed what the model was made for.
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self.config.lora.is_published_alone:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not instance.is_cuda:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all servers share a core
             environment["TORCHDYNAMO_DISABLE"] = "1"  # it would compile for half a minute

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import ActorConfig
+from areal_sc.engines.training.adapters.adapter_probe import AdapterProbe
 from areal_sc.engines.training.background import BackgroundWriter, replace_folder
 from areal_sc.engines.training.tensor_file import TensorFile
 from areal_sc.errors import ModelError
@@ -49,26 +51,44 @@ def read_adapter(
     return {name: stored[_key(name)] for name in shapes}
 
 
+def write_adapter(
+    folder: Path, lora: LoraConfig, base: str, values: Mapping[str, torch.Tensor]
+) -> int:
+    """Writes an adapter into an empty folder; returns the crc32 of the file with its values.
+
+    Args:
+        base: path or name of the model.
+        values: whole parameters by their names in the model, on the CPU.
+    """
+    tensors = {_key(name): whole for name, whole in values.items()}
+    text = adapter_config(lora, base, {name.rpartition(".")[0] for name in values})
+    (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    return TensorFile.lay_out(tensors).write_whole(folder / ADAPTER_WEIGHTS, tensors)
+
+
 def begin_adapter(
-    config: ActorConfig, values: Mapping[str, torch.Tensor], folder: Path, writer: BackgroundWriter
+    config: ActorConfig,
+    values: Mapping[str, torch.Tensor],
+    folder: Path,
+    writer: BackgroundWriter,
+    probe: AdapterProbe | None = None,
 ) -> Future[None]:
     """Writes an adapter to a folder, which it replaces; every rank makes the call.
 
     Args:
-        values: whole parameters by their names in the model, copies, on the CPU.
+        values: as in `write_adapter`, copies.
+        probe: by which servers show that they serve it.
     Returns: a future that is done when the folder has its name. It fails with CheckpointError, on
         every rank, when that could not be done.
     """
     group, folder = writer.group, folder.expanduser()
-    tensors = {_key(name): whole for name, whole in values.items()}
 
     def fill(part: Path, _is_common: bool) -> None:
         def write() -> None:
             if group.rank == 0:
-                layers = {name.rpartition(".")[0] for name in values}
-                text = adapter_config(config.lora, config.path, layers)
-                (part / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-                TensorFile.lay_out(tensors).write_whole(part / ADAPTER_WEIGHTS, tensors)
+                write_adapter(part, config.lora, config.path, values)
+                if probe is not None:
+                    probe.write(part)
 
         group.together(f"cannot write {folder}", write)
 

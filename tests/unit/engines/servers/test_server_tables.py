@@ -15,8 +15,9 @@ from typing import Any, Final
 import pytest
 import torch
 
+from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import Dtype, GenerationConfig, RolloutConfig
-from areal_sc.engines.servers.client import ServerAbilities, ServerClient
+from areal_sc.engines.servers.client import ServedAdapter, ServerAbilities, ServerClient
 from areal_sc.engines.servers.handle import ServerInstance
 from areal_sc.engines.servers.requests import CompletionRequest
 from areal_sc.engines.servers.sglang import arguments as sglang_arguments
@@ -95,6 +96,7 @@ def test_flags(server: str, is_cuda: bool, tiny_model_folder: Path) -> None:
         dtype=Dtype.bfloat16,
         float32_output_layer=True,
         max_context_tokens=64,
+        lora=LoraConfig(rank=4, publish_merged=False),
     )
     of_server = {"sglang": sglang_arguments, "vllm": vllm_arguments}[server]
     instance = ServerInstance(0, 4000, "key", is_cuda)
@@ -150,6 +152,7 @@ def recording(kind: type[ServerClient], asked: list[tuple[str, Mapping[str, Any]
 async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
     asked: list[tuple[str, Mapping[str, Any]]] = []
     client = recording(kind, asked)
+    client.adapter = ServedAdapter("a", 1)
     client.abilities = ServerAbilities("99", "", (), None, 10, 1, True)
     layout = BucketLayout(("w",), ("float32",), ((2,),))
     group = WeightGroup("g", "127.0.0.1", 1, 2, "nccl")
@@ -164,6 +167,11 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
         client.served_weights(),
         client.generate(request, "r", 10),
         client.abort("r"),
+        client.abort_all(),
+        client.loaded_adapters(),
+        client.load_adapter("a", "folder"),
+        client.unload_adapter("a"),
+        client.prompt_logprobs([1, 2], "a"),
         client.pause(holds_requests=True),
         client.pause(holds_requests=False),
         client.resume(),

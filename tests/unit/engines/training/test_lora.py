@@ -19,6 +19,7 @@ from areal_sc.config.schema import ActorConfig, ModelHead, OptimizerConfig
 from areal_sc.engines.base import BASE_LOGPROBS
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.handles import make_actor
+from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import LoraLinear, add_adapters, lora_layers
 from areal_sc.errors import CheckpointError, ConfigError, ModelError
 from areal_sc.sizing.machine import Machine
@@ -93,6 +94,9 @@ def test_the_plan_counts_what_the_adapter_takes(tmp_path: Path, build: Build) ->
     assert plan.parameter_bytes == full.parameter_bytes // 2 + 4 * counted
     assert plan.copy_bytes == 4 * counted // 2 * 3
     assert plan.store_bytes == full.store_bytes
+    alone = replace(engine.config, lora=replace(engine.config.lora, publish_merged=False))
+    (plan,) = make_actor(alone).plan_worker(0, shape, ["cpu"], Machine())
+    assert plan.store_bytes == 4 * counted  # of as many numbers: two versions, or two moments
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -141,6 +145,32 @@ def test_adapter_and_merged_model_and_what_is_published_say_the_same(
     lora = replace(engine.config.lora, path=str(tmp_path / "adapter"))
     assert torch.equal(build(lora).forward(ROWS, "logprobs"), expected)
     assert torch.equal(build(lora, is_frozen=True).forward(ROWS, "logprobs"), expected)
+
+
+def test_an_adapter_alone_is_published_with_what_it_changes(build: Build, tmp_path: Path) -> None:
+    engine = build(LoraConfig(rank=4, targets=["q_proj"], publish_merged=False))
+    train(engine)
+    unfilled, values = engine.published_parts()
+    given = dict(zip(unfilled, values, strict=True))
+    probe = AdapterProbe.from_tensor(given.pop(PROBE_NAME))
+    assert all(value.dtype == torch.float32 for value in given.values())
+    engine.begin_save_hf(tmp_path / "published", is_staged=False).result()
+    assert AdapterProbe.read(tmp_path / "published") == probe
+    written = load_file(tmp_path / "published" / "adapter_model.safetensors")
+    assert {f"base_model.model.{name}.weight" for name in given} == written.keys()
+    for name, value in given.items():
+        assert torch.equal(written[f"base_model.model.{name}.weight"].flatten(), value)
+
+    engine.begin_save_hf(tmp_path / "merged").result()
+    of_each = []
+    for folder in ("merged", "model"):
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        row = torch.tensor([probe.token_ids])
+        logprobs = model(row).logits[0, :-1].double().log_softmax(-1)
+        of_each.append(logprobs.gather(1, row[0, 1:, None])[:, 0])
+    changes = (of_each[0] - of_each[1]).tolist()
+    assert probe.changes == pytest.approx(changes, abs=1e-5)
+    assert probe.size > 0.1
 
 
 def test_a_snapshot_is_of_this_adapter(build: Build, tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""Adapters as versions of the weights: servers keep the model that they started with.
+
+A server loads the new adapter beside the one that it serves, while it generates, and has to show
+that it computes with it. Then its answers are ended where they are, and go on under the new name. A
+request names its adapter, so that the versions of its tokens are known whatever the server does.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Final
+
+from areal_sc.config.schema import Dtype, RolloutConfig
+from areal_sc.engines.servers.client import ServedAdapter, ServerClient
+from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
+from areal_sc.engines.training.adapters.adapter_files import write_adapter
+from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
+from areal_sc.engines.training.adapters.lora import LORA_A
+from areal_sc.engines.weight_group import NamedTensor
+from areal_sc.errors import ArealError, EngineFailed, ModelError
+from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
+
+_NAME: Final = "policy-"
+"""Begins the names of adapters that a run has loaded into its servers."""
+
+_ROUNDING: Final = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.2}
+"""Nats by which a server's changes may differ from the trainer's by rounding alone."""
+
+_WRONG_SHARE: Final = 0.1
+"""Of the trainer's changes, by which a server's may differ; where it ignores them, it has none."""
+
+
+@dataclass(frozen=True)
+class AdapterWeights(VersionWeights):
+    """An adapter in a folder of peft's format that the servers see.
+
+    It has to stay until the version after it has been published.
+
+    Attributes:
+        adapter: its version, and its name, in which the checksum of its values stands.
+        probe: by which servers show that they serve it.
+        rounding: nats; see `_ROUNDING`.
+    """
+
+    version: int
+    folder: Path
+    adapter: ServedAdapter
+    probe: AdapterProbe
+    rounding: float
+
+    @classmethod
+    def read(cls, version: int, folder: Path, config: RolloutConfig) -> AdapterWeights:
+        """Raises: ModelError: no adapter was published there."""
+        try:
+            checksum = zlib.crc32((folder / ADAPTER_WEIGHTS).read_bytes())
+            probe = AdapterProbe.read(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(f"{folder} holds no published adapter: {error}") from error
+        # one token is sampled after the row
+        probe = probe.cut(config.max_context_tokens - 1)
+        name = f"{_NAME}{version}-{checksum:08x}"
+        adapter = ServedAdapter(name, version)
+        return cls(version, folder, adapter, probe, _ROUNDING[config.dtype])
+
+    async def load_beside(self, server: ServerClient) -> None:
+        """Raises: ModelError: the server does not take the adapter, or ignores it."""
+        name, loaded = self.adapter.name, await server.loaded_adapters()
+        served = server.adapter.name if server.adapter else ""
+        for old in loaded - {name, served}:
+            if old.startswith(_NAME):
+                await server.unload_adapter(old)
+        if name not in loaded:
+            try:
+                await server.load_adapter(name, str(self.folder))
+            except EngineFailed as error:
+                raise ModelError(f"{server.url} does not take the adapter: {error}") from error
+        if name not in await server.loaded_adapters():
+            raise ModelError(f"{server.url} says that it has no adapter {name}, which it loaded")
+        await self._check_shown(server)
+
+    async def load(
+        self, servers: Sequence[ServerClient], times: UpdateTimes
+    ) -> dict[ServerClient, ArealError]:
+        times.update_bytes += (self.folder / ADAPTER_WEIGHTS).stat().st_size
+        for server in servers:
+            server.adapter = self.adapter
+        return {}
+
+    async def _check_shown(self, server: ServerClient) -> None:
+        """Compares what the adapter changes on the server with what it changes on the trainer."""
+        token_ids = self.probe.token_ids
+        bare = await server.prompt_logprobs(token_ids, "")
+        adapted = await server.prompt_logprobs(token_ids, self.adapter.name)
+        error = self.probe.error([a - b for a, b in zip(adapted, bare, strict=True)])
+        if not error <= max(self.rounding, _WRONG_SHARE * self.probe.size) or math.isnan(error):
+            raise ModelError(
+                f"{server.url} does not compute with adapter {self.adapter.name}, which it says it "
+                f"has: log-probabilities of a probe should change by {self.probe.size:.2g}, and "
+                f"their change is {error:.2g} off; set actor.lora.publish_merged=true"
+            )
+
+
+class AdapterFolders:
+    """Where a worker writes the adapters that it has pulled, for servers of its machine.
+
+    Args:
+        root: is the worker's own; what earlier lives have left there goes.
+    """
+
+    def __init__(self, root: Path, config: RolloutConfig) -> None:
+        self._root = root
+        self._config = config
+
+    def write(self, version: int, tensors: Iterable[NamedTensor]) -> Path:
+        """A new folder with the published tensors, which may be flat; older folders stay.
+
+        Raises: EngineFailed: it could not be written.
+        """
+        lora, values = self._config.lora, dict(tensors)
+        probe = AdapterProbe.from_tensor(values.pop(PROBE_NAME).float())
+        shaped = {
+            name: value.view(lora.rank, -1) if name.endswith(LORA_A) else value.view(-1, lora.rank)
+            for name, value in values.items()
+        }
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            folder = Path(mkdtemp(prefix=f"{version}-", dir=self._root))
+            write_adapter(folder, lora, self._config.path, shaped)
+            probe.write(folder)
+        except OSError as error:
+            raise EngineFailed(f"no adapter could be written to {self._root}: {error}") from error
+        return folder
+
+    def keep_only(self, folder: Path | None) -> None:
+        """Removes all others."""
+        for other in self._root.glob("*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)

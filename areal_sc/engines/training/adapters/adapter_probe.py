@@ -1,0 +1,87 @@
+"""A row by which whoever serves an adapter shows that it does.
+
+An adapter changes the log-probabilities of the row's tokens. The trainer says by how much, beside
+the adapter itself. A server's own changes must be the same ones. They are compared, and not the
+log-probabilities, because what two programs round differently is in both terms of a change.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+PROBE_NAME: Final = "adapter_probe"
+"""Of the probe among the published tensors."""
+
+_FILE: Final = "probe.json"
+_NUM_TOKENS: Final = 16
+_STRIDE: Final = 7919
+"""Steps through a vocabulary by this prime meet tokens of all its parts."""
+
+
+@dataclass(frozen=True)
+class AdapterProbe:
+    """What an adapter does to the tokens of a row.
+
+    Attributes:
+        token_ids: [P] the row.
+        changes: [P - 1] nats: by how much the adapter changes the log-probability of each token but
+            the first, given those before it.
+    """
+
+    token_ids: list[int]
+    changes: list[float]
+
+    @classmethod
+    def measured(
+        cls, vocab_size: int, max_tokens: int, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> AdapterProbe:
+        """Args:
+        max_tokens: that a row may have.
+        change: gives the change at each token of a row, [P] of [P]; that at the first counts not.
+        """
+        token_ids = torch.arange(1, min(_NUM_TOKENS, max_tokens) + 1) * _STRIDE % vocab_size
+        return cls(token_ids.tolist(), change(token_ids)[1:].tolist())
+
+    @classmethod
+    def from_tensor(cls, values: torch.Tensor) -> AdapterProbe:
+        """Of `tensor`, which may be flat."""
+        token_ids, changes = values.view(2, -1)
+        return cls(token_ids.long().tolist(), changes[1:].tolist())
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[2, P] float32, exact up to token 2^24."""
+        return torch.tensor([self.token_ids, [0.0, *self.changes]])
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterProbe:
+        """Raises: OSError, ValueError: there is none in the folder."""
+        return cls(**json.loads((folder / _FILE).read_text(encoding="utf-8")))
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps({"token_ids": self.token_ids, "changes": self.changes})
+        (folder / _FILE).write_text(text + "\n", encoding="utf-8")
+
+    def cut(self, max_tokens: int) -> AdapterProbe:
+        """Its first tokens, whose changes do not depend on those behind them."""
+        return AdapterProbe(self.token_ids[:max_tokens], self.changes[: max_tokens - 1])
+
+    @property
+    def size(self) -> float:
+        """Root mean square of the changes, nats."""
+        return _size(self.changes)
+
+    def error(self, changes: Sequence[float]) -> float:
+        """Root mean square of what others found, minus `changes`; nats."""
+        return _size([a - b for a, b in zip(changes, self.changes, strict=True)])
+
+
+def _size(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / max(1, len(values)))

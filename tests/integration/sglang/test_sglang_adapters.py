@@ -1,0 +1,150 @@
+"""Adapters beside the model that a real server has: loaded, shown, named by requests, forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+import torch
+from integration.sglang.adapter_policies import LORA, AdapterPolicies
+from integration.sglang.policies import Generating, at_hand
+
+from areal_sc.config.schema import GenerationConfig, RolloutConfig
+from areal_sc.config.server_settings import SGLangConfig
+from areal_sc.engines.base import Completion
+from areal_sc.engines.servers.engine import ServerEngine
+from areal_sc.engines.servers.sglang.handle import SGLangEngine
+from areal_sc.errors import ModelError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+LONG = GenerationConfig(max_new_tokens=500)
+SHORT = GenerationConfig(max_new_tokens=20)
+PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> AdapterPolicies:
+    return AdapterPolicies(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engine(
+    rollout_config: RolloutConfig,
+    sglang_config: SGLangConfig,
+    adapters: AdapterPolicies,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[ServerEngine]:
+    config = replace(
+        rollout_config,
+        path=str(adapters.folder),
+        lora=LORA,
+        sglang=replace(sglang_config, num_servers=1),
+    )
+    logs = tmp_path_factory.mktemp("adapter_logs")
+    engine = ServerEngine(SGLangEngine(config), log_folder=logs, name="rollout-0")
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def versions_loaded(engine: ServerEngine) -> set[int]:
+    names = await engine.replicas[0].client.loaded_adapters()
+    return {int(name.split("-")[1]) for name in names if name.startswith("policy-")}
+
+
+async def publish(engine: ServerEngine, adapters: AdapterPolicies) -> int:
+    version = adapters.add()
+    await engine.update_weights(version, adapters.source(version))
+    return version
+
+
+async def check_now(engine: ServerEngine, adapters: AdapterPolicies, version: int) -> None:
+    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
+    assert all(set(answer.versions) == {version} for answer in answers)
+    adapters.check_all(PROMPTS, answers)
+
+
+async def test_adapters_replace_each_other_in_the_middle_of_answers(
+    engine: ServerEngine, adapters: AdapterPolicies, generating: Generating
+) -> None:
+    """The first time there was none: version 0 is the model alone."""
+
+    def start() -> list[asyncio.Task[Completion]]:
+        return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+
+    for _ in range(3):
+        old, before = engine.version, engine.stats()["update_bytes"]
+        tasks = await generating(start)
+        new = await publish(engine, adapters)
+        assert engine.version == new
+        answers = await asyncio.gather(*tasks)
+        assert all(set(answer.versions) == {old, new} for answer in answers)
+        assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
+        adapters.check_all(PROMPTS, answers)
+        assert await versions_loaded(engine) == {old, new} - {0}
+        num_bytes = sum(values.nbytes for _, values in adapters.named_tensors(new))
+        assert 0 < engine.stats()["update_bytes"] - before < 2 * num_bytes
+
+
+async def test_an_adapter_is_forgotten_although_requests_of_it_were_aborted_in_the_queue(
+    engine: ServerEngine, adapters: AdapterPolicies
+) -> None:
+    """SGLang by itself would wait for them for ever."""
+    first = await publish(engine, adapters)
+    client = engine.replicas[0].client
+    assert client.adapter
+    body = {"input_ids": [3, 4], "lora_path": client.adapter.name}
+    body |= {"sampling_params": {"max_new_tokens": LONG.max_new_tokens}}
+    requests = [
+        asyncio.create_task(client.request("POST", "/generate", body, None)) for _ in range(100)
+    ]
+    num_waiting = 0
+    while not num_waiting:
+        assert not all(request.done() for request in requests)
+        answer = await client.request("GET", "/v1/loads?include=core", None, 30.0)
+        num_waiting = sum(load["num_waiting_reqs"] for load in answer["loads"])
+    await client.abort_all()
+    await asyncio.gather(*requests)
+    second, third = await publish(engine, adapters), await publish(engine, adapters)
+    assert await versions_loaded(engine) == {second, third}
+    assert first not in await versions_loaded(engine)
+    assert engine.stats()["lost_servers"] == 0
+
+
+async def test_an_adapter_that_changes_nothing_is_noticed(
+    engine: ServerEngine, adapters: AdapterPolicies
+) -> None:
+    """As one that a server ignores; what was served is served on."""
+    old = await publish(engine, adapters)
+    new = adapters.add()
+    tensors = adapters.named_tensors(new)
+    zeros = [(n, torch.zeros_like(v) if n.endswith("lora_B") else v) for n, v in tensors]
+    of_one_layer_less = [(name, v) for name, v in tensors if ".layers.1." not in name]
+    for wrong in (zeros, of_one_layer_less):
+        with pytest.raises(ModelError, match=r"does not compute with adapter .*publish_merged"):
+            await engine.update_weights(new, at_hand(wrong))
+        assert engine.version == old
+        await check_now(engine, adapters, old)
+    await check_now(engine, adapters, await publish(engine, adapters))
+
+
+async def test_a_server_that_was_killed_gets_the_adapter_again(
+    engine: ServerEngine, adapters: AdapterPolicies, until: Until
+) -> None:
+    """Also one of version 0, with which a run begins that goes on with an adapter."""
+    version, server = adapters.add(), engine.replicas[0].server
+    await engine.update_weights(0, adapters.source(version))
+    assert server
+    os.kill(server.pid, signal.SIGKILL)
+    await until(lambda: engine.stats()["server_restarts"] == 1 and len(engine.serving) == 1)
+    assert await versions_loaded(engine) == {0}
+    answers = await asyncio.gather(*(engine.generate(prompt, SHORT) for prompt in PROMPTS))
+    assert all(set(answer.versions) == {0} for answer in answers)
+    adapters.check_all(PROMPTS, [replace(a, versions=[version] * 20) for a in answers])
