@@ -68,7 +68,6 @@ _RULES: _Rules = (
     (_TEXT.pattern, r" \1 "),
     (r"(?<=[(\[{])\s+|\s+(?=[)\]}])|[\s.,;:*]+$", ""),
     # words that say nothing
-    (r"^(?:(?i:the|is|are|equals|about|approximately|roughly)\b|[:=,~*\s]|\\approx\b)+", ""),
     (r"^an?\s+(?=\d)", ""),
     (r",\s*[A-Za-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?$", ""),
     (r"^\\?\{\s*[a-z]\s*(?:\||:|\\mid(?![a-z]))(.*?)\\?\}$", r"\1"),

@@ -65,7 +65,8 @@ _CONTENT = re.compile(rf"[\w{_FORMULAS}]")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\d)")
 
 _SAID = re.compile(
-    r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE
+    r"(?<!this )\banswer\b(?:(?!not\b|n't)[^\n.:=]){0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*",
+    re.IGNORECASE,
 )
 _STATES = re.compile(
     r"(?:^|:|\b(?:so|thus|hence|therefore|then|that|point|answer|not\s+\S+\s+but))[,\s*]*$"
