@@ -12,7 +12,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
 from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
-from areal_sc.rewards.math.place import Place, final_answer, stated
+from areal_sc.rewards.math.place import Prose, final_answer, stated
 from areal_sc.sources.reference import Referable
 
 TIME_LIMIT_S = 5.0
@@ -125,7 +125,7 @@ def _is_right(gold: Answer, completion: str) -> bool:
     return all(other is None or are_equal(gold, other) for other in others)
 
 
-def _read(place: Place) -> Answer | None:
+def _read(place: Prose) -> Answer | None:
     """All of the place as an answer, or what it states if its other expressions agree with that."""
     if (answer := read_answer(place.plain())) is not None:
         return answer

@@ -89,7 +89,8 @@ _FILLING = re.compile(
 """Words before a marked answer that say nothing of it."""
 
 _HYPOTHESIS = re.compile(
-    r"\b(?:if|unless|suppose|assum\w+|let|unlikely|cannot|(?:I|we)\s+\w+(?:\s+not\b|n't))", re.IGNORECASE
+    r"\b(?:if|unless|suppose|assum\w+|let|unlikely|cannot|(?:I|we)\s+\w+(?:\s+not\b|n't))",
+    re.IGNORECASE,
 )
 _PREDICATE = re.compile(
     r"(?:is|are|was|were|has|have|divides?)\b(?!.*\b(?:answer|solution|result)\b)", re.IGNORECASE
@@ -123,7 +124,7 @@ _CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "between"}
 
 
 @dataclass(frozen=True)
-class Place:
+class Prose:
     """A text that may hold the answer, in which each delimited formula is one character.
 
     Attributes:
@@ -135,7 +136,7 @@ class Place:
     is_marked: bool = False
 
     @classmethod
-    def of(cls, text: str, *, is_marked: bool = False) -> Place:
+    def of(cls, text: str, *, is_marked: bool = False) -> Prose:
         formulas: dict[int, str] = {}
 
         def mask(match: re.Match[str]) -> str:
@@ -149,13 +150,13 @@ class Place:
         """The text, or a part of it, with its formulas."""
         return (self.text if part is None else part).translate(self.formulas)
 
-    def said(self) -> list[Place]:
+    def said(self) -> list[Prose]:
         """What the last "the answer is" gives, of those with mathematics behind them if any."""
         said = [_sentences(self.text[mark.end() :])[0] for mark in _SAID.finditer(self.text)]
-        return [Place(text, self.formulas, True) for text in sorted(said, key=_has_math)[-1:]]
+        return [Prose(text, self.formulas, True) for text in sorted(said, key=_has_math)[-1:]]
 
 
-def final_answer(text: str) -> list[Place]:
+def final_answer(text: str) -> list[Prose]:
     """The last mark's content, and what the prose behind it says; else the last sentence.
 
     Marks with only "and" or "or" between them are one list.
@@ -165,20 +166,20 @@ def final_answer(text: str) -> list[Place]:
     text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
     text = _MINUS.sub("-", text)
     marks = _marks(text)
-    prose = Place.of(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
+    prose = Prose.of(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
     if not marks:
-        return prose.said() or [Place(_sentences(prose.text)[-1], prose.formulas)]
+        return prose.said() or [Prose(_sentences(prose.text)[-1], prose.formulas)]
     start, _, content = marks.pop()
     contents = [content.strip()]
     while marks and _BETWEEN.fullmatch(text[marks[-1][1] : start]):
         start, _, content = marks.pop()
         contents.insert(0, content.strip())
     marked = ", ".join(contents if len(set(contents)) > 1 else contents[:1])
-    place = Place.of(marked, is_marked=True)
+    place = Prose.of(marked, is_marked=True)
     return [*(place.said() or [place]), *prose.said()]
 
 
-def stated(place: Place) -> list[str]:
+def stated(place: Prose) -> list[str]:
     """The expression that a place states, with the words behind it; others that must agree with it.
 
     Empty where it states none, or says that it is not the answer.
