@@ -32,8 +32,6 @@ _CHARACTERS = str.maketrans(
 _SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 _FRACTIONS = re.compile("(?=[\u00bc-\u00be\u2150-\u215e])")
 
-_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\d)")
-
 _TURN_END = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id)\|>.*", re.DOTALL)
 _POLITE = re.compile(r"\b(?:I hope|(?:Please )?[Ll]et me know)\b[^.!?\n]{0,80}[.!?]?\s*$")
 _REASONING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
@@ -80,6 +78,8 @@ _STATES = re.compile(
 """What says that the expression directly behind it is the answer. `We tried 34` is no answer."""
 
 _MAX_LEAD: Final = 60
+"""So many characters before an expression are looked at for what states it."""
+
 _FILLING = re.compile(
     r"(?:(?:therefore|thus|hence|so|simply|just|exactly|equals|equal to|is|are|the|an?|number|value"
     r"|answer|result|option|choice|approximately|about|roughly|it|be|then|total of)\b"
@@ -99,12 +99,11 @@ _PREDICATE = re.compile(
 
 _CLAUSE = re.compile(r"[,;:]\s")
 CHANGING = re.compile(
-    r"\b(?:or|not|no|nor|never|cannot|but|than|least|most|between|from|up to|except|maybe|perhaps"
-    r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
-    r"|after|within|without|almost|nearly|exceeds|twice|double|half|halves|pairs?|squared|cubed"
-    r"|factorial|(?<!the )point|out(?! to)|mod|modulo|base|divided|step|question|problem|equation"
-    r"|page|figure|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
-    r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
+    r"\b(?:or|not|no|never|cannot|but|than|least|most|except|maybe|perhaps|possibly|might|either"
+    r"|otherwise|plus|minus|times|(?<!left )over|by|below|above|squared|cubed|factorial|half|halves"
+    r"|pairs?|(?<!the )point|out(?! to)|mod|modulo|base|divided|wrong|incorrect|impossible|invalid"
+    r"|false|extraneous|rejected|too|dozen|hundred|(?:third|quarter|fourth|fifth|sixth|eighth|tenth"
+    r"|hundredth)s?)\b|n't",
     re.IGNORECASE,
 )
 """Behind an expression one of these makes it another one, or denies it: `5 squared`."""
