@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
-from areal_sc.config.schema import RolloutConfig, SchedulerType
+from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
