@@ -1,7 +1,7 @@
 """Programs of a model a second, for each layer that works here, and what a call of a reward costs.
 
-programs    `print(1)` in a `LocalSandbox` of two places, its server warm; their rate, and the CPU time of
-            all that has to do with them, the server's start included, which a busy machine tells, too
+programs    `print(1)` in a `LocalSandbox` of two places, its server warm: how many a second, and the
+            CPU time of all processes, the server's start included; a busy machine tells that, too
 calls       of an empty reward, in a process that nothing keeps apart (bare) and in one that is
             (apart); the two take turns, in rounds
 """
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, and of those that it has waited for with all that they started."""
+    """CPU seconds of this process, and of those that have ended below it."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
