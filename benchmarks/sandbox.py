@@ -1,7 +1,7 @@
 """Programs of a model a second, for each layer that works here, and what a call of a reward costs.
 
-programs    `print(1)` in a `LocalSandbox` of two places, its server warm: how many a second, and the
-            CPU time of all processes, the server's start included; a busy machine tells that, too
+programs    `print(1)` in a `LocalSandbox` of two places, its server warm: how many a second, and
+            the CPU time of all processes and the server's start, which a busy machine tells, too
 calls       of an empty reward, in a process that nothing keeps apart (bare) and in one that is
             (apart); the two take turns, in rounds
 """
