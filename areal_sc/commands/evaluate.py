@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from areal_sc.config.follow_settings import EvaluationSetConfig
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
-from areal_sc.errors import CommandError
+from areal_sc.errors import CommandError, RunFolderError
 from areal_sc.hub import is_hub_name, local_model
 from areal_sc.preflight.load import load_config
 from areal_sc.run.run_begin import content_of
 from areal_sc.run.run_marker import MARKER
 from areal_sc.run.run_owner import LOCK
 from areal_sc.system.durable import remove
-from areal_sc.system.file_lock import is_locked
+from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.trainer.display import make_display
 from areal_sc.trainer.evaluation.evaluation_sets import configured_sets, evaluation_sets
 from areal_sc.trainer.evaluation.kept_answers import (
@@ -99,13 +101,19 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.limit is not None:
         sets = {name: _limited(one, arguments.limit) for name, one in sets.items()}
+    with closing(_lock(out)):
+        _evaluate(arguments, out, config, sets)
+
+
+def _evaluate(
+    arguments: argparse.Namespace, out: Path, config: GRPOConfig, sets: dict[str, EvaluationSet]
+) -> None:
     settings = _prepare(out, config, arguments)
     display = make_display(run_dir=out)
     try:
         evaluation = ModelEvaluation(config, sets, out, display)
         if arguments.rescore:
-            evaluation.rescore()
-            note_settings(out, settings)  # the answers have the new rewards only now
+            evaluation.rescore(settings)
         else:
             note_settings(out, settings)
             evaluation.generate()
@@ -190,20 +198,31 @@ def _chosen(sets: Sequence[EvaluationSetConfig], words: Sequence[str]) -> list[E
     return [known[name] for name in names] if words else list(sets)
 
 
-def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Makes the folder, unless its answers come from something else.
+def _lock(out: Path) -> HeldLock:
+    """Makes the folder, and keeps other commands out of it.
 
-    Returns: what the answers come from.
-    Raises: CommandError: they do, or the folder is another command's or a run's.
+    Raises: CommandError: it is another command's or a run's. RunFolderError: it cannot be made.
     """
     if (out / MARKER).exists():
         raise CommandError(f"--out {out} is the folder of a run: name another one")
-    if is_locked(out / _RUN / LOCK):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(out / LOCK, fcntl.LOCK_EX)
+    except OSError as error:
+        raise RunFolderError(f"--out {out} cannot be used: {error.strerror}") from error
+    if lock is None:
         raise CommandError(f"another evaluation is writing to {out}: wait for it, or stop it")
+    return lock
+
+
+def _prepare(out: Path, config: GRPOConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the answers come from; deletes those that are there, if that is asked for.
+
+    Raises: CommandError: they come from something else.
+    """
     if arguments.overwrite:
         for name in (ANSWERS, SETTINGS, SUMMARY):
             remove(out / name)
-    out.mkdir(parents=True, exist_ok=True)
     folder = local_model(config.rollout.path, config.rollout.revision)
     settings: dict[str, Any] = {
         "model": arguments.model,

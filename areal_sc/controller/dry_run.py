@@ -27,7 +27,7 @@ from areal_sc.config.schema import Device, GenerationConfig, RolloutConfig
 from areal_sc.controller.ledger.group import UNUSABLE, MakeReadable, RolloutSource
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.engines.handle_base import TrainHandle
-from areal_sc.engines.request_checks import check_prompt
+from areal_sc.engines.request_checks import ANY_TOKEN, check_prompt
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.hub import cached_model
 from areal_sc.nodes.spec import TRAIN_ROLE
@@ -54,7 +54,6 @@ LOOK_S: Final = 60.0
 """After so long no more rows are looked at: agents take seconds each."""
 EPISODE_LIMIT_S: Final = 60.0
 _SHOWN_CHARS: Final = 600
-_ANY_TOKEN: Final = 1 << 31
 
 OwnPools = tuple[RewardPool, AgentServer, AgentPool]
 
@@ -140,7 +139,7 @@ class _Model:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         limit = self.max_context_tokens
-        check_prompt(input_ids, vocab_size=_ANY_TOKEN, max_context_tokens=limit)
+        check_prompt(input_ids, vocab_size=ANY_TOKEN, max_context_tokens=limit)
         if not self.asked.done():
             self.asked.set_result(list(input_ids))
         if self.answer is None:

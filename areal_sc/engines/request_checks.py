@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import index
+from typing import Final
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError, PromptTooLong, WorkflowError
+
+ANY_TOKEN: Final = 1 << 31
+"""Size of a vocabulary that is not known."""
 
 
 def check_prompt(input_ids: Sequence[int], *, vocab_size: int, max_context_tokens: int) -> None:

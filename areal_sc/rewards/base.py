@@ -26,6 +26,9 @@ PART_PREFIX = "reward/"
 RUN_CODE: Final = "run_code"
 """Name of the parameter by which an async reward asks for the worker's sandbox."""
 
+VOTE: Final = "vote"
+"""Method or attribute of a reward function that tells what a completion answers."""
+
 DECLARATION = "areal_sc_declaration"
 """Attribute of a reward function that holds its `RewardDeclaration`."""
 
@@ -101,18 +104,17 @@ class RewardDeclaration:
 declare_reward = RewardDeclaration
 
 
-def vote_of(reward: Reward, completion: str) -> str | None:
-    """What a completion answers, in words that equal answers share: for the most frequent answer.
+def voter_of(reward: Reward) -> RewardFunction | None:
+    """The function that tells what a completion answers, in words that equal answers share.
 
     A reward tells it by a method, or an attribute, `vote(completion) -> str | None`; of several
-    functions the first one that has it does.
+    functions the first one that has it does. None: none has it.
     """
     functions = reward.values() if isinstance(reward, Mapping) else [reward]
     for given in functions:
-        vote = getattr(given[0] if isinstance(given, tuple) else given, "vote", None)
-        if vote is not None:
-            told = vote(completion)
-            return None if told is None else str(told)
+        function = given[0] if isinstance(given, tuple) else given
+        if getattr(function, VOTE, None) is not None:
+            return function
     return None
 
 

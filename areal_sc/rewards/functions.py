@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ def runs_code(reward: Any) -> bool:
         return RUN_CODE in inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a builtin, which does not tell
         return False
+
+
+def may_run_code(value: Any) -> bool:
+    """Whether a value is a reward that asks for the sandbox, or has such a one among several."""
+    if isinstance(value, Mapping):
+        return any(map(may_run_code, value.values()))
+    function = value[0] if isinstance(value, tuple) and value else value
+    return callable(function) and runs_code(function)
 
 
 def name_of(reward: Any, part: str = "") -> str:

@@ -31,6 +31,7 @@ from areal_sc.errors import RewardError, WorkerLost, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import (
     DECLARATION,
+    VOTE,
     Narrowing,
     RewardDeclaration,
     RewardFunction,
@@ -61,7 +62,7 @@ _SIGNALS_OF_OTHERS: Final = frozenset(
 
 @dataclass(eq=False)
 class _RewardCall:
-    """One call of a sync reward, from `score` until its future is done.
+    """One call of a sync reward, or of a vote, until its future is done.
 
     Attributes:
         place: where the reward is defined, as of a RewardError.
@@ -73,7 +74,7 @@ class _RewardCall:
     place: str
     request: bytes
     declaration: RewardDeclaration | None
-    verdict: asyncio.Future[float]
+    verdict: asyncio.Future[Any]
     num_ends: int = 0
     num_kills: int = 0
 
@@ -175,13 +176,25 @@ class RewardPool:
             return await score_on_loop(
                 reward, name, arguments, limit_s=self._timeout_s, run_code=self.run_code
             )
+        return Score(await self._ask(reward, name, "call", arguments))
+
+    async def vote(self, reward: RewardFunction, completion: str) -> str | None:
+        """What a completion answers, as the reward's `vote` tells; in a process, as sync rewards.
+
+        Raises: as `score`.
+        """
+        vote: str | None = await self._ask(reward, f"{name_of(reward)}.{VOTE}", VOTE, completion)
+        return vote
+
+    async def _ask(self, reward: RewardFunction, name: str, kind: str, argument: Any) -> Any:
         if self._broken is not None:
             raise self._broken
         key = self._key_of(reward)
-        request = pack(["call", key, arguments])
-        verdict: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        declaration = getattr(reward, DECLARATION, None)
-        call = _RewardCall(key, name, place_of_definition(reward), request, declaration, verdict)
+        request = pack([kind, key, argument])
+        verdict: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        declaration: RewardDeclaration | None = getattr(reward, DECLARATION, None)
+        limits = declaration if kind == "call" else None  # its number stands for no vote
+        call = _RewardCall(key, name, place_of_definition(reward), request, limits, verdict)
         self._calls.add(call)
         narrowing = declaration.narrowing if declaration else Narrowing()
         lanes = self._lanes.setdefault(narrowing, _Lanes(narrowing))
@@ -189,7 +202,7 @@ class RewardPool:
         if lanes.waiting.qsize() > lanes.num_idle and len(lanes.tasks) < self._num_processes:
             lanes.tasks.append(asyncio.create_task(self._run_calls(lanes)))
         try:
-            return Score(await verdict)
+            return await verdict
         finally:
             self._calls.discard(call)
 

@@ -4,6 +4,7 @@ Messages are msgpack lists on a stream socket, one request at a time:
 
     ["load", key, reference]   -> ["loaded", key] | ["failed", what, details]
     ["call", key, arguments]   -> ["value", number] | ["failed", what, details]
+    ["vote", key, completion]  -> ["value", text or None] | ["failed", what, details]
 
 where the arguments are `values.to_wire([prompt, completion, extra])`, and the details are the
 attributes of a RewardError; and at the start one ["ready", process id, layer, why no stronger one],
@@ -26,7 +27,7 @@ import msgpack
 from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.log import setup_logging, take_warnings
 from areal_sc.rejection import RejectionKind, kind_of
-from areal_sc.rewards.base import DECLARATION, RewardDeclaration
+from areal_sc.rewards.base import DECLARATION, VOTE, RewardDeclaration
 from areal_sc.sources.reference import ObjectReference, resolve
 from areal_sc.sources.values import from_wire
 from areal_sc.system.process import bury_left
@@ -142,6 +143,9 @@ def _answer(request: list[Any], rewards: dict[int, Callable[..., Any]], sources:
             if declaration is not None and declaration.prepare is not None:
                 declaration.prepare()
             return ["loaded", key]
+        if kind == VOTE:
+            vote = getattr(rewards[key], VOTE)(rest[0])
+            return ["value", None if vote is None else str(vote)]
         prompt, completion, extra = from_wire(rest[0])
         return ["value", finite_reward(rewards[key](prompt, completion, **extra))]
     except BaseException as error:  # the user's code: whatever it raises is its answer

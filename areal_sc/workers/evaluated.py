@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_sc.engines.base import Completion
+from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.rejection import Rejection
-from areal_sc.rewards.base import Reward, vote_of
-from areal_sc.user_code import Raised, await_user_code, place_of
+from areal_sc.rewards.base import Reward, voter_of
+from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply, KeptCompletion
 from areal_sc.workflows.base import Trajectory
 
@@ -53,21 +53,17 @@ class EvaluatedEpisode:
         self.completions.append(None)
         return len(self.completions) - 1
 
-    async def vote(self, limit_s: float) -> str | None:
+    async def vote(self, rewards: RewardPool) -> str | None:
         """What the scored text answers, see `EvaluationReply`; None if the reward fails to tell.
 
-        Args:
-            limit_s: the reward may take so long.
+        Raises: WorkerError: as `RewardPool.vote`.
         """
-        if (scored := self.scored) is None:
+        if (scored := self.scored) is None or (voter := voter_of(scored[0])) is None:
             return None
         try:
-            return await await_user_code(lambda: asyncio.to_thread(vote_of, *scored), limit_s)
-        except Raised as raised:
-            what = f"took longer than {limit_s:g} s" if raised.is_late else "raised "
-            if not raised.is_late:
-                what += f"{type(raised.error).__name__} at {place_of(raised.error)}"
-            _warn(f"the vote of a reward {what}: such answers have none")
+            return await rewards.vote(voter, scored[1])
+        except (RewardError, WorkflowError) as error:
+            _warn(f"such answers have no vote: {error}")
             return None
 
 
@@ -81,21 +77,22 @@ async def evaluation_reply(
     rows: Sequence[Trajectory] | Rejection,
     seen: EvaluatedEpisode,
     text: EvaluatedText | None,
-    vote_limit_s: float,
+    rewards: RewardPool,
 ) -> EvaluationReply:
     """What an evaluated episode gave.
 
     Args:
         rows: of the episode, checked; or why there are none.
         text: as of the reply.
-        vote_limit_s: for what the reward says that the answer is.
+        rewards: asks the reward what the answer is.
+    Raises: WorkerError: as `RewardPool.vote`.
     """
     if isinstance(rows, Rejection):
         return EvaluationReply(None, rejection=rows, text=text)
     sampled = [version for row in rows for version, _ in version_spans(row)]
     reward = sum(float(row.reward) for row in rows) / len(rows)
     versions = min(sampled), max(sampled)
-    vote = await seen.vote(vote_limit_s)
+    vote = await seen.vote(rewards)
     return EvaluationReply(reward, episode_metrics(rows), versions, vote=vote, text=text)
 
 

@@ -223,7 +223,7 @@ class RolloutWorker(Worker):
         name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
         (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
-        return await evaluation_reply(rows, seen, text, self.handle.config.reward_timeout_s)
+        return await evaluation_reply(rows, seen, text, self._rewards)
 
     async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
         return await self._texts.read(wanted, self.engine.tokenizer)

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.metadata import TensorMetadata
-from areal_sc.rewards.base import Reward, Score
+from areal_sc.rewards.base import RUN_CODE, Reward, Score
 from areal_sc.rewards.base import RewardFunction as RewardFunction
 from areal_sc.rewards.base import declare_reward as declare_reward
+from areal_sc.rewards.functions import may_run_code
 from areal_sc.sources.prompts import Prompts as Prompts
 from areal_sc.sources.reference import Referable
 from areal_sc.system.sandbox.program import Ended, Limits, Program
@@ -171,6 +172,18 @@ class Workflow(Referable):
             tokens together.
         """
         raise NotImplementedError
+
+    def runs_code(self) -> bool:
+        """Whether its episodes may run code of a model: then a run first tries the sandbox.
+
+        As far as can be seen: a method names `run_code`, or an attribute is a reward that asks for
+        it. Where a tool elsewhere does, override this.
+        """
+        methods = (it for kind in type(self).__mro__ for it in vars(kind).values())
+        codes = (code for it in methods if (code := getattr(it, "__code__", None)))
+        return any(RUN_CODE in code.co_names for code in codes) or any(
+            map(may_run_code, vars(self).values())
+        )
 
     def check(self) -> None:
         """What can be said of it without a row; called in the script, before a run starts.

@@ -80,6 +80,9 @@ class MixedWorkflow(Workflow):
         metrics = {**row.metrics, **curve, **shares}
         return replace(row, metrics=metrics, fields={**zeros, **row.fields})
 
+    def runs_code(self) -> bool:
+        return any(workflow.runs_code() for workflow in self.workflows.values())
+
     def check(self) -> None:
         for workflow in self.workflows.values():
             workflow.check()

@@ -284,3 +284,16 @@ async def test_a_run_is_trained_by_programs(tmp_path: Path, tiny_model_folder: P
             "reward/memory": 0.25,
             "reward/crashed": 0.0,
         }
+
+
+async def test_a_run_whose_code_nothing_keeps_apart_does_not_start(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    settings = ("total_steps=1", "rollout.sandbox.isolation=none")
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=script) as run:
+        assert run.wait() == SandboxError.exit_code, run.story()
+        assert "A sandbox cannot be had" in run.output
+        assert "code that a model wrote is not run without isolation" in run.output
+        assert list((run.run_dir / "logs").glob("rollout*.log")) == []

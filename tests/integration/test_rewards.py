@@ -119,6 +119,13 @@ def sleeps(prompt, completion):
     time.sleep(prompt["s"])
     return 1.0
 
+def votes(prompt, completion):
+    return 1.0
+
+votes.vote = lambda completion: {
+    "hangs": lambda: re.match(r"(a+)+$", "a" * 40 + "b"), "raises": lambda: 1 / 0,
+    "none": lambda: None, "leaves": lambda: os._exit(7)}.get(completion, lambda: 12)()
+
 async def asynchronous(prompt, completion):
     await asyncio.sleep(0)
     return same(prompt, completion)
@@ -565,3 +572,22 @@ async def test_processes_that_cannot_start_are_given_up(user: ModuleType, tmp_pa
     assert "no_such_module_anywhere" in (tmp_path / "reward.log").read_text()
     await pool.close()
     await server.close()
+
+
+async def test_a_vote_is_told_by_a_process_that_can_be_killed(
+    server: ForkServer, user: ModuleType, tmp_path: Path
+) -> None:
+    pool = make_pool(server, tmp_path, num_processes=1, timeout_s=1.0)
+    try:
+        assert await pool.vote(user.votes, "any") == "12"
+        assert await pool.vote(user.votes, "none") is None
+        assert await pool.score(user.votes, {}, "hangs") == 1.0
+        with pytest.raises(RewardError, match=r"votes.vote: took longer than 1 s"):
+            await pool.vote(user.votes, "hangs")
+        with pytest.raises(RewardError, match=r"votes.vote: ZeroDivisionError"):
+            await pool.vote(user.votes, "raises")
+        with pytest.raises(RewardError, match=r"votes.vote: its process ended 2 times"):
+            await pool.vote(user.votes, "leaves")
+        assert await pool.vote(user.votes, "any") == "12"
+    finally:
+        await pool.close()

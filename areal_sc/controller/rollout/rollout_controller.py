@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from areal_sc.config.schema import RolloutConfig
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
@@ -58,6 +59,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
+from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
 
@@ -403,6 +405,8 @@ class RolloutController(WeightsReader):
         """Names both for the workers; to be called beforehand only to see what is wrong early.
 
         Raises: WorkflowError: the dataset is empty, or a worker could not build one of them.
+            SandboxError: the workflow runs code, and this machine, whose workers would, has no
+            sandbox.
         """
         dataset = self._sources.register_prompts(prompts)
         number = self._sources.register_workflow(workflow)
@@ -411,6 +415,8 @@ class RolloutController(WeightsReader):
             check_first_rows(prompts, workflow)
             check_fields(workflow, self.config.field_bytes)
             workflow.check_settings(self.config)
+            if workflow.runs_code() and self.scheduler.config.type == SchedulerType.local:
+                check_sandbox(self.config.sandbox)
             self._checked.add(source)
         if self.is_dry_run:
             self._task_look.look(source, self._sources.make_readable)

@@ -15,6 +15,9 @@ LAYERS: Final = {
 }
 """Layer, the strongest first -> what it needs."""
 
+BIND_NOW: Final = "LD_BIND_NOW"
+"""Variable with which the warm server starts: it binds symbols once, not in each of its forks."""
+
 CHECK: Final = """
 import colorsys, socket
 faults = []

@@ -46,10 +46,10 @@ def keep(connection: socket.socket, layer: ProgramLayer) -> None:
 
 
 def _request(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
-    with connection.makefile("rb") as stream:
-        prefix = stream.read(LENGTH.size)
-        body = stream.read(*LENGTH.unpack(prefix)) if len(prefix) == LENGTH.size else b""
-    if not body:
+    prefix = connection.recv(LENGTH.size, socket.MSG_WAITALL)
+    length = LENGTH.unpack(prefix)[0] if len(prefix) == LENGTH.size else 0
+    body = connection.recv(length, socket.MSG_WAITALL) if length else b""
+    if not body or len(body) < length:
         raise ConnectionError("who asked is gone")
     return unpacked(body)
 

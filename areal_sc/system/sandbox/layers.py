@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any, Final, Protocol
 
 from areal_sc.system.sandbox import kernel
@@ -236,7 +237,7 @@ class Landlock:
     def __init__(self, read: Sequence[str]) -> None:
         self.folder = ""
         self._is_root = os.geteuid() == 0
-        self._readable = readable_paths(read)
+        self._readable = _outermost(readable_paths(read))
         self.base = ""
         self._user = (os.geteuid(), os.getegid())
         self._num_beside = 0
@@ -313,6 +314,12 @@ class Landlock:
         end_descendants()
         if self.folder:
             remove(self.folder)
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """The real paths without those that lie in another one: each costs a program a rule."""
+    real = dict.fromkeys(map(os.path.realpath, paths))
+    return [it for it in real if not any(str(above) in real for above in PurePath(it).parents)]
 
 
 def _is_for_all(path: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from areal_sc.errors import SandboxError
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
-from areal_sc.system.sandbox.isolation import CHECK, LAYERS, way_out
+from areal_sc.system.sandbox.isolation import BIND_NOW, CHECK, LAYERS, way_out
 from areal_sc.system.sandbox.program import CLOCK_FACTOR, End, Ended, Limits, Program
 from areal_sc.system.sandbox.trees import remove
 
@@ -169,7 +169,7 @@ class _WarmServer:
                     *(str(theirs.fileno()), layer, json.dumps(list(read)), package),
                 ],
                 stdin=subprocess.DEVNULL,
-                env=dict(environment),
+                env={**environment, BIND_NOW: "1"},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pkgutil import resolve_name
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
@@ -40,6 +42,24 @@ def open_sandbox(settings: SandboxConfig) -> Sandbox:
         environment=environment,
         read=settings.read,
     )
+
+
+def check_sandbox(settings: SandboxConfig) -> None:
+    """Tries the layers of this machine; a sandbox of the user's own is not asked.
+
+    Raises: ConfigError: as `open_sandbox`. SandboxError: what a model wrote would not be run.
+    """
+    sandbox = open_sandbox(settings)
+
+    async def check(sandbox: LocalSandbox) -> None:
+        try:
+            await sandbox.layer()
+        finally:
+            await sandbox.close()
+
+    if isinstance(sandbox, LocalSandbox):
+        with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
+            thread.submit(asyncio.run, check(sandbox)).result()
 
 
 async def describe_sandbox(settings: SandboxConfig) -> str:

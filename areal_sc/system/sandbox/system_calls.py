@@ -146,8 +146,11 @@ _ARCH_AT: Final = 4
 _ARGUMENTS_AT: Final = 16
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
 class _FilterCode(ctypes.Structure):
-    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
 class SystemCallFilter:
@@ -234,10 +237,8 @@ def _here(numbers: tuple[int, int]) -> int:
 
 def _install(code: list[bytes]) -> None:
     code = [*code, *_ins(_RET, _ALLOW)]
-    buffer = ctypes.create_string_buffer(b"".join(code), 8 * len(code))
-    program = _FilterCode(len(code), ctypes.cast(buffer, ctypes.c_void_p))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+    program = _FilterCode(len(code), b"".join(code))
+    if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 

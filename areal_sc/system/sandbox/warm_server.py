@@ -28,6 +28,7 @@ from typing import Final
 
 from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.bubblewrap import Bubblewrap
+from areal_sc.system.sandbox.isolation import BIND_NOW
 from areal_sc.system.sandbox.keeper import keep
 from areal_sc.system.sandbox.layers import Landlock, Namespaces, ProgramLayer, readable_paths
 from areal_sc.system.sandbox.trees import children, end_descendants
@@ -63,8 +64,10 @@ def main() -> None:
     for name in _WARM:
         importlib.import_module(name)
     sys.path[:] = [path for path in sys.path if os.path.realpath(path).startswith(roots)]
+    del os.environ[BIND_NOW]
     gc.collect()
     gc.freeze()
+    gc.disable()  # keepers are short, and would write to pages that they share; programs enable it
     # where memory is short, the kernel kills programs before the run
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("900")
@@ -82,12 +85,12 @@ def _serve(connection: socket.socket, layer: ProgramLayer) -> None:
     ready = select.poll()
     ready.register(connection, select.POLLIN)
     while True:
-        if ready.poll(_LONGEST_WAIT_S * 1000):
+        if is_asked := bool(ready.poll(_LONGEST_WAIT_S * 1000)):
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
             if not fds:
                 break
             keepers.add(_fork(connection, socket.socket(fileno=fds[0]), layer))
-        _reap(keepers)
+        _reap(keepers, looks=not is_asked)
     end_descendants()
 
 
@@ -107,10 +110,18 @@ def _fork(connection: socket.socket, asker: socket.socket, layer: ProgramLayer) 
     return pid
 
 
-def _reap(keepers: set[int]) -> None:
-    """Buries keepers, and kills what those have left that were killed themselves."""
+def _reap(keepers: set[int], *, looks: bool) -> None:
+    """Buries keepers, and kills what those have left that were killed themselves.
+
+    Args:
+        looks: also where none was, for what has come of it since.
+    """
     with suppress(ChildProcessError):
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
             keepers.discard(pid)
-        for pid in set(children(os.getpid())) - keepers:
+            looks |= os.WIFSIGNALED(status)
+        for pid in set(children(os.getpid())) - keepers if looks else ():
             os.kill(pid, signal.SIGKILL)

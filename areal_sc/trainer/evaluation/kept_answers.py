@@ -100,6 +100,22 @@ def write_answers(folder: Path, answers: Iterable[KeptAnswer]) -> None:
     write_file(folder / ANSWERS, b"".join(to_json(it) + b"\n" for it in answers))
 
 
+def replace_answers(
+    folder: Path, answers: Iterable[KeptAnswer], settings: Mapping[str, Any]
+) -> None:
+    """Replaces the answers and what they come from: at no moment do they seem to come from others.
+
+    Killed between the two files, the folder names no rewards, and --rescore goes on.
+
+    Raises: RunFolderError: they cannot be written.
+    """
+    noted = _read_settings(folder / SETTINGS)
+    unchanged = {key: it if noted.get(key) == it else None for key, it in settings.items()}
+    note_settings(folder, unchanged)
+    write_answers(folder, answers)
+    note_settings(folder, settings)
+
+
 def check_settings(
     folder: Path, settings: Mapping[str, Any], *, may_differ: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -147,7 +163,7 @@ def check_prompts(folder: Path, other: Path, name: str) -> None:
 def _noted_prompts(folder: Path, name: str) -> dict[str, Any]:
     """What tells the prompts of a set; the path of a file does not, but its content."""
     noted = _read_settings(folder / SETTINGS)
-    content = noted.get(f"{OF_REWARDS}{name}", {}).get("prompts")
+    content = (noted.get(f"{OF_REWARDS}{name}") or {}).get("prompts")
     found = {k: it for k, it in noted.get(f"{OF_SET}{name}", {}).items() if k not in _OF_ANSWERS}
     if content:
         found["prompts"] = list(content.values())

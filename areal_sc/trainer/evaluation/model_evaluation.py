@@ -32,7 +32,7 @@ from areal_sc.trainer.evaluation.kept_answers import (
     KeptAnswer,
     check_prompts,
     read_answers,
-    write_answers,
+    replace_answers,
     write_file,
 )
 from areal_sc.trainer.evaluation.rescore import rescored
@@ -107,9 +107,11 @@ class ModelEvaluation:
             with start(rollout):
                 rollout.evaluate_sets(list(self._sets.values()), keep=keep, known=known)
 
-    def rescore(self) -> None:
+    def rescore(self, settings: Mapping[str, Any]) -> None:
         """Has the sets' workflows judge the kept answers anew, and keeps what comes of it.
 
+        Args:
+            settings: what the answers then come from.
         Raises: CommandError: none is kept. As `rescored`.
         """
         if not self._kept:
@@ -129,7 +131,7 @@ class ModelEvaluation:
                 folder.log_path("rewards"),
                 phase.advance,
             )
-        write_answers(self._out, answers)
+        replace_answers(self._out, answers, settings)
         self._kept = {_place(answer): answer for answer in answers}
 
     def _logging(self, folder: RunFolder) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.engines.request_checks import ANY_TOKEN, check_prompt
 from areal_sc.errors import CommandError, WorkflowError
 from areal_sc.hub import local_model
 from areal_sc.rejection import Rejection
@@ -21,6 +22,7 @@ from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.sources.row_file import num_rows_of
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.trainer.evaluation.kept_answers import KeptAnswer
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.calls import KeptCompletion
@@ -56,6 +58,7 @@ class _Replay:
         prefix_group: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
+        check_prompt(input_ids, vocab_size=ANY_TOKEN, max_context_tokens=self.max_context_tokens)
         kept = next(self._left, None)
         if kept is None:
             raise WorkflowError("the workflow asks for more completions than are kept")
@@ -83,7 +86,7 @@ def rescored(
         log_path: of the reward processes.
         on_each: called after each answer.
     Raises: CommandError: a set has lost prompts. WorkerStartError: no reward process can be
-        started. ModelError: there is no tokenizer.
+        started. ModelError: there is no tokenizer. SandboxError: there is none, and one is needed.
     """
     for answer in answers:
         if (one := sets.get(answer.set)) and answer.prompt >= (num_rows_of(one.prompts) or 0):
@@ -91,6 +94,8 @@ def rescored(
                 f"set {answer.set} has no prompt {answer.prompt} any more, of which an answer is "
                 "kept: expected the same prompts; give its file as it was, or --overwrite"
             )
+    if any(one.workflow and one.workflow.runs_code() for one in sets.values()):
+        check_sandbox(config.sandbox)
     # before the tokenizer is read: that loads torch, which begins threads
     rewards = ForkServer("areal_sc.rewards.process:run_reward_process")
     return asyncio.run(_rescored(answers, sets, config, log_path, on_each, rewards))
@@ -168,5 +173,5 @@ async def _replayed(
         raise engine.failure
     if isinstance(rows, Rejection):
         rows = rows.of_prompt(answer.prompt, row, "")
-    reply = await evaluation_reply(rows, seen, answer.text, config.reward_timeout_s)
+    reply = await evaluation_reply(rows, seen, answer.text, pool)
     return KeptAnswer.of(answer.set, answer.prompt, answer.sample, reply)

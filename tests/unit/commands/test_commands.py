@@ -549,8 +549,7 @@ def test_evaluate_says_what_it_needs(tmp_path: Path, tiny_model_folder: Path, ca
     other = said("--set", f"{a_set},reward=areal_sc.rewards.answers:ExactMatch")
     assert "come from other settings (rewards of a: " in other
     assert "--overwrite; where the rewards alone are others, --rescore" in other
-    (tmp_path / "out" / "run").mkdir()
-    lock = take_lock(tmp_path / "out" / "run" / LOCK, fcntl.LOCK_EX)
+    lock = take_lock(tmp_path / "out" / LOCK, fcntl.LOCK_EX)
     assert lock is not None
     with closing(lock):
         assert "another evaluation is writing to" in said(

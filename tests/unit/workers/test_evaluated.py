@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
-from areal_sc.errors import PromptTooLong
+from areal_sc.errors import PromptTooLong, RewardError, WorkflowError
+from areal_sc.rewards.base import Reward
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workers.evaluated import EvaluatedEpisode, evaluated_text
@@ -56,46 +56,42 @@ async def test_completions_stand_in_the_order_in_which_they_were_asked_for() -> 
     assert (text.prompt, text.answer) == ("0", "0 1 2")
 
 
-class Reward:
-    """Votes as it is told."""
-
-    def __init__(self, vote: Callable[[str], Any]) -> None:
-        self.vote = vote
-
-    def __call__(self, prompt: dict[str, Any], completion: str) -> float:
-        return 0.0
+def told(prompt: dict[str, Any], completion: str) -> float:
+    """Has a vote, which its process tells."""
+    return 0.0
 
 
-def no_vote(completion: str) -> str:
-    raise SystemExit(completion)
+told.vote = str.upper  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("vote", "expected", "warning"),
-    [
-        (str.upper, "A", ""),
-        (len, "1", ""),
-        (lambda _: None, None, ""),
-        (no_vote, None, "raised SystemExit at test_evaluated.py"),
-    ],
-)
-async def test_a_vote_is_the_users_code(
-    vote: Callable[[str], Any],
-    expected: str | None,
-    warning: str,
-    caplog: pytest.LogCaptureFixture,
+class Pool:
+    """Answers as it is told."""
+
+    def __init__(self, vote: str | Exception) -> None:
+        self.told = vote
+        self.asked: list[Any] = []
+
+    async def vote(self, reward: Any, completion: str) -> str:
+        self.asked.append((reward, completion))
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+
+async def test_a_vote_is_asked_of_the_pool() -> None:
+    pool = Pool("A")
+    rewards: Reward = {"length": len, "told": (told, 0.5)}
+    assert await EvaluatedEpisode(scored=(rewards, "a")).vote(cast("RewardPool", pool)) == "A"
+    assert pool.asked == [(told, "a")]
+    assert await EvaluatedEpisode(scored=(len, "a")).vote(cast("RewardPool", pool)) is None
+    assert len(pool.asked) == 1
+
+
+@pytest.mark.parametrize("error", [RewardError("it hung"), WorkflowError("not importable")])
+async def test_without_a_vote_an_answer_has_none(
+    error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pool = cast("RewardPool", Pool(error))
     for _ in range(2):
-        assert await EvaluatedEpisode(scored=(Reward(vote), "a")).vote(60.0) == expected
-    assert len(caplog.messages) == bool(warning)
-    assert warning in "".join(caplog.messages)
-
-
-async def test_a_slow_vote_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    gate = threading.Event()
-    try:
-        seen = EvaluatedEpisode(scored=(Reward(lambda _: gate.wait()), "a"))
-        assert await seen.vote(0.05) is None
-    finally:
-        gate.set()
-    assert "took longer than 0.05 s" in caplog.text
+        assert await EvaluatedEpisode(scored=(told, "a")).vote(pool) is None
+    assert caplog.messages == [f"such answers have no vote: {error}"]

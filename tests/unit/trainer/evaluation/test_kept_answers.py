@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from areal_sc.errors import CommandError
 from areal_sc.records.samples import Place
 from areal_sc.rejection import Rejection, RejectionKind
+from areal_sc.system.durable import write_atomic
 from areal_sc.system.json_lines import JsonLines
+from areal_sc.trainer.evaluation import kept_answers
 from areal_sc.trainer.evaluation.kept_answers import (
     ANSWERS,
     KeptAnswer,
@@ -18,6 +21,7 @@ from areal_sc.trainer.evaluation.kept_answers import (
     check_settings,
     note_settings,
     read_answers,
+    replace_answers,
     write_answers,
 )
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply, KeptCompletion
@@ -56,6 +60,40 @@ def test_settings_count_where_there_are_answers(tmp_path: Path) -> None:
     for _ in range(2):  # comparing does not note anything
         with pytest.raises(CommandError, match=r"other settings \(rewards of a: 1 -> 2\)"):
             check_settings(tmp_path, other, may_differ=("model",))
+
+
+def test_killed_between_answers_and_settings_they_name_no_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"model": "m", "rewards of a": 1, "rewards of b": 1}
+    new = {**old, "rewards of a": 2}
+    note_settings(tmp_path, old)
+    write_answers(tmp_path, [KeptAnswer.of("a", 0, 0, REJECTED)])
+    later = [KeptAnswer.of("a", 0, 0, RIGHT)]
+    for num_files in (1, 2):  # written before the kill
+        monkeypatch.setattr(kept_answers, "write_file", killed_after(num_files))
+        with pytest.raises(KeyboardInterrupt):
+            replace_answers(tmp_path, later, new)
+        for settings in (old, new):
+            with pytest.raises(CommandError, match=r"rewards of a: None -> .*--rescore"):
+                check_settings(tmp_path, settings)
+        monkeypatch.undo()
+    assert check_settings(tmp_path, new, may_differ=("rewards of ",)) == new
+    replace_answers(tmp_path, later, new)
+    assert read_answers(tmp_path) == later
+    assert check_settings(tmp_path, new) == new
+
+
+def killed_after(num_files: int) -> Callable[[Path, bytes], None]:
+    left = [None] * num_files
+
+    def write(path: Path, content: bytes) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        write_atomic(path, content)
+
+    return write
 
 
 def test_prompts_of_two_folders_are_compared_by_their_content(tmp_path: Path) -> None:

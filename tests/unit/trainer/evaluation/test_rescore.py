@@ -11,8 +11,8 @@ import pytest
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.controller.rollout.evaluation import EvaluationSet
 from areal_sc.engines.tokenizer import load_tokenizer, read_end_token_ids
-from areal_sc.errors import CommandError
-from areal_sc.rejection import RejectionKind
+from areal_sc.errors import CommandError, PromptTooLong
+from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.trainer.evaluation.kept_answers import KeptAnswer
 from areal_sc.trainer.evaluation.rescore import rescored
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply, KeptCompletion
@@ -61,3 +61,25 @@ def test_a_set_that_has_lost_prompts_is_told(tmp_path: Path) -> None:
     sets = {"a": EvaluationSet([{"prompt": "a"}], CountsEnds())}
     with pytest.raises(CommandError, match="set a has no prompt 1 any more"):
         rescored([answer_to(1)], sets, RolloutConfig(), tmp_path / "x.log", lambda: None)
+
+
+class LongPrompts(CountsEnds):
+    """Its prompts fill the context."""
+
+    async def run_episode(self, prompt: dict[str, Any], engine: EpisodeEngine) -> Trajectory:
+        transcript = Transcript()
+        transcript.add_context([2] * engine.max_context_tokens)
+        transcript.add_completion(await engine.generate(transcript.input_ids))
+        return transcript.trajectory(1.0)
+
+
+def test_a_prompt_that_is_too_long_is_so_again(tiny_model_folder: Path, tmp_path: Path) -> None:
+    config = RolloutConfig(path=str(tiny_model_folder), max_context_tokens=9)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    log = tmp_path / "run" / "logs" / "rewards.log"
+    before = Rejection.of(PromptTooLong("the prompt has 9 tokens"))
+    text = EvaluatedText("a", "", ())
+    answer = KeptAnswer.of("a", 0, 0, EvaluationReply(None, rejection=before, text=text))
+    sets = {"a": EvaluationSet([{"prompt": "a"}], LongPrompts())}
+    (again,) = rescored([answer], sets, config, log, lambda: None)
+    assert again.rejected == answer.rejected == "prompt_too_long"
