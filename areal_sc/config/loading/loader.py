@@ -104,7 +104,8 @@ class _Composition:
     """
 
     def __init__(self, schema: type[Any]) -> None:
-        self.keys, self._all_keys, self._shared, defaults = _start_of(schema)
+        start = _start_of(schema)  # type: ignore[arg-type]  # a class can be hashed
+        self.keys, self._all_keys, self._shared, defaults = start
         self._given: set[str] = set()
         self.config: DictConfig = deepcopy(defaults)
 
