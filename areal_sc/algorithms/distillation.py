@@ -1,4 +1,4 @@
-"""Losses by which a student follows a teacher."""
+"""The loss by which a student follows a teacher."""
 
 from __future__ import annotations
 
@@ -34,24 +34,3 @@ def reverse_kl(tokens: LossTokens, *, ratio_cap: float = 5.0) -> tuple[torch.Ten
         "capped_fraction": Metric.mean(is_capped),
         "ratio": Metric.mean(ratio),
     }
-
-
-def top_k_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) of the teacher's likeliest k tokens, all others counted as one.
-
-    sum_k p log(p / q) + p_rest log(p_rest / q_rest), p_rest = 1 - sum_k p. It is at most the
-    divergence of the whole distributions, and 0 only where both agree on the k tokens.
-    Source: forward KL of arXiv:2306.13649 (GKD), on a coarser alphabet.
-
-    Args:
-        student: [N, k] nats, of the same tokens; requires grad.
-        teacher: [N, k] nats; without gradient.
-    Returns: [N] nats; differentiable.
-    """
-    teacher = teacher.detach()
-    p = teacher.exp()
-    least = torch.finfo(student.dtype).tiny
-    rest_p = (1 - p.sum(-1)).clamp(min=0)
-    rest_q = (1 - student.exp().sum(-1)).clamp(min=least)
-    kept = (p * (teacher - student)).sum(-1)
-    return kept + torch.xlogy(rest_p, rest_p) - rest_p * rest_q.log()

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Final
 
@@ -39,6 +40,7 @@ class Lengths:
         return [min(math.exp(min(x, 700.0)), self.most) for x in tokens]
 
 
+@cache  # forecasts of one run have the same figures
 def fit_lengths(
     mean: float, longest: float, longest_std: float, most: float, group_size: int
 ) -> Lengths:

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks_program import RANK_TIMEOUT_S, actor_config, make_rows, wait_for_address, whole_weights
+from ranks_program import (
+    RANK_TIMEOUT_S,
+    actor_config,
+    import_what_ranks_need,
+    make_rows,
+    wait_for_address,
+    whole_weights,
+)
 
 from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.engines.fsdp.engine import FSDPEngine
@@ -219,6 +226,7 @@ def run_scenario(name: str, scenario: dict[str, Any], folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    import_what_ranks_need()
     for name, scenario in json.loads((folder / "scenarios.json").read_text()).items():
         run_scenario(name, scenario, folder)
 

@@ -38,6 +38,7 @@ from areal_sc.engines.training.rank_engine import RankEngine
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.metadata import RowMetadata
 from areal_sc.transport.packed_rows import PackedRows
+from areal_sc.workers.entry import prepare_model_loading
 
 RANK_TIMEOUT_S = 300.0
 
@@ -415,8 +416,15 @@ def wait_for_address(path: Path, process: multiprocessing.process.BaseProcess) -
     return path.read_text()
 
 
+def import_what_ranks_need() -> None:
+    """Once, and not in each rank."""
+    importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+    prepare_model_loading()
+
+
 def main(folder: Path) -> None:
     scenarios = json.loads((folder / "scenarios.json").read_text())
+    import_what_ranks_need()
     if any(scenario.get("engine") == "megatron" for scenario in scenarios.values()):
         importlib.import_module("areal_sc.engines.megatron.engine")  # seconds, in each rank
     if any("compile_layers" in scenario for scenario in scenarios.values()):

@@ -9,8 +9,11 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,25 @@ def run_benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """What a benchmark says that ends at its arguments; here, where torch is imported already."""
+
+    def said(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            import_module(name).main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = signal.getsignal(signal.SIGTERM)
+    yield said
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_all_benchmarks_are_known() -> None:
     programs = {
         path.stem for path in BENCHMARKS.glob("*.py") if "report.make_parser(" in path.read_text()
@@ -138,10 +160,9 @@ def test_the_account_of_killed_processes_tells_what_went_wrong(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_gpu_is_named() -> None:
-    done = run_benchmark("generate_throughput", "--quick", "--device", "cuda")
-    assert done.returncode == 2
-    assert "argument --device: torch finds no CUDA device here" in done.stderr
+def test_a_missing_gpu_is_named(refused: Callable[..., str]) -> None:
+    said = refused("generate_throughput", "--quick", "--device", "cuda")
+    assert "argument --device: torch finds no CUDA device here" in said
 
 
 def test_what_is_measured_on_a_gpu_is_measured_by_benchmarks_with_a_device(tmp_path: Path) -> None:
@@ -206,7 +227,6 @@ def run_gpu_script(
     )
 
 
-def test_a_missing_sglang_is_named(tmp_path: Path) -> None:
-    done = run_benchmark("weight_update", "--quick", "--sglang-python", str(tmp_path / "python"))
-    assert done.returncode == 2
-    assert f"no SGLang at {tmp_path / 'python'}" in done.stderr
+def test_a_missing_sglang_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    said = refused("weight_update", "--quick", "--sglang-python", str(tmp_path / "python"))
+    assert f"no SGLang at {tmp_path / 'python'}" in said

@@ -47,7 +47,7 @@ from areal_sc.weights import BucketLayout, WeightGroup  # noqa: E402
 
 if TYPE_CHECKING:
 
-    class Worker:
+    class VLLMWorker:
         """What is used of vLLM's worker, which the class below is made a part of."""
 
         rank: int
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
         def get_model(self) -> Any: ...
 else:
-    Worker = object
+    VLLMWorker = object
 
 
-class WeightLoader(Worker):
+class WeightLoader(VLLMWorker):
     """Calls that vLLM adds to its workers; their names must differ from all that these have."""
 
     areal_sc_groups: dict[str, WeightReceiver]
