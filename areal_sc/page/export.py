@@ -26,7 +26,7 @@ MAX_TEXT_BYTES: Final = 8 << 20
 """Texts of a run's samples in the file; the rows behind are left out."""
 NUM_GROUPS: Final = 200
 TIME_PIXELS: Final = 4000
-"""Of the time line, whose narrower spans are left out."""
+"""The time line is so wide in the file; spans narrower than a pixel are left out."""
 
 _IMPORT: Final = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export (?=(?:async function|function|const) (\w+))", re.MULTILINE)

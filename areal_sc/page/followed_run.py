@@ -194,7 +194,7 @@ class FollowedRun:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """That of the run's model, if it is on this machine."""
+        """The tokenizer of the run's model, if that is on this machine."""
         settings = self._settings()[0]
         path = settings.get("actor.path", "")
         model = cached_model(path, settings.get("actor.revision", "")) if path else None

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 
 _LEVEL: Final = 1
-"""Of zlib: level 6 takes 3 times as long, and saves a tenth."""
+"""The level of zlib; 6 takes 3 times as long, and saves a tenth."""
 
 VersionRuns = tuple[tuple[int, int], ...]
 """(policy version, number of successive trained tokens that it sampled), in their order."""

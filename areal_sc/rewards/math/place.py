@@ -78,7 +78,7 @@ _STATES = re.compile(
 """What says that the expression directly behind it is the answer. `We tried 34` is no answer."""
 
 _MAX_LEAD: Final = 60
-"""So many characters before an expression are looked at for what states it."""
+"""Characters before an expression that are looked at for what states it."""
 
 _FILLING = re.compile(
     r"(?:(?:therefore|thus|hence|so|simply|just|exactly|equals|equal to|is|are|the|an?|number|value"

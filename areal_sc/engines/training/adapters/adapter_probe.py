@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 PROBE_NAME: Final = "adapter_probe"
-"""Of the probe among the published tensors."""
+"""The name that the probe has among the published tensors."""
 
 _FILE: Final = "probe.json"
 _NUM_TOKENS: Final = 16
@@ -51,7 +51,7 @@ class AdapterProbe:
 
     @classmethod
     def from_tensor(cls, values: torch.Tensor) -> AdapterProbe:
-        """Of `tensor`, which may be flat."""
+        """The probe that `tensor` is made of; the values may be flat."""
         token_ids, changes = values.view(2, -1)
         return cls(token_ids.long().tolist(), changes[1:].tolist())
 
