@@ -113,7 +113,7 @@ class SGLangClient(ServerClient):
                     raise self.refusal("/generate", refused, part.reason.encode())
                 if num_known:  # of the prompt all parts tell the same
                     part = replace(part, num_prompt_tokens=0, num_cached_tokens=0)
-                if adapter is not None:
+                if part.finish and adapter is not None:
                     part = adapter.note_in(part, num_known)
                 num_known += len(part.token_ids)
                 yield part

@@ -104,8 +104,10 @@ class VLLMClient(ServerClient):
         async with aclosing(self.events(_GENERATE, body)) as answers:
             async for answer in answers:
                 if (part := reader.read(answer)) is not None:
-                    yield part if adapter is None else adapter.note_in(part, num_known)
+                    if part.finish and adapter is not None:
+                        part = adapter.note_in(part, num_known)
                     num_known += len(part.token_ids)
+                    yield part
 
     async def abort(self, request_id: str) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + request_id]})

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from areal_sc.config.schema import GenerationConfig
-from areal_sc.engines.servers.client import ServerClient
+from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.process import free_port
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.client import SGLangClient
@@ -135,6 +135,22 @@ async def test_the_parts_of_a_stream(
     assert [part.finish for part in parts] == ["", "", "stop"]
     assert sum(part.num_prompt_tokens for part in parts) == 2
     assert sum(part.num_cached_tokens for part in parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "events", "field"),
+    [(SGLangClient, INCREMENTAL, "lora_path"), (VLLMClient, VLLM, "model")],
+)
+async def test_a_stream_of_an_adapter_has_the_version_of_that(
+    kind: type[ServerClient], events: Sequence[Any], field: str
+) -> None:
+    bodies: list[Any] = []
+    content = b"".join(map(event, events)) + DONE
+    async with serving(kind, streaming(content, 1 << 20, bodies, breaks=False)) as client:
+        client.adapter = ServedAdapter("policy-6", 6)
+        parts = [part async for part in client.stream(request(), "id", None)]
+    assert bodies[0][field] == "policy-6"
+    assert [part.versions for part in parts] == [[], [], [6, 6, 6, 6]]
 
 
 @pytest.mark.parametrize(
