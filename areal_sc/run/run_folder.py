@@ -30,7 +30,7 @@ from areal_sc.run.run_files import RunFiles
 from areal_sc.run.run_lineage import LINEAGE
 from areal_sc.run.run_marker import COPY, MARKER, RunMarker
 from areal_sc.run.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
-from areal_sc.system.durable import remove, set_aside, write_atomic
+from areal_sc.system.durable import delete_unfinished, remove, set_aside, write_atomic
 from areal_sc.system.file_lock import HeldLock, is_locked, take_lock
 
 FORMAT_VERSION = 5
@@ -275,6 +275,7 @@ class RunFolder(RunFiles):
         delete_files_of_dead_agents(self.path)
         if not (living_agents(self.path) or self.joined_path.exists()):
             self.keys_path.unlink(missing_ok=True)
+            delete_unfinished(self.sources)  # of workers; the script may still write the rest
         if lock is not self._lock:
             lock.close()
 
@@ -317,6 +318,9 @@ class RunFolder(RunFiles):
                 opening = self.decide(**wanted)  # now that no other can act
                 if opening is Opening.overwrite:
                     self._empty()
+                if opening is not Opening.attach:  # no worker of it lives
+                    for folder in (self.path, self.sources, self.histories, self.ledger):
+                        delete_unfinished(folder)
                 yield opening
         except BaseException:
             self.close()

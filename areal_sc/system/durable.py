@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _OWNER_ONLY = 0o700
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 _MODE = 0o666  # less what the process's umask takes away
 
 
@@ -49,6 +51,13 @@ def replace_file(target: Path, *, mode: int = _MODE) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Deletes what `replace_file` was writing there when processes were killed; nobody may write."""
+    for path in folder.glob(".*.partial"):
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def write_atomic(target: Path, content: bytes) -> None:

@@ -532,3 +532,38 @@ def test_keys_of_a_run_stay_while_another_process_has_the_folder(path: Path) -> 
 def test_a_folder_that_was_deleted_has_no_keys(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").remove_keys()
     assert not (tmp_path / "run").exists()
+
+
+WRITES_FOR_EVER = """
+import sys
+from pathlib import Path
+from areal_sc.system.durable import replace_file
+with replace_file(Path(sys.argv[1])) as file:
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+def killed_while_it_writes(target: Path) -> None:
+    command = [sys.executable, "-c", WRITES_FOR_EVER, str(target)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "begun\n"
+        process.kill()
+
+
+def test_what_was_being_written_at_a_kill_goes(path: Path) -> None:
+    run_once(path)
+    folder = RunFolder(path)
+    (folder.ledger).mkdir()
+    for target in (path / "run.json", folder.sources / "a.json", folder.ledger / "1"):
+        killed_while_it_writes(target)
+    (path / ".own.partial").touch()
+    assert len(list(path.rglob("*.partial"))) == 4
+    folder.open(config_text=CONFIG, overwrite=False)
+    assert [it.name for it in path.rglob("*.partial")] == [".own.partial"]
+
+    killed_while_it_writes(folder.sources / "b.json")
+    folder.remove_keys()
+    folder.close()
+    assert [it.name for it in path.rglob("*.partial")] == [".own.partial"]
