@@ -223,6 +223,8 @@ def judge(
             metrics |= recovery_times(kind, kills, books)
     left = [*run_dir.rglob("*.partial"), *run_dir.glob("keys.json"), *processes_of(run_dir)]
     left += [*run_dir.glob("agents/*"), *memory.glob("*/*")]
+    for it in left:
+        report.say(f"left: {it}")
     return metrics | {"leftovers": len(left)}
 
 

@@ -227,14 +227,14 @@ def attack_all(layer: str, folder: Path) -> dict[str, Any]:
     try:
         told = asyncio.run(attack(layer, folder, names))
         told["victim"] = victim.poll()
+        told["permissions"] = (folder / "snapshot").stat().st_mode & 0o777
+        told["files"] += [str(path) for path in (folder / "tmp").iterdir()]
+        told["unprotected"] = unprotected(names)
     except SandboxError as error:
         return {"unavailable": str(error)}
     finally:
         victim.kill()
-    told["permissions"] = (folder / "snapshot").stat().st_mode & 0o777
-    told["files"] += [str(path) for path in (folder / "tmp").iterdir()]
-    told["unprotected"] = unprotected(names)
-    Path(names["shared"]).unlink()
+        Path(names["shared"]).unlink()
     return told
 
 

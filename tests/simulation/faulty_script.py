@@ -20,6 +20,7 @@ from simulation.scenario import Scenario
 from simulation.training_run import TrainingRun
 from simulation.workers import SimulatedWorker
 
+from areal_sc.config.schema import KeepGroups
 from areal_sc.controller.ledger.journal import ledger_on_disk
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_controller import RolloutController
@@ -33,6 +34,8 @@ from areal_sc.transport.shards.ids import parse_shard_id
 
 MAX_REST_S = 400.0
 """All steps are made by then, if nothing goes wrong any more."""
+MAX_REST_OF_CHANCE_S = 1200.0
+"""The same where a group counts only if its episodes differ, which chance decides."""
 MAX_RECOVERY_S = 300.0
 NOTICE_S = 30.0
 """After this time a death or a hang has been noticed, also over a slow network."""
@@ -209,7 +212,9 @@ class FaultyScript(TrainingRun):
                     self.num_retreats += 1
                     await self._go_back()
             self.duration_s = self.cluster.now_s
-            assert self.duration_s < self.faults.last_s + MAX_REST_S, "it has made no progress"
+            keeps_all = self.settings.keep_groups is KeepGroups.all
+            max_rest_s = MAX_REST_S if keeps_all else MAX_REST_OF_CHANCE_S
+            assert self.duration_s < self.faults.last_s + max_rest_s, "it has made no progress"
             self.phase = "end"
             await self.collect_evaluation()
             if self._snapshot is not None:

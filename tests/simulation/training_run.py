@@ -25,6 +25,7 @@ from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
 from areal_sc.config.schema import WeightUpdateMethod
+from areal_sc.controller import common
 from areal_sc.controller.base import Controller
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome
@@ -56,8 +57,9 @@ class TrainingRun(RunBooks):
         self.make_controllers()
 
     def make_controllers(self) -> None:
-        """Those of one start of the script."""
+        """Those of one start of the script, which is a process of its own."""
         settings, cluster = self.settings, self.cluster
+        common._of_schedulers.pop(cluster, None)
         self.runtime = runtime = Runtime(cluster.transport(), cluster.new_id, self.disk)
         actor_config, rollout_config = configs(settings)
         self.actor = TrainController(FSDPPPOActor(actor_config), cluster, runtime=runtime)
