@@ -63,7 +63,8 @@ class EvaluatedEpisode:
         try:
             return await rewards.vote(voter, scored[1])
         except (RewardError, WorkflowError) as error:
-            _warn(f"such answers have no vote: {error}")
+            is_call = isinstance(error, RewardError)  # whose text may differ with each answer
+            _warn(f"such answers have no vote: {Rejection.of(error).cause if is_call else error}")
             return None
 
 

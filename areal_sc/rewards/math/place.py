@@ -63,7 +63,8 @@ _CONTENT = re.compile(rf"[\w{_FORMULAS}]")
 _MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\d)")
 
 _SAID = re.compile(
-    r"(?<!this )\banswer\b(?:(?!not\b|n't)[^\n.:=]){0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*",
+    r"(?<!this )(?<!wrong )(?<!incorrect )\banswer\b(?:(?!not\b|n't)[^\n.:=]){0,40}?"
+    r"(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*",
     re.IGNORECASE,
 )
 _STATES = re.compile(
@@ -89,7 +90,8 @@ _FILLING = re.compile(
 """Words before a marked answer that say nothing of it."""
 
 _HYPOTHESIS = re.compile(
-    r"\b(?:if|unless|suppose|assum\w+|let|unlikely|cannot|(?:I|we)\s+\w+(?:\s+not\b|n't))",
+    r"\b(?:if|unless|suppose|assum\w+|let|unlikely|cannot|doubt\w*|claim\w*|guess\w*|false|wrong"
+    r"|incorrect|(?:I|we)\s+\w+(?:\s+not\b|n't))",
     re.IGNORECASE,
 )
 _PREDICATE = re.compile(
@@ -100,10 +102,10 @@ _PREDICATE = re.compile(
 _CLAUSE = re.compile(r"[,;:]\s")
 CHANGING = re.compile(
     r"\b(?:or|not|no|never|cannot|but|than|least|most|except|maybe|perhaps|possibly|might|either"
-    r"|otherwise|plus|minus|times|(?<!left )over|by|below|above|squared|cubed|factorial|half|halves"
-    r"|pairs?|(?<!the )point|out(?! to)|mod|modulo|base|divided|wrong|incorrect|impossible|invalid"
-    r"|false|extraneous|rejected|too|dozen|hundred|(?:third|quarter|fourth|fifth|sixth|eighth|tenth"
-    r"|hundredth)s?)\b|n't",
+    r"|otherwise|before|within|without|plus|minus|times|(?<!left )over|by|below|above|squared|cubed"
+    r"|factorial|half|halves|pairs?|(?<!the )point|out(?! to)|mod|modulo|base|divided|wrong|too"
+    r"|incorrect|impossible|invalid|false|extraneous|rejected|dozen|hundred"
+    r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
     re.IGNORECASE,
 )
 """Behind an expression one of these makes it another one, or denies it: `5 squared`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -87,11 +87,20 @@ async def test_a_vote_is_asked_of_the_pool() -> None:
     assert len(pool.asked) == 1
 
 
-@pytest.mark.parametrize("error", [RewardError("it hung"), WorkflowError("not importable")])
-async def test_without_a_vote_an_answer_has_none(
-    error: Exception, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda n: RewardError(f"no {n}", error_type="KeyError", place="a.py:7"),
+            "reward_error: KeyError at a.py:7",
+        ),
+        (lambda _: WorkflowError("not importable"), "not importable"),
+    ],
+)
+async def test_without_a_vote_an_answer_has_none_and_each_cause_is_told_once(
+    make: Callable[[int], Exception], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = cast("RewardPool", Pool(error))
-    for _ in range(2):
+    for number in range(2):
+        pool = cast("RewardPool", Pool(make(number)))
         assert await EvaluatedEpisode(scored=(told, "a")).vote(pool) is None
-    assert caplog.messages == [f"such answers have no vote: {error}"]
+    assert caplog.messages == [f"such answers have no vote: {why}"]

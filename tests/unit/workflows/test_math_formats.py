@@ -876,6 +876,15 @@ no ⇒ \boxed{\text{yes}}
 3 ⇒ The answer ends in 3.
 3 ⇒ The answer is a number with 3 digits.
 5 ⇒ Then we divide by 5.
+5 ⇒ A common wrong answer is 5.
+5 ⇒ Incorrect answer: 5
+5 ⇒ I doubt that it is 5.
+5 ⇒ It is false that the sum is 5.
+5 ⇒ The answer was 5 before the correction.
+5 ⇒ He has at least 5.
+5 ⇒ Then 5 is subtracted.
+5 ⇒ We get 5 equations and 3 unknowns.
+5 ⇒ Let us try: 5
 3.5 ⇒ \boxed{3,5}
 """
 
