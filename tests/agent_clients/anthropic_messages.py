@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from anthropic import Anthropic, APIStatusError
+from anthropic import Anthropic, APIError, APIStatusError
 from task import DESCRIPTION, PARAMETERS, QUESTION, look_up
 
 TOOLS = [{"name": "look_up", "description": DESCRIPTION, "input_schema": PARAMETERS}]
@@ -23,7 +23,8 @@ def answer(client: Anthropic, messages: list, is_streamed: bool, texts: list):
     if not is_streamed:
         return client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
-        texts += stream.text_stream
+        for text in stream.text_stream:
+            texts.append(text)
         return stream.get_final_message()
 
 
@@ -55,10 +56,18 @@ def refusal(client: Anthropic, content: list) -> list:
         return [type(error).__name__, error.status_code, error.message]
 
 
+def breaking(client: Anthropic) -> list:
+    texts: list = []
+    try:
+        answer(client, [{"role": "user", "content": QUESTION}], True, texts)
+    except APIError as error:
+        return [type(error).__name__, error.message, texts]
+
+
 url, key = sys.argv[1:]
 client = Anthropic(base_url=url, api_key=key)
 source = {"type": "base64", "media_type": "image/png", "data": ""}
 image = {"type": "image", "source": source}
 refused = [refusal(client, [image]), refusal(client.with_options(api_key="other"), [])]
 runs = [run(client, is_streamed) for is_streamed in (False, True)]
-print(json.dumps({"runs": runs, "refused": refused}))
+print(json.dumps({"runs": runs, "refused": refused, "broken": breaking(client)}))

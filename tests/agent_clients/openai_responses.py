@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from openai import APIStatusError, OpenAI
+from openai import APIError, APIStatusError, OpenAI
 from task import DESCRIPTION, PARAMETERS, QUESTION, look_up
 
 TOOLS = [
@@ -18,7 +18,9 @@ def answer(client: OpenAI, items: list, is_streamed: bool, texts: list):
     if not is_streamed:
         return client.responses.create(**asked)
     with client.responses.stream(**asked) as stream:
-        texts += [it.delta for it in stream if it.type == "response.output_text.delta"]
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                texts.append(event.delta)
         return stream.get_final_response()
 
 
@@ -44,9 +46,17 @@ def refusal(client: OpenAI, content: list) -> list:
         return [type(error).__name__, error.status_code, error.message]
 
 
+def breaking(client: OpenAI) -> list:
+    texts: list = []
+    try:
+        answer(client, [{"role": "user", "content": QUESTION}], True, texts)
+    except APIError as error:
+        return [type(error).__name__, error.message, texts]
+
+
 url, key = sys.argv[1:]
 client = OpenAI(base_url=f"{url}/v1", api_key=key)
 image = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
 refused = [refusal(client, [image]), refusal(client.with_options(api_key="other"), [])]
 runs = [run(client, is_streamed) for is_streamed in (False, True)]
-print(json.dumps({"runs": runs, "refused": refused}))
+print(json.dumps({"runs": runs, "refused": refused, "broken": breaking(client)}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +54,17 @@ def start_rollout(
             yield rollout
 
     return started_rollout
+
+
+@pytest.fixture(scope="module")
+def chat_model(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    path = folder / "tokenizer_config.json"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}="
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return folder
 
 
 @pytest.fixture(scope="module")

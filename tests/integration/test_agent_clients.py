@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import chat_templates as templates
 import pytest
-from scripted_engine import check_trained, engine_for
+import pytest_asyncio
+from scripted_engine import ScriptedEngine, check_trained
 
+from areal_sc import AgentWorkflow
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.base import Completion
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLIENTS = REPOSITORY / "tests" / "agent_clients"
@@ -31,11 +35,28 @@ ANSWERS = (
 )
 
 
+class BreakingEngine(ScriptedEngine):
+    """Breaks off in the middle of an answer that it was not told."""
+
+    async def generate(self, *asked: Any, **how: Any) -> Completion:
+        if self.answers:
+            return await super().generate(*asked, **how)
+        how["on_tokens"](self.tokenizer.encode("Let me look.", add_special_tokens=False))
+        raise OSError("the server is gone")
+
+
 @pytest.fixture(scope="module")
 def programs() -> Path:
     """The folder of the clients' interpreters; installed if they are not there."""
     subprocess.run([str(CLIENTS / "install.sh")], check=True, timeout=INSTALL_TIMEOUT_S)
     return FOLDER / "bin"
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[AgentServer]:
+    server = AgentServer("rollout/0")
+    yield server
+    await server.close()
 
 
 async def output_of(*command: str | Path) -> dict[str, Any]:
@@ -62,17 +83,17 @@ async def output_of(*command: str | Path) -> dict[str, Any]:
         ("node", "fetch.mjs"),
     ],
 )
-async def test_a_client_as_it_is(programs: Path, interpreter: str, program: str) -> None:
-    """Whole and streamed, and what it was refused; its two conversations are a row each."""
-    engine = engine_for(templates.QWEN_THINKING)
+async def test_a_client_as_it_is(
+    programs: Path, server: AgentServer, interpreter: str, program: str
+) -> None:
+    """Whole and streamed, and its errors; its two conversations are a row each."""
+    engine = BreakingEngine(templates.tokenizer_for(templates.QWEN_THINKING))
     engine.will_say(*ANSWERS, *ANSWERS)
-    server = AgentServer("rollout/0")
     sampling = GenerationConfig(max_new_tokens=200)
     async with server.open(engine.episode, sampling, SessionSettings()) as session:
         url = session.base_url.removesuffix("/v1")
         output = await output_of(programs / interpreter, CLIENTS / program, url, session.api_key)
         rows = session.trajectories(1.0)
-    await server.close()
 
     whole, streamed = output["runs"]
     assert whole["text"] == streamed["text"] == "It is 7."
@@ -94,3 +115,19 @@ async def test_a_client_as_it_is(programs: Path, interpreter: str, program: str)
     ):
         assert (kind, status) == expected[:2]
         assert expected[2] in message
+    if "broken" in output:
+        kind, message, texts = output["broken"]
+        assert kind in ("APIError", "APIStatusError"), kind
+        assert "the server is gone" in message
+        assert "".join(texts) == "Let me look."
+
+
+def test_clients_run_without_areal_sc_in_an_interpreter_of_their_own(
+    programs: Path, start_rollout: Callable[..., Any], chat_model: Path
+) -> None:
+    rows = [{"prompt": "ab", "client": name} for name in ("agents", "anthropic", "langgraph")]
+    workflow = AgentWorkflow(f"{CLIENTS / 'any_client.py'}:ask")
+    agents = f"agents.python={programs / 'python'}", "agents.num_processes=1"
+    with start_rollout(f"actor.path={chat_model}", *agents, "rollout.group_size=2") as rollout:
+        batch = rollout.rollout_batch(rows, workflow)
+        assert [row.reward for row in batch.rows] == [0.5] * 6, rollout.rejections.by_cause()

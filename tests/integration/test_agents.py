@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from integration.scripts import agents, episodes
 
 from areal_sc import AgentCommand, AgentWorkflow, Trajectory, Workflow
 from areal_sc.workflows.base import EpisodeEngine
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}="
-
-
-@pytest.fixture(scope="module")
-def chat_model(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(tiny_model_folder, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
 
 
 class OpensASession(Workflow):
