@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -77,8 +77,14 @@ def engine_for(template: str, **settings: Any) -> ScriptedEngine:
     return ScriptedEngine(templates.tokenizer_for(template), **settings)
 
 
-def check_trained(engine: ScriptedEngine, rows: Sequence[Trajectory]) -> None:
-    """Each sampled token is trained once, behind the very tokens that were sent before it."""
+def check_trained(
+    engine: ScriptedEngine, rows: Sequence[Trajectory], calls: Collection[int] | None = None
+) -> None:
+    """Each sampled token is trained once, behind the very tokens that were sent before it.
+
+    Args:
+        calls: numbers of those whose answers are trained, from 1 on; None: all.
+    """
     trained = [
         (list(row.input_ids[:place]), row.input_ids[place], *columns)
         for row in rows
@@ -91,5 +97,6 @@ def check_trained(engine: ScriptedEngine, rows: Sequence[Trajectory]) -> None:
         (sent + sampled[:n], token, -number - n / 1000, number // 2)
         for number, (sent, sampled) in enumerate(zip(engine.sent, engine.sampled, strict=True), 1)
         for n, token in enumerate(sampled)
+        if calls is None or number in calls
     ]
     assert sorted(trained) == sorted(expected)
