@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import logging
 import math
+import socket
 import threading
 from collections.abc import (
     AsyncIterator,
@@ -97,6 +98,9 @@ class AgentServer:
 
     Args:
         worker: its name.
+
+    Attributes:
+        port: of 127.0.0.1, once a session was open.
     """
 
     def __init__(self, worker: str, dialects: Iterable[Dialect] = DIALECTS) -> None:
@@ -109,8 +113,10 @@ class AgentServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending: asyncio.Event | None = None
+        self._runner: web.AppRunner | None = None
+        self._sites = dict[socket.socket, web.SockSite]()
         self._sending = set[asyncio.Task[None]]()
-        self._port = 0
+        self.port = 0
 
     @asynccontextmanager
     async def open(
@@ -128,7 +134,7 @@ class AgentServer:
         self._sessions[number] = session
         lost: CallRefused | None = None
         try:
-            url = f"http://{_HOST}:{self._port}/v1"
+            url = f"http://{_HOST}:{self.port}/v1"
             yield OpenSession(url, self._keys.key_of(number), session)
         except BaseException as error:
             lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
@@ -149,6 +155,24 @@ class AgentServer:
             self._loop.call_soon_threadsafe(self._is_ending.set)
             await asyncio.to_thread(self._thread.join)
 
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Takes connections of this socket, too, until `leave`."""
+        await self._on_thread(self._begin_site(listener))
+
+    async def leave(self, listener: socket.socket) -> None:
+        """Closes a socket that is served."""
+        if (site := self._sites.pop(listener, None)) and self._loop and not self._loop.is_closed():
+            await self._on_thread(site.stop())
+
+    async def _on_thread(self, asked: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+
+    async def _begin_site(self, listener: socket.socket) -> None:
+        assert self._runner is not None
+        self._sites[listener] = web.SockSite(self._runner, listener)
+        await self._sites[listener].start()
+
     def _note_lost(self, number: int, why: CallRefused) -> None:
         self._lost[number] = why
         while len(self._lost) > _MAX_LOST:
@@ -160,8 +184,8 @@ class AgentServer:
             target=lambda: asyncio.run(self._serve(started)), name="agents", daemon=True
         )
         self._thread.start()
-        self._port = await asyncio.wrap_future(started)
-        logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self._port)
+        self.port = await asyncio.wrap_future(started)
+        logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self.port)
 
     async def _serve(self, started: Future[int]) -> None:
         """The whole life of the thread's event loop."""
@@ -179,7 +203,7 @@ class AgentServer:
         except OSError as error:
             started.set_exception(error)
             return
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._runner = asyncio.get_running_loop(), runner
         self._is_ending = asyncio.Event()
         started.set_result(runner.addresses[0][1])
         await self._is_ending.wait()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,7 @@ class OwnProcess:
     Attributes:
         pid: of the process that computes, which the child may only wait for.
         loaded: keys of what its owner had it import.
+        listener: a socket of its network, on which somebody has to serve it; None: it has none.
         killed_before: processes of the machine killed for lack of memory before it was started.
     """
 
@@ -48,6 +50,7 @@ class OwnProcess:
         self.child = child
         self.pid = child.pid
         self.loaded: set[int] = set()
+        self.listener: socket.socket | None = None
         self._unpacker = unpacker
         self._role = role
 
@@ -58,6 +61,25 @@ class OwnProcess:
     async def ask(self, request: bytes) -> list[Any]:
         """What it says next. Raises: ConnectionError: it has ended."""
         await self.send(request)
+        return await self.reply()
+
+    async def first_reply(self) -> list[Any]:
+        """Its first message, which may bring the `listener`.
+
+        Raises: ConnectionError: it has ended.
+        """
+        loop, connection = asyncio.get_running_loop(), self.child.connection
+        has_come = asyncio.Event()
+        loop.add_reader(connection, has_come.set)
+        try:
+            await has_come.wait()
+        finally:
+            loop.remove_reader(connection)
+        received, fds, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        if not received:
+            raise ConnectionResetError
+        self.listener = socket.socket(fileno=fds[0]) if fds else None
+        self._unpacker.feed(received)
         return await self.reply()
 
     async def reply(self) -> list[Any]:
@@ -129,7 +151,7 @@ class OwnProcesses:
 
         Args:
             spec: what it gets beside what is the same for all; `network` and `read` of a
-                `Narrowing` among it.
+                `Narrowing` among it, and `port` as of `begin_apart`.
         Raises: WorkflowError: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, or the fork server is gone.
         """
@@ -172,7 +194,7 @@ class OwnProcesses:
             self._source.kill(child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                kind, *told = await process.reply()
+                kind, *told = await process.first_reply()
         except (ConnectionError, TimeoutError) as error:
             await self.kill(process)
             what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
@@ -187,6 +209,8 @@ class OwnProcesses:
     async def _end(self, process: OwnProcess) -> None:
         self._running.discard(process)
         process.child.connection.close()
+        if process.listener is not None:
+            process.listener.close()
         await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
         if not process.child.ended.done():
             log.error("%s_process pid=%d did not die of SIGKILL", self._role, process.child.pid)
