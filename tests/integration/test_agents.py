@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from integration.scripts import agents, episodes
 
 from areal_sc import AgentCommand, AgentWorkflow, Trajectory, Workflow
