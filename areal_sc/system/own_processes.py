@@ -36,7 +36,7 @@ class OwnProcess:
 
     Args:
         unpacker: takes bytes by `feed`, and gives the messages in them.
-        role: what it computes, in one word.
+        name: as messages call it, `a reward process` say.
 
     Attributes:
         pid: of the process that computes, which the child may only wait for.
@@ -45,14 +45,14 @@ class OwnProcess:
         killed_before: processes of the machine killed for lack of memory before it was started.
     """
 
-    def __init__(self, child: Child, unpacker: Any, role: str) -> None:
+    def __init__(self, child: Child, unpacker: Any, name: str) -> None:
         self.killed_before = num_killed_for_memory()
         self.child = child
         self.pid = child.pid
         self.loaded: set[int] = set()
         self.listener: socket.socket | None = None
         self._unpacker = unpacker
-        self._role = role
+        self._name = name
 
     async def send(self, message: bytes) -> None:
         """Raises: ConnectionError: it has ended."""
@@ -88,7 +88,7 @@ class OwnProcess:
             for kind, *rest in self._unpacker:
                 if kind != "warned":
                     return [kind, *rest]
-                tell_warning(rest[0], f"a {self._role} process")
+                tell_warning(rest[0], self._name)
             received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
             if not received:
                 raise ConnectionResetError
@@ -135,6 +135,7 @@ class OwnProcesses:
         self.isolation: str | None = None
         self._source = source
         self._role = role
+        self._name = f"{'an' if role[0] in 'aeiou' else 'a'} {role} process"
         self._make_unpacker = make_unpacker
         self._spec: dict[str, Any] = {
             "role": role,
@@ -188,7 +189,7 @@ class OwnProcesses:
 
     async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
         child = await self._source.spawn({**self._spec, **spec}, self.log_path)
-        process = OwnProcess(child, self._make_unpacker(), self._role)
+        process = OwnProcess(child, self._make_unpacker(), self._name)
         self._running.add(process)
         if self._is_closed:  # meanwhile
             self._source.kill(child)
@@ -198,10 +199,10 @@ class OwnProcesses:
         except (ConnectionError, TimeoutError) as error:
             await self.kill(process)
             what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
-            raise WorkerStartError(f"a {self._role} process {what}; see {self.log_path}") from error
+            raise WorkerStartError(f"{self._name} {what}; see {self.log_path}") from error
         if kind == "unfit":
             await self.kill(process)
-            raise WorkflowError(f"a {self._role} cannot be kept as it declares: {told[0]}")
+            raise WorkflowError(f"{self._name} cannot be kept as it has to be: {told[0]}")
         process.pid, layer, why_not = told
         self._tell_isolation(layer, why_not)
         return process
@@ -229,4 +230,4 @@ class OwnProcesses:
             f"reach all processes of this user ({why_not}); set rollout.sandbox.isolation=none to "
             "accept that"
         )
-        tell_warning(text, f"a {self._role} process")
+        tell_warning(text, self._name)

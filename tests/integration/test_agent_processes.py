@@ -160,7 +160,7 @@ async def test_a_process_is_used_again_and_no_two_episodes_have_it_at_once(
     pool, folder = make_pool(), tmp_path / "begun"
     folder.mkdir()
 
-    async def number(name: str, least: int) -> float:
+    async def number(name: str, least: int) -> Any:
         row = {"folder": str(folder), "name": name, "least": least}
         return (await pool.run(user.number_of_process, row, session())).reward
 

@@ -121,15 +121,15 @@ def keep_apart(
     shows = [os.path.realpath(path) for path in shows]
     why_not = []
     for layer in wanted:
-        namespaces = partial(_enter_namespaces, has_own_network=has_own_network)
-        enter = {"namespaces": namespaces, "landlock": _enter_landlock}[layer]
-        tried = partial(enter, hides, shows)
-        if not is_tried and (fault := _fault_of(tried)):
+        enter = partial(_enter_landlock, hides, shows)
+        if layer == "namespaces":
+            enter = partial(_enter_namespaces, hides, shows, has_own_network=has_own_network)
+        if not is_tried and (fault := _fault_of(enter)):
             why_not.append(f"{layer}: {fault}")
             continue
         os.dup2(keeps, 3)
         kernel.close_from(4)
-        pid = enter(hides, shows)
+        pid = enter()
         return Apart(layer=layer, why_not="; ".join(why_not), pid=pid)
     return Apart(layer="", why_not="; ".join(why_not), pid=os.getpid())
 

@@ -153,12 +153,13 @@ def test_sessions_of_a_process_share_a_client(
         )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(SessionAddress, "_clients", {})
-    monkeypatch.delitem(sys.modules, "httpx", raising=False)
+    for name in ("httpx", "httpx2"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     first, second = (SessionAddress("http://here/v1", key) for key in "ab")
     assert first.http_client is second.http_client
     assert type(first.http_client).__module__ == "httpx2"
     assert first.http_client.settings["timeout"] is None
-    monkeypatch.delitem(sys.modules, "httpx2")
+    del sys.modules["httpx2"]
 
 
 def test_what_is_no_agent_is_told_at_once() -> None:
