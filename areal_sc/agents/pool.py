@@ -23,7 +23,8 @@ from typing import Any, Final
 from areal_sc.agents.agent import NamedAgent, as_json, reference_for
 from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.process import AGENT, Unpacker, pack
-from areal_sc.config.agent_settings import AgentsConfig
+from areal_sc.agents.server import AgentServer
+from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
 from areal_sc.errors import AgentError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Narrowing
@@ -64,11 +65,12 @@ class _AgentProcess:
         """Its number, and its answer, which is a ConnectionError if the process ends."""
         number = next(self._numbers)
         answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        answer.add_done_callback(lambda it: self._forget(number, it))
-        self.tell("call", number, row, session)
+        answer.add_done_callback(asyncio.Future.exception)  # maybe nobody waits for it any more
         if self._reading.done():
             answer.set_exception(ConnectionResetError())
+        else:
+            self._answers[number] = answer
+            self.tell("call", number, row, session)
         return number, answer
 
     def tell(self, *message: Any) -> None:
@@ -80,21 +82,18 @@ class _AgentProcess:
         self._writing.cancel()
         await asyncio.wait([self._reading, self._writing])
 
-    def _forget(self, number: int, answer: asyncio.Future[list[Any]]) -> None:
-        self._answers.pop(number, None)
-        _ = answer.cancelled() or answer.exception()  # maybe nobody waits for it any more
-
     async def _read(self) -> None:
         try:
             while True:
                 kind, number, *rest = await self.process.reply()
-                if number in self._answers:
-                    self._answers[number].set_result([kind, *rest])
+                if answer := self._answers.pop(number, None):
+                    answer.set_result([kind, *rest])
         except (OSError, ValueError, TypeError):  # it has ended, or wrote what is no message
             pass
         finally:
-            for answer in list(self._answers.values()):
+            for answer in self._answers.values():
                 answer.set_exception(ConnectionResetError())
+            self._answers.clear()
 
     async def _write(self) -> None:
         try:
@@ -165,6 +164,7 @@ class AgentPool:
 
     Args:
         processes: forks their processes.
+        server: of their sessions.
         config: how they run; of `max_turns` it knows nothing.
         log_path, sources, isolation, hides: as of `OwnProcesses`.
     """
@@ -172,6 +172,7 @@ class AgentPool:
     def __init__(
         self,
         processes: ForkServer,
+        server: AgentServer,
         config: AgentsConfig,
         *,
         log_path: Path,
@@ -180,6 +181,7 @@ class AgentPool:
         hides: Sequence[Path | str],
     ) -> None:
         self.config = config
+        self._server = server
         self._sources = sources
         self._own = OwnProcesses(
             processes,
@@ -244,7 +246,10 @@ class AgentPool:
 
         Raises: AgentError: it cannot be loaded. WorkflowError, WorkerError: as `run`.
         """
-        process = await self._own.start({**Narrowing()._asdict(), "python": crew.python})
+        spec = {**Narrowing()._asdict(), "python": crew.python}
+        if self.config.network == AgentNetwork.session:
+            spec["port"] = self._server.port
+        process = await self._own.start(spec)
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 kind, *rest = await process.ask(pack(["load", crew.reference]))
@@ -265,6 +270,8 @@ class AgentPool:
             raise crew.failed(rest[1])
         has_session, crew.is_awaited = rest
         crew.runs_beside = has_session and crew.is_awaited
+        if process.listener is not None:
+            await self._server.serve_on(process.listener)
         return _AgentProcess(process)
 
     async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
@@ -332,6 +339,7 @@ class AgentPool:
         """What to say of a call whose process has ended while it ran."""
         if not process.is_ending:
             process.is_ending = True
+            await self._leave(process.process)
             await self._own.bury(process.process)
         what = f"its process ended while it ran ({process.process.child.how})"
         return crew.error(f"{what}; see {self._own.log_path}", RejectionKind.agent_died)
@@ -339,5 +347,10 @@ class AgentPool:
     async def _end(self, process: _AgentProcess) -> None:
         if not process.is_ending:
             process.is_ending = True
+            await self._leave(process.process)
             await self._own.kill(process.process)
         await process.stop()
+
+    async def _leave(self, process: OwnProcess) -> None:
+        if process.listener is not None:
+            await self._server.leave(process.listener)

@@ -174,8 +174,8 @@ class _Output(io.TextIOBase):
     def fileno(self) -> int:
         return int(self._stream.fileno())
 
-    def isatty(self) -> bool:
-        return False
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -17,11 +17,13 @@ import hashlib
 import itertools
 import logging
 import math
+import socket
 import threading
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Iterable,
     Mapping,
     Sequence,
@@ -98,6 +100,9 @@ class AgentServer:
 
     Args:
         worker: its name.
+
+    Attributes:
+        port: of 127.0.0.1, once a session was open.
     """
 
     def __init__(self, worker: str, dialects: Iterable[Dialect] = DIALECTS) -> None:
@@ -110,8 +115,10 @@ class AgentServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending: asyncio.Event | None = None
+        self._runner: web.AppRunner | None = None
+        self._sites = dict[socket.socket, web.SockSite]()
         self._sending = set[asyncio.Task[None]]()
-        self._port = 0
+        self.port = 0
 
     @asynccontextmanager
     async def open(
@@ -129,7 +136,7 @@ class AgentServer:
         self._sessions[number] = session
         lost: CallRefused | None = None
         try:
-            url = f"http://{_HOST}:{self._port}/v1"
+            url = f"http://{_HOST}:{self.port}/v1"
             yield OpenSession(url, self._keys.key_of(number), session)
         except BaseException as error:
             lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
@@ -138,7 +145,7 @@ class AgentServer:
             del self._sessions[number]
             if lost:
                 self._note_lost(number, lost)
-            self._on_thread(partial(session.end, lost))
+            self._soon(partial(session.end, lost))
 
     async def close(self) -> None:
         """Refuses all calls of open sessions, and ends the thread."""
@@ -146,14 +153,32 @@ class AgentServer:
             return
         await asyncio.wait([self._starting])
         if self._thread and self._is_ending:
-            self._on_thread(self._is_ending.set)
+            self._soon(self._is_ending.set)
             await asyncio.to_thread(self._thread.join)
 
-    def _on_thread(self, call: Callable[[], None]) -> None:
+    def _soon(self, call: Callable[[], None]) -> None:
         """Has the thread's loop make a call, unless it has ended with all sessions."""
         assert self._loop is not None
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Takes connections of this socket, too, until `leave`."""
+        await self._on_thread(self._begin_site(listener))
+
+    async def leave(self, listener: socket.socket) -> None:
+        """Closes a socket that is served."""
+        if (site := self._sites.pop(listener, None)) and self._loop and not self._loop.is_closed():
+            await self._on_thread(site.stop())
+
+    async def _on_thread(self, asked: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+
+    async def _begin_site(self, listener: socket.socket) -> None:
+        assert self._runner is not None
+        self._sites[listener] = web.SockSite(self._runner, listener)
+        await self._sites[listener].start()
 
     def _note_lost(self, number: int, why: CallRefused) -> None:
         self._lost[number] = why
@@ -166,8 +191,8 @@ class AgentServer:
             target=lambda: asyncio.run(self._serve(started)), name="agents", daemon=True
         )
         self._thread.start()
-        self._port = await asyncio.wrap_future(started)
-        logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self._port)
+        self.port = await asyncio.wrap_future(started)
+        logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self.port)
 
     async def _serve(self, started: Future[int]) -> None:
         """The whole life of the thread's event loop."""
@@ -185,7 +210,7 @@ class AgentServer:
         except OSError as error:
             started.set_exception(error)
             return
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._runner = asyncio.get_running_loop(), runner
         self._is_ending = asyncio.Event()
         started.set_result(runner.addresses[0][1])
         await self._is_ending.wait()

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from areal_sc.config.fields import setting
+
+
+class AgentNetwork(StrEnum):
+    """What agents can reach.
+
+    all: whatever their worker can.
+    session: the model alone, in a network of their own; it needs namespaces of the kernel.
+    """
+
+    all = "all"
+    session = "session"
 
 
 @dataclass
@@ -18,6 +30,7 @@ class AgentsConfig:
     num_processes: int = setting(
         32, "processes a worker in which agents run alone; others share one", ge=1
     )
+    network: AgentNetwork = setting(AgentNetwork.all)
     python: str = setting(
         "", "an interpreter that runs agents; empty: the workers' own, which has areal_sc"
     )

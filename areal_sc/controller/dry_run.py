@@ -247,8 +247,8 @@ class TaskLook:
             **apart,
         )
         log_path = self._run_dir / "episode.log"
-        agents = AgentPool(rewards, self._config.agents, log_path=log_path, **apart)
         server, end_s = AgentServer("dry run"), time.monotonic() + LOOK_S
+        agents = AgentPool(rewards, server, self._config.agents, log_path=log_path, **apart)
         own = pool, server, agents
         try:
             if self._tokenizer is None:
@@ -267,8 +267,8 @@ class TaskLook:
                     raise
                 await self._look_at_row(workflow, prompts, index, own, found)
         finally:
-            await server.close()
             await agents.close()
+            await server.close()
             await pool.close()
             await rewards.close()
             await run_code.close()

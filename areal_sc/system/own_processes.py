@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -35,21 +36,23 @@ class OwnProcess:
 
     Args:
         unpacker: takes bytes by `feed`, and gives the messages in them.
-        role: what it computes, in one word.
+        name: as messages call it, `a reward process` say.
 
     Attributes:
         pid: of the process that computes, which the child may only wait for.
         loaded: keys of what its owner had it import.
+        listener: a socket of its network, on which somebody has to serve it; None: it has none.
         killed_before: processes of the machine killed for lack of memory before it was started.
     """
 
-    def __init__(self, child: Child, unpacker: Any, role: str) -> None:
+    def __init__(self, child: Child, unpacker: Any, name: str) -> None:
         self.killed_before = num_killed_for_memory()
         self.child = child
         self.pid = child.pid
         self.loaded: set[int] = set()
+        self.listener: socket.socket | None = None
         self._unpacker = unpacker
-        self._role = role
+        self._name = name
 
     async def send(self, message: bytes) -> None:
         """Raises: ConnectionError: it has ended."""
@@ -60,13 +63,32 @@ class OwnProcess:
         await self.send(request)
         return await self.reply()
 
+    async def first_reply(self) -> list[Any]:
+        """Its first message, which may bring the `listener`.
+
+        Raises: ConnectionError: it has ended.
+        """
+        loop, connection = asyncio.get_running_loop(), self.child.connection
+        has_come = asyncio.Event()
+        loop.add_reader(connection, has_come.set)
+        try:
+            await has_come.wait()
+        finally:
+            loop.remove_reader(connection)
+        received, fds, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        if not received:
+            raise ConnectionResetError
+        self.listener = socket.socket(fileno=fds[0]) if fds else None
+        self._unpacker.feed(received)
+        return await self.reply()
+
     async def reply(self) -> list[Any]:
         """Its next message. Raises: ConnectionError: it has ended."""
         while True:
             for kind, *rest in self._unpacker:
                 if kind != "warned":
                     return [kind, *rest]
-                tell_warning(rest[0], f"a {self._role} process")
+                tell_warning(rest[0], self._name)
             received = await asyncio.get_running_loop().sock_recv(self.child.connection, 1 << 16)
             if not received:
                 raise ConnectionResetError
@@ -113,6 +135,7 @@ class OwnProcesses:
         self.isolation: str | None = None
         self._source = source
         self._role = role
+        self._name = f"{'an' if role[0] in 'aeiou' else 'a'} {role} process"
         self._make_unpacker = make_unpacker
         self._spec: dict[str, Any] = {
             "role": role,
@@ -129,7 +152,7 @@ class OwnProcesses:
 
         Args:
             spec: what it gets beside what is the same for all; `network` and `read` of a
-                `Narrowing` among it.
+                `Narrowing` among it, and `port` as of `begin_apart`.
         Raises: WorkflowError: it cannot be as narrow as that says. WorkerError: several in a row
             did not start, or the fork server is gone.
         """
@@ -166,20 +189,20 @@ class OwnProcesses:
 
     async def _start_one(self, spec: Mapping[str, Any]) -> OwnProcess:
         child = await self._source.spawn({**self._spec, **spec}, self.log_path)
-        process = OwnProcess(child, self._make_unpacker(), self._role)
+        process = OwnProcess(child, self._make_unpacker(), self._name)
         self._running.add(process)
         if self._is_closed:  # meanwhile
             self._source.kill(child)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                kind, *told = await process.reply()
+                kind, *told = await process.first_reply()
         except (ConnectionError, TimeoutError) as error:
             await self.kill(process)
             what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
-            raise WorkerStartError(f"a {self._role} process {what}; see {self.log_path}") from error
+            raise WorkerStartError(f"{self._name} {what}; see {self.log_path}") from error
         if kind == "unfit":
             await self.kill(process)
-            raise WorkflowError(f"a {self._role} cannot be kept as it declares: {told[0]}")
+            raise WorkflowError(f"{self._name} cannot be kept as it has to be: {told[0]}")
         process.pid, layer, why_not = told
         self._tell_isolation(layer, why_not)
         return process
@@ -187,6 +210,8 @@ class OwnProcesses:
     async def _end(self, process: OwnProcess) -> None:
         self._running.discard(process)
         process.child.connection.close()
+        if process.listener is not None:
+            process.listener.close()
         await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
         if not process.child.ended.done():
             log.error("%s_process pid=%d did not die of SIGKILL", self._role, process.child.pid)
@@ -205,4 +230,4 @@ class OwnProcesses:
             f"reach all processes of this user ({why_not}); set rollout.sandbox.isolation=none to "
             "accept that"
         )
-        tell_warning(text, f"a {self._role} process")
+        tell_warning(text, self._name)

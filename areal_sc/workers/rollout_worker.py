@@ -115,7 +115,8 @@ class RolloutWorker(Worker):
         )
         self._agents = AgentServer(spec.name)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
-        self._agent_pool = AgentPool(self._reward_server, config.agents, log_path=log, **apart)
+        own = self._reward_server, self._agents, config.agents
+        self._agent_pool = AgentPool(*own, log_path=log, **apart)
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
@@ -159,8 +160,8 @@ class RolloutWorker(Worker):
         if self._reward_watch:
             self._reward_watch.cancel()
         await self._runs.close()
-        await self._agents.close()
         await self._agent_pool.close()
+        await self._agents.close()
         if isinstance(self._engine, RunsBesideWorker):
             await self._engine.close()
         await self._rewards.close()

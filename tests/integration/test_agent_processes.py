@@ -17,6 +17,7 @@ import pytest
 from areal_sc.agents.agent import NamedAgent, check_in_interpreter
 from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.pool import AgentPool
+from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import Rejection
@@ -107,11 +108,12 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 @pytest.fixture
 async def make_pool(tmp_path: Path) -> AsyncIterator[Callable[..., AgentPool]]:
     server = ForkServer("areal_sc.agents.process:run_own_process")
-    pools = []
+    pools, addresses = [], AgentServer("rollout/0")
 
     def make(**settings: Any) -> AgentPool:
         pool = AgentPool(
             server,
+            addresses,
             AgentsConfig(**settings),
             log_path=tmp_path / "agent.log",
             sources=tmp_path / "run" / "sources",
@@ -125,6 +127,7 @@ async def make_pool(tmp_path: Path) -> AsyncIterator[Callable[..., AgentPool]]:
     yield make
     for pool in pools:
         await pool.close()
+    await addresses.close()
     await server.close()
 
 
@@ -157,7 +160,7 @@ async def test_a_process_is_used_again_and_no_two_episodes_have_it_at_once(
     pool, folder = make_pool(), tmp_path / "begun"
     folder.mkdir()
 
-    async def number(name: str, least: int) -> float:
+    async def number(name: str, least: int) -> Any:
         row = {"folder": str(folder), "name": name, "least": least}
         return (await pool.run(user.number_of_process, row, session())).reward
 

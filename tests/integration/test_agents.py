@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from integration.scripts import agents, episodes
 
 from areal_sc import AgentCommand, AgentWorkflow, Trajectory, Workflow
@@ -78,3 +80,14 @@ def test_what_an_agent_has_written_is_among_the_samples(
             time.sleep(0.01)
         first = json.loads(samples.read_text().splitlines()[0])
         assert first["output"].startswith("the model said ")
+
+
+@pytest.mark.parametrize("network", ["all", "session"])
+def test_an_agent_can_be_left_with_the_model_alone(
+    start_rollout: Callable[..., Any], chat_model: Path, network: str
+) -> None:
+    settings = f"actor.path={chat_model}", f"agents.network={network}", "rollout.group_size=2"
+    with socket.create_server(("127.0.0.1", 0)) as other, start_rollout(*settings) as rollout:
+        rows = [{"prompt": "a", "port": other.getsockname()[1]}]
+        batch = rollout.rollout_batch(rows, AgentWorkflow(agents.sees_the_model_alone))
+        assert [row.reward for row in batch.rows] == [float(network == "session")] * 2

@@ -6,8 +6,10 @@ Namespaces and mounts: unshare(2), mount(2), pivot_root(2), mount_setattr(2). Fi
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
+import socket
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
@@ -48,6 +50,9 @@ _CAPABILITIES_VERSION_3: Final = 0x20080522
 
 CAP_DAC_READ_SEARCH: Final = 2
 """Reads files and folders whatever their permissions say."""
+
+_SIOCSIFFLAGS: Final = 0x8914
+_IFF_UP: Final = 1
 
 _LANDLOCK_CREATE_RULESET: Final = 444
 _LANDLOCK_ADD_RULE: Final = 445
@@ -168,6 +173,12 @@ def become_user(uid: int, gid: int) -> None:
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
+
+
+def raise_loopback() -> None:
+    """A new network namespace answers itself under 127.0.0.1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        fcntl.ioctl(asked, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))
 
 
 def die_with_parent() -> None:

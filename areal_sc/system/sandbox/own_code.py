@@ -32,6 +32,8 @@ LAYERS: Final = ("namespaces", "landlock")
 """The strongest first."""
 
 _SHARED_MEMORY: Final = "/dev/shm"
+_LOOPBACK: Final = "127.0.0.1"
+_BACKLOG: Final = 1024
 _OF_ROOT: Final = (0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13)
 """CAP_CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE,
 NET_ADMIN, NET_RAW: none of them opens what a mount hides."""
@@ -59,22 +61,37 @@ def begin_apart(
 
     Args:
         spec: `fd`, the socket; `sources`, `isolation`, `hides` as of `OwnProcesses`; `network` and
-            `read` as of `narrow`; `is_tried` as of `keep_apart`.
+            `read` as of `narrow`; `is_tried` as of `keep_apart`; `port`: unless it is 0, the
+            process is in a network of its own, where nothing but this port of 127.0.0.1 answers.
+            The owner gets the socket that listens there.
         pack: a message as bytes.
     Returns: the socket, or None: it cannot be as narrow as that, which was told.
     """
-    shows = [spec["sources"]]
+    shows, port = [spec["sources"]], spec.get("port", 0)
     apart = keep_apart(
-        spec["isolation"], spec["hides"], shows, spec["fd"], is_tried=spec["is_tried"]
+        spec["isolation"],
+        spec["hides"],
+        shows,
+        spec["fd"],
+        is_tried=spec["is_tried"],
+        has_own_network=port > 0,
     )
     connection = socket.socket(fileno=3 if apart.layer else spec["fd"])
     connection.setblocking(True)
     try:
         narrow(network=spec["network"], read=spec["read"], shows=shows)
+        if port and apart.layer != "namespaces":
+            raise OSError(
+                f"a network of its own needs namespaces, which there are not: {apart.why_not}"
+            )
+        listeners = [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)] if port else []
     except OSError as error:
         connection.sendall(pack(["unfit", str(error)]))
         return None
-    connection.sendall(pack(["ready", apart.pid, apart.layer, apart.why_not]))
+    ready = pack(["ready", apart.pid, apart.layer, apart.why_not])
+    socket.send_fds(connection, [ready], [listener.fileno() for listener in listeners])
+    for listener in listeners:
+        listener.close()
     return connection
 
 
@@ -85,6 +102,7 @@ def keep_apart(
     keeps: int,
     *,
     is_tried: bool = False,
+    has_own_network: bool = False,
 ) -> Apart:
     """Keeps this process apart, which has one thread; it may go on as another process.
 
@@ -94,6 +112,7 @@ def keep_apart(
         shows: folders within them that can be read all the same.
         keeps: the only descriptor that it needs, beside standard input, output and error.
         is_tried: a process like this one has found that the layer works; to try it takes forks.
+        has_own_network: in namespaces it reaches nobody, and itself by 127.0.0.1.
     """
     wanted = {"auto": LAYERS, "none": (), "bubblewrap": ("namespaces",)}.get(
         isolation, (isolation,)
@@ -102,14 +121,15 @@ def keep_apart(
     shows = [os.path.realpath(path) for path in shows]
     why_not = []
     for layer in wanted:
-        enter = {"namespaces": _enter_namespaces, "landlock": _enter_landlock}[layer]
-        tried = partial(enter, hides, shows)
-        if not is_tried and (fault := _fault_of(tried)):
+        enter = partial(_enter_landlock, hides, shows)
+        if layer == "namespaces":
+            enter = partial(_enter_namespaces, hides, shows, has_own_network=has_own_network)
+        if not is_tried and (fault := _fault_of(enter)):
             why_not.append(f"{layer}: {fault}")
             continue
         os.dup2(keeps, 3)
         kernel.close_from(4)
-        pid = enter(hides, shows)
+        pid = enter()
         return Apart(layer=layer, why_not="; ".join(why_not), pid=pid)
     return Apart(layer="", why_not="; ".join(why_not), pid=os.getpid())
 
@@ -161,12 +181,17 @@ def _fault_of(enter: Callable[[], object]) -> str:
     return "" if said == b"\0" else said.decode() or "it ends the process"
 
 
-def _enter_namespaces(hides: Sequence[str], shows: Sequence[str]) -> int:
+def _enter_namespaces(
+    hides: Sequence[str], shows: Sequence[str], *, has_own_network: bool = False
+) -> int:
     is_root, user = os.geteuid() == 0, (os.geteuid(), os.getegid())
     spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
+    spaces |= kernel.CLONE_NEWNET if has_own_network else 0
     kernel.unshare(spaces | (0 if is_root else kernel.CLONE_NEWUSER))
     if not is_root:
         kernel.map_only(*user)
+    if has_own_network:
+        kernel.raise_loopback()
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     for path in hides:
         _hide(path, [show for show in shows if show.startswith(f"{path}/")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import urllib.request
 from typing import Any
 
@@ -21,6 +22,16 @@ def ask(text: str) -> str:
     with urllib.request.urlopen(request) as answer:
         content: str = json.load(answer)["choices"][0]["message"]["content"]
     return content
+
+
+def sees_the_model_alone(row: dict[str, Any]) -> float:
+    """1 where there is nobody else to connect to."""
+    ask(row["prompt"])
+    try:
+        with socket.create_connection(("127.0.0.1", row["port"])):
+            return 0.0
+    except OSError:
+        return 1.0
 
 
 def does(row: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from areal_sc.agents.agent import NamedAgent
 from areal_sc.agents.command import AgentCommand
+from areal_sc.agents.served import SessionAddress
 from areal_sc.agents.workflow import AgentWorkflow
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.config.schema import RolloutConfig
@@ -139,6 +141,25 @@ def test_a_worker_finds_the_agent_where_the_script_did(
     command = AgentCommand(["node", "x.js"], reward)
     again = resolve(reference_of(AgentWorkflow(command)))
     assert (again.agent.command, again.agent.reward) == (["node", "x.js"], reward)
+
+
+def test_sessions_of_a_process_share_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the httpx on which the newest clients are built."""
+    for name in ("httpx", "httpx2"):
+        (tmp_path / f"{name}.py").write_text(
+            "class AsyncClient:\n    def __init__(self, **settings): self.settings = settings\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(SessionAddress, "_clients", {})
+    for name in ("httpx", "httpx2"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    first, second = (SessionAddress("http://here/v1", key) for key in "ab")
+    assert first.http_client is second.http_client
+    assert type(first.http_client).__module__ == "httpx2"
+    assert first.http_client.settings["timeout"] is None
+    del sys.modules["httpx2"]
 
 
 def test_what_is_no_agent_is_told_at_once() -> None:
