@@ -30,6 +30,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -144,17 +145,22 @@ class AgentServer:
             del self._sessions[number]
             if lost:
                 self._note_lost(number, lost)
-            if self._loop and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(session.end, lost)
+            self._soon(partial(session.end, lost))
 
     async def close(self) -> None:
         """Refuses all calls of open sessions, and ends the thread."""
         if self._starting is None:
             return
         await asyncio.wait([self._starting])
-        if self._loop and self._is_ending and self._thread:
-            self._loop.call_soon_threadsafe(self._is_ending.set)
+        if self._thread and self._is_ending:
+            self._soon(self._is_ending.set)
             await asyncio.to_thread(self._thread.join)
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Has the thread's loop make a call, unless it has ended with all sessions."""
+        assert self._loop is not None
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Takes connections of this socket, too, until `leave`."""

@@ -91,7 +91,6 @@ class SessionCall:
         model: that the call named.
         node: what it came to; None: it runs, or failed.
         after: the call that it goes on from.
-        is_delivered: a client has its answer.
     """
 
     def __init__(self, call: ModelCall) -> None:
@@ -100,7 +99,8 @@ class SessionCall:
         self.model = call.model
         self.node: TurnNode | None = None
         self.after: SessionCall | None = None
-        self.is_delivered = False
+        self._was_delivered = False
+        self._num_sending = 0
         self._num_clients = 0
         self._text = ""
         self._changed = asyncio.Event()
@@ -117,6 +117,11 @@ class SessionCall:
         """How many messages the conversation has with the answer."""
         assert self.node is not None
         return self.node.num_messages
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a client has the answer, or is about to have it."""
+        return self._was_delivered or self._num_sending > 0
 
     @property
     def is_left(self) -> bool:
@@ -158,12 +163,16 @@ class SessionCall:
 
         Where that raises, the answer counts as lost, unless another client has it.
         """
-        was_delivered, self.is_delivered = self.is_delivered, True
+        self._num_sending += 1
         try:
             yield
-        except BaseException:
-            self.is_delivered = was_delivered
-            raise
+            self.note_delivered()
+        finally:
+            self._num_sending -= 1
+
+    def note_delivered(self) -> None:
+        """A client has the answer."""
+        self._was_delivered = True
 
     def add_text(self, text: str) -> None:
         """Takes the next piece of the answer's content."""
@@ -204,7 +213,7 @@ class Session:
         self._settings = settings or SessionSettings()
         self._history = CallHistory[SessionCall]()
         self._calls = list[SessionCall]()  # in the order in which they began
-        self._newest = dict[str, SessionCall]()  # by the key that a retry has
+        self._by_key = dict[str, list[SessionCall]]()  # that a retry has, too
         self._tasks = set[asyncio.Task[None]]()
         self._num_tool_calls = 0
         self._ended: CallRefused | None = None
@@ -222,8 +231,9 @@ class Session:
         """
         if self._ended:
             raise anew(self._ended)
-        earlier = self._newest.get(key) if key else None
-        if earlier and (is_retry or earlier.is_left):
+        same = self._by_key.setdefault(key, []) if key else []
+        left = next((it for it in same if it.is_left), None)
+        if earlier := left or (same[-1] if is_retry and same else None):
             self.counts["retries"] += 1
             return earlier
         most = self._settings.max_turns
@@ -239,8 +249,7 @@ class Session:
             )
         begun = SessionCall(call)
         self._calls.append(begun)
-        if key:
-            self._newest[key] = begun
+        same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -254,7 +263,7 @@ class Session:
         begun = self.begin(call)
         with begun.client():
             answer = await begun.answer()
-        begun.is_delivered = True
+        begun.note_delivered()
         return answer
 
     def end(self, why: CallRefused | None = None) -> None:
@@ -318,7 +327,9 @@ class Session:
         """A call without an answer can be tried again."""
         self.counts["refused"] += 1
         self._calls.remove(begun)
-        self._newest = {key: it for key, it in self._newest.items() if it is not begun}
+        for same in self._by_key.values():
+            if begun in same:
+                same.remove(begun)
         begun.finish(why)
 
     async def _answer(self, call: ModelCall, begun: SessionCall) -> ModelAnswer:
@@ -371,7 +382,7 @@ class Session:
         self.counts["rewritten_history"] += place.is_rewritten
         if (after := place.after) is None:
             return None
-        after.is_delivered = True  # how else would the client know it
+        after.note_delivered()  # how else would the client know it
         begun.after = after
         return after.node
 

@@ -26,13 +26,14 @@ LIMIT_S = 240
 
 PROMISED = {
     "admission --part doubling": {"lengths_double_just_in_time_steps_to_adapt"},
+    "agent_sessions": {"thinking_call_cpu_ms", "at_once_late_most_ms"},
     "algorithms": {"decoupled_ppo_0_accuracy_before", "decoupled_ppo_0_accuracy_after"},
     "against_checkout": {"cpu_s_ratio", "s_ratio_high"},
     "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
     "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
     "chaos_models": {"num_kills", "store_growth_ref", "store_growth_sft"},
-    "chat_turns": {"turns_s", "anew_over_turns"},
+    "chat_turns": {"turns_s", "session_s", "anew_over_turns"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},

@@ -383,6 +383,36 @@ async def test_the_same_question_again_is_another_sample() -> None:
     check_trained(engine, rows)
 
 
+async def test_retries_of_equal_calls_find_the_one_that_was_left() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    agent = Agent(session, "hi there")
+    engine.will_say("one<|im_end|>", "two<|im_end|>")
+    first, second = (session.begin(agent.call, key="k") for _ in range(2))
+    assert first is second  # as nobody waits for it yet
+    with first.client():
+        second = session.begin(agent.call, key="k")
+        with second.client():
+            assert await second.answer() is not await first.answer()
+            with second.delivering():
+                pass
+    assert session.begin(agent.call, key="k", is_retry=True) is first
+    with first.delivering():
+        pass
+    check_trained(engine, session.trajectories(1.0))
+
+
+async def test_an_answer_that_one_of_two_clients_gets_is_delivered() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    engine.will_say("hello<|im_end|>")
+    begun = session.begin(Agent(session, "hi there").call, key="k")
+    await begun.answer()
+    with begun.delivering():
+        await lost(begun)
+    check_trained(engine, session.trajectories(1.0))
+
+
 async def test_a_call_that_failed_can_be_tried_again() -> None:
     engine = engine_for(templates.QWEN)
     session = session_of(engine)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import aiohttp
 import chat_templates as templates
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from areal_sc.agents.server import AgentServer
+from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig, RolloutConfig
 from areal_sc.engines.base import Completion
 from areal_sc.engines.local.engine import LocalEngine
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.workers.episodes import WorkerEpisodeEngine
 from areal_sc.workflows.chat import Conversation
+from areal_sc.workflows.trajectory import Trajectory
+
+Chat = tuple[
+    Callable[[], Awaitable[None]], Callable[[str], None], Callable[[float], list[Trajectory]]
+]
+"""Asks for the next answer, adds a message of the user, gives the rows."""
 
 NUM_TURNS, NUM_UPDATES, MAX_CONTEXT = 50, 20, 1536
 
@@ -60,7 +71,49 @@ def models(vocab_size: int) -> list[Qwen2ForCausalLM]:
     return made
 
 
-async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled() -> None:
+@asynccontextmanager
+async def conversing(
+    episode: WorkerEpisodeEngine, sampling: GenerationConfig, question: str
+) -> AsyncIterator[Chat]:
+    conversation = Conversation(question)
+
+    async def answer() -> None:
+        await episode.chat(conversation)
+
+    def add(text: str) -> None:
+        conversation.add({"role": "user", "content": text})
+
+    yield answer, add, conversation.trajectories
+
+
+@asynccontextmanager
+async def calling(
+    episode: WorkerEpisodeEngine, sampling: GenerationConfig, question: str
+) -> AsyncIterator[Chat]:
+    """An agent that sends the whole conversation over HTTP at each turn."""
+    server = AgentServer("rollout/0")
+    messages: list[Any] = [{"role": "user", "content": question}]
+    async with (
+        server.open(episode, sampling, SessionSettings()) as session,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {session.api_key}"}) as client,
+    ):
+
+        async def answer() -> None:
+            url = f"{session.base_url}/chat/completions"
+            async with client.post(url, json={"messages": messages}) as response:
+                messages.append((await response.json())["choices"][0]["message"])
+
+        def add(text: str) -> None:
+            messages.append({"role": "user", "content": text})
+
+        yield answer, add, session.trajectories
+    await server.close()
+
+
+@pytest.mark.parametrize("chatting", [conversing, calling])
+async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled(
+    chatting: Any,
+) -> None:
     tokenizer = templates.tokenizer_for(templates.QWEN)
     versions = models(len(tokenizer))
     config = RolloutConfig(
@@ -69,7 +122,6 @@ async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled
     engine = LocalEngine.from_model(copy.deepcopy(versions[0]), tokenizer, config)
     sampling = GenerationConfig(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
     episode = Recorded(engine, cast("RewardPool", None), "g", sampling, None)
-    conversation = Conversation("How is the weather?")
     published = iter(range(1, NUM_UPDATES + 1))
 
     async def update() -> None:
@@ -79,16 +131,18 @@ async def test_fifty_turns_across_twenty_updates_train_what_was_sent_and_sampled
 
     await engine.start()
     try:
-        for turn in range(NUM_TURNS):
-            answered = asyncio.create_task(episode.chat(conversation))
-            for _ in range((turn + 1) * NUM_UPDATES // NUM_TURNS - turn * NUM_UPDATES // NUM_TURNS):
-                await update()
-            await answered
-            conversation.add({"role": "user", "content": f"{turn}?"})
+        async with chatting(episode, sampling, "How is the weather?") as (answer, add, rows):
+            for turn in range(NUM_TURNS):
+                answered = asyncio.create_task(answer())
+                last = (turn + 1) * NUM_UPDATES // NUM_TURNS
+                for _ in range(last - turn * NUM_UPDATES // NUM_TURNS):
+                    await update()
+                await answered
+                add(f"{turn}?")
+            [row] = rows(1.0)
     finally:
         await engine.close()
 
-    [row] = conversation.trajectories(1.0)
     assert len(episode.calls) == NUM_TURNS
     trained = [place for place, is_trained in enumerate(row.loss_mask) if is_trained]
     expected = list[int]()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.agents.dialects.answers import QUESTION, an_answer, streamed
 
@@ -75,6 +75,7 @@ def as_values(message: Message) -> Message:
 
 
 @pytest.mark.parametrize(("dialect", "hand_back"), HANDS_BACK)
+@settings(max_examples=50)
 @given(answer=ANSWERS)
 def test_an_answer_comes_back_as_it_was(
     dialect: Dialect, hand_back: Callable[[dict[str, Any]], dict[str, Any]], answer: ModelAnswer
@@ -85,6 +86,7 @@ def test_an_answer_comes_back_as_it_was(
     assert [as_values(it) for it in rest] == [answer.turn.message]
 
 
+@settings(max_examples=50)
 @given(answer=ANSWERS, cuts=st.lists(st.integers(1, 20), max_size=4))
 def test_a_streamed_response_is_the_whole_one(answer: ModelAnswer, cuts: list[int]) -> None:
     events = streamed(RESPONSES, answer, tuple(sorted(cuts)))
@@ -102,6 +104,7 @@ def test_a_streamed_response_is_the_whole_one(answer: ModelAnswer, cuts: list[in
     assert [as_values(it) for it in rest] == [answer.turn.message]
 
 
+@settings(max_examples=50)
 @given(answer=ANSWERS, cuts=st.lists(st.integers(1, 20), max_size=4))
 def test_a_streamed_message_is_the_whole_one(answer: ModelAnswer, cuts: list[int]) -> None:
     events = streamed(MESSAGES, answer, tuple(sorted(cuts)))
