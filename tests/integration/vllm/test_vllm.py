@@ -29,6 +29,12 @@ from integration.sglang.test_sglang_generation import (  # noqa: F401
     test_truncated_distributions_have_logprobs_of_their_own,
 )
 from integration.sglang.test_sglang_run import train_and_compare
+from integration.sglang.test_sglang_streams import (  # noqa: F401
+    test_a_string_ends_a_stream,
+    test_answers_are_told_across_an_update_and_the_death_of_a_server,
+    test_what_a_callback_raises_ends_the_answer_on_its_server,
+    test_what_is_told_is_the_answer,
+)
 from integration.sglang.test_sglang_weights import (  # noqa: F401
     publish,
     test_a_broadcast_replaces_weights_in_the_middle_of_answers,
