@@ -70,6 +70,9 @@ class AdapterWeights(VersionWeights):
 
     async def load_beside(self, server: ServerClient) -> None:
         """Raises: ModelError: the server does not take the adapter, or ignores it."""
+        if server.bare_logprobs is None:
+            # at first: where vLLM has adapters, it computes with one on a CPU even if none is named
+            server.bare_logprobs = await server.prompt_logprobs(self.probe.token_ids, "")
         name, loaded = self.adapter.name, await server.loaded_adapters()
         served = server.adapter.name if server.adapter else ""
         for old in loaded - {name, served}:
@@ -82,7 +85,7 @@ class AdapterWeights(VersionWeights):
                 raise ModelError(f"{server.url} does not take the adapter: {error}") from error
         if name not in await server.loaded_adapters():
             raise ModelError(f"{server.url} says that it has no adapter {name}, which it loaded")
-        await self._check_shown(server)
+        await self._check_shown(server, server.bare_logprobs)
 
     async def load(
         self, servers: Sequence[ServerClient], times: UpdateTimes
@@ -92,11 +95,9 @@ class AdapterWeights(VersionWeights):
             server.adapter = self.adapter
         return {}
 
-    async def _check_shown(self, server: ServerClient) -> None:
+    async def _check_shown(self, server: ServerClient, bare: Sequence[float]) -> None:
         """Compares what the adapter changes on the server with what it changes on the trainer."""
-        token_ids = self.probe.token_ids
-        bare = await server.prompt_logprobs(token_ids, "")
-        adapted = await server.prompt_logprobs(token_ids, self.adapter.name)
+        adapted = await server.prompt_logprobs(self.probe.token_ids, self.adapter.name)
         error = self.probe.error([a - b for a, b in zip(adapted, bare, strict=True)])
         if not error <= max(self.rounding, _WRONG_SHARE * self.probe.size) or math.isnan(error):
             raise ModelError(

@@ -138,11 +138,13 @@ class ServerClient:
         abilities: what `ask_abilities` found.
         groups: names of the weight groups that it is in.
         adapter: what requests name; None: the server gets whole weights.
+        bare_logprobs: [P - 1] of the probe of adapters (`prompt_logprobs`) by the model alone.
     """
 
     section: ClassVar[str]
     abilities: ServerAbilities
     adapter: ServedAdapter | None = None
+    bare_logprobs: list[float] | None = None
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ async def test_adapters_replace_each_other_in_the_middle_of_answers(
     def start() -> list[asyncio.Task[Completion]]:
         return [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
 
-    for _ in range(3):
+    for _ in range(2):
         old, before = engine.version, engine.stats()["update_bytes"]
         tasks = await generating(start)
         new = await publish(engine, adapters)

@@ -44,6 +44,7 @@ class Server:
 
     def __init__(self, *, share: float = 1.0) -> None:
         self.adapter: ServedAdapter | None = ServedAdapter("policy-2-00", 2)
+        self.bare_logprobs: list[float] | None = None
         self.names = {"model", "somebody-s", "policy-1-00", "policy-2-00"}
         self.asked: list[str] = []
         self.share = share
