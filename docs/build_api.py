@@ -20,6 +20,7 @@ MODULES = (
     "areal_sc.config.schema",
     "areal_sc.engines.base",
     "areal_sc.errors",
+    "areal_sc.records.reading",
     "areal_sc.records.samples",
     "areal_sc.schedulers.base",
     "areal_sc.records.metrics",

@@ -1,4 +1,4 @@
-"""The settings of what follows a run: evaluations, samples (`records.samples`), trackers."""
+"""The settings of what follows a run: evaluations, samples, records (`records`), trackers."""
 
 from __future__ import annotations
 
@@ -78,3 +78,30 @@ class SamplesConfig:
         le=100_000,
     )
     show: bool = setting(False, "the display of a Run shows the newest ones, too")
+
+
+class KeepRecords(StrEnum):
+    """What of a run is recorded.
+
+    all: every row, and what each process does when.
+    sample: the rows of groups with rejected episodes and of one group in 16, and what each process
+        does when.
+    none: nothing.
+    """
+
+    all = "all"
+    sample = "sample"
+    none = "none"
+
+
+@dataclass
+class RecordsConfig:
+    """Rows with all their tokens, and what each process does when: records/ of the run folder."""
+
+    keep: KeepRecords = setting(KeepRecords.all)
+    max_bytes: int = setting(
+        4 << 30,
+        "of all rollout workers together; rows take about 3.5 bytes a token, and the oldest "
+        "unremarkable ones go first",
+        ge=1 << 20,
+    )

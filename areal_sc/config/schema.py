@@ -15,7 +15,12 @@ from omegaconf import MISSING
 
 from areal_sc.config.checkpoint_settings import CheckpointConfig
 from areal_sc.config.fields import inherits, setting, shared
-from areal_sc.config.follow_settings import EvaluationConfig, SamplesConfig, TrackerKind
+from areal_sc.config.follow_settings import (
+    EvaluationConfig,
+    RecordsConfig,
+    SamplesConfig,
+    TrackerKind,
+)
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
@@ -381,6 +386,7 @@ class SchedulerConfig(KnowsRunOnly):
     overwrite: bool = shared("${overwrite}", False, "of a loop without a `Run`")
     dry_run: bool = shared("${dry_run}", False, "lends nothing")
     transport: TransportConfig = shared("${transport}", TransportConfig)
+    records: RecordsConfig = shared("${records}", RecordsConfig)
     startup_timeout_s: float = setting(180.0, "limit until a worker is ready", gt=0)
     heartbeat_interval_s: float = setting(2.0, "between two signs of life", gt=0)
     hung_after_s: float = setting(60.0, "a worker whose loop stands still so long is lost", gt=0)
@@ -424,6 +430,7 @@ class GRPOConfig:
     evaluation: EvaluationConfig = setting(EvaluationConfig)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
     samples: SamplesConfig = setting(SamplesConfig)
+    records: RecordsConfig = setting(RecordsConfig)
     trackers: list[TrackerKind] = setting(list, "what else keeps the metrics: wandb, …")
     tracker_project: str = setting("areal_sc", "name under which trackers file the run")
     task: dict[str, Any] = setting(dict, "the script's own settings")

@@ -17,13 +17,15 @@ from typing import Any, Final, TypeVar
 
 from msgspec import msgpack
 
-from areal_sc.config.schema import WeightUpdateMethod
+from areal_sc.config.schema import RolloutConfig, WeightUpdateMethod
 from areal_sc.engines.handles import handle_from_plain
 from areal_sc.engines.weight_group import tell_nccl
 from areal_sc.log import take_warnings
 from areal_sc.nodes.beats import Beats
 from areal_sc.nodes.node_folder import WorkerFiles
 from areal_sc.nodes.spec import WorkerReport, WorkerSpec
+from areal_sc.records.recorder import SPANS_BYTES, Recorder
+from areal_sc.run.run_files import RunFiles
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.method import Served
@@ -53,6 +55,7 @@ class Worker:
 
     Attributes:
         order: what it is to do, with paths of this machine.
+        recorder: of what it does when; where the node does not see the run folder, of nothing.
     """
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
@@ -63,6 +66,7 @@ class Worker:
         self.files = _files_of(spec, self.transport)
         self.order = self.files.placed(spec.order)
         self.handle: Any = handle_from_plain(self.order.engine, self.order.engine_config)
+        self.recorder = _recorder_of(spec, self.handle.config)
         self.sources = SourceReader(Path(spec.run.run_dir), self.files.place)
         self._interface = Interface.of(self.transport_config.bind)
         self._run_memory = ArenaFolder(Path(spec.memory_root), spec.run_id)
@@ -111,6 +115,7 @@ class Worker:
             self.address = self._interface.reachable(await server.start())
             asyncio.get_running_loop().add_reader(self._agent, self._on_word)
             self._report()
+            self.recorder.add_event("serving")
             logger.info(
                 "serving address=%s incarnation=%s", self.address, self.spec.order.incarnation
             )
@@ -121,6 +126,8 @@ class Worker:
             await self.plane.close()
             await self.transport.close()
             self._engine_thread.shutdown(wait=False, cancel_futures=True)
+            self.recorder.add_event("ending")
+            await asyncio.to_thread(self.recorder.close)
             # Last: until then the worker is alive, and a clean-up that hangs is noticed.
             await beats.close()
             self._run_memory.close()
@@ -180,6 +187,14 @@ class Worker:
             store_room_bytes=self.plane.room_bytes,
         )
         os.write(self._agent, msgpack.encode(report))
+
+
+def _recorder_of(spec: WorkerSpec, config: Any) -> Recorder:
+    folder = None if spec.shipped else RunFiles(spec.run.run_dir).records
+    settings, max_bytes = spec.run.records, SPANS_BYTES
+    if isinstance(config, RolloutConfig):
+        max_bytes = settings.max_bytes // config.most_workers
+    return Recorder(folder, spec.name, settings, max_bytes)
 
 
 def _files_of(spec: WorkerSpec, transport: ZmqTransport) -> WorkerFiles:

@@ -6,12 +6,15 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any, Final
 
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine
 from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
+from areal_sc.records.recorder import Recorder
+from areal_sc.records.spans import NO_VERSION
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.base import Reward, RewardFunction, Score
 from areal_sc.rewards.functions import name_of
@@ -25,6 +28,30 @@ from areal_sc.workflows.chat import ChatTurn, Conversation
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
 
+@dataclass(eq=False)
+class EpisodeWait:
+    """What an episode waits for, or has waited for.
+
+    Attributes:
+        began: Unix time in seconds.
+        since_s: the same by the monotonic clock.
+        versions: of the first and the last token that were sampled; -1: of none.
+    """
+
+    what: str
+    began: float
+    since_s: float
+    took_s: float = 0.0
+    versions: tuple[int, int] = (NO_VERSION, NO_VERSION)
+    num_tokens: int = 0
+
+    def note(self, answer: Completion) -> None:
+        """It has brought this."""
+        self.num_tokens = len(answer.token_ids)
+        if answer.versions:
+            self.versions = answer.versions[0], answer.versions[-1]
+
+
 class WorkerEpisodeEngine:
     """What one episode sees of its worker.
 
@@ -33,6 +60,8 @@ class WorkerEpisodeEngine:
 
     Attributes:
         failure: the engine's own failure during the episode, whatever the user's code made of it.
+        group: of the episode; its requests share what their prompts have in common.
+        past_waits: what it has waited for, by the ends.
     """
 
     def __init__(
@@ -49,17 +78,19 @@ class WorkerEpisodeEngine:
         self.failure: BaseException | None = None
         self._engine = engine
         self._rewards = rewards
-        self._group = group
         self._sampling = sampling
         self._evaluated = evaluated
-        self._waits: dict[object, tuple[str, float]] = {}  # what for, and since when
+        self._waits: list[EpisodeWait] = []
+        self.past_waits: list[EpisodeWait] = []
+        self.group = group
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
 
     @property
     def waits(self) -> list[tuple[str, float]]:
         """What the episode waits for now, each with the time since when (monotonic, s)."""
-        return list(self._waits.values()) or [(OWN_CODE, self._own_code_since_s)]
+        now = [(wait.what, wait.since_s) for wait in self._waits]
+        return now or [(OWN_CODE, self._own_code_since_s)]
 
     async def generate(
         self, input_ids: Sequence[int], sampling: GenerationConfig | None = None
@@ -73,8 +104,9 @@ class WorkerEpisodeEngine:
             sampling = replace(sampling, temperature=evaluated.temperature)
         place = 0 if evaluated is None else evaluated.begin(input_ids)
         try:
-            with self._waiting("generation"):
-                answer = await self._engine.generate(input_ids, sampling, prefix_group=self._group)
+            with self._waiting("generation") as wait:
+                answer = await self._engine.generate(input_ids, sampling, prefix_group=self.group)
+                wait.note(answer)
             if evaluated is not None:
                 evaluated.completions[place] = answer
             self._has_answered = True
@@ -144,21 +176,28 @@ class WorkerEpisodeEngine:
             raise
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        key = object()
-        self._waits[key] = (what, time.monotonic())
+    def _waiting(self, what: str) -> Iterator[EpisodeWait]:
+        wait = EpisodeWait(what, time.time(), time.monotonic())
+        self._waits.append(wait)
         try:
-            yield
+            yield wait
         finally:
-            del self._waits[key]
+            self._waits.remove(wait)
             self._own_code_since_s = time.monotonic()
+            wait.took_s = self._own_code_since_s - wait.since_s
+            self.past_waits.append(wait)
 
 
 class Episodes:
-    """The episodes of a worker: those that run, and how the others ended."""
+    """The episodes of a worker: those that run, and how the others ended.
 
-    def __init__(self) -> None:
+    Each is recorded in a lane of its own, the lowest free one, with what it has waited for.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._running: set[WorkerEpisodeEngine] = set()
+        self._free_lanes: list[int] = []
         self._num_kept = 0
         self._num_rejected = 0
         self._causes: set[str] = set()
@@ -166,11 +205,25 @@ class Episodes:
 
     @contextmanager
     def running(self, episode: WorkerEpisodeEngine) -> Iterator[None]:
+        lane = heappop(self._free_lanes) if self._free_lanes else len(self._running)
         self._running.add(episode)
+        whole = EpisodeWait("episode", time.time(), time.monotonic())
         try:
             yield
         finally:
             self._running.discard(episode)
+            heappush(self._free_lanes, lane)
+            whole.took_s = time.monotonic() - whole.since_s
+            for span in (whole, *episode.past_waits):
+                self._recorder.add_span(
+                    span.what,
+                    span.began,
+                    span.took_s,
+                    lane=lane,
+                    about=episode.group,
+                    versions=span.versions,
+                    num_tokens=span.num_tokens,
+                )
 
     def note_kept(self) -> None:
         self._num_kept += 1

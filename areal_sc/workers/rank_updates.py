@@ -22,7 +22,8 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
     rank.num_computed += 1
     rank.num_computing += 1
     try:
-        rows = (await rank.plane.puller.pull(args.batch)).joined()
+        with rank.recorder.span("pulling rows", version=rank.operations.version):
+            rows = (await rank.plane.puller.pull(args.batch)).joined()
         values_of = await _values_of(rank, args.output)
 
         def compute() -> str:
@@ -36,7 +37,8 @@ async def compute_field(rank: Rank, args: rank_methods.Compute) -> calls.SealedS
                 return ""
             return rank.plane.store.put({args.field: values}, rows.lengths)
 
-        return rank.sealed(await rank.compute(compute))
+        with rank.recorder.span(f"computing {args.field}", version=rank.operations.version):
+            return rank.sealed(await rank.compute(compute))
     finally:
         rank.num_computing -= 1
 
@@ -81,10 +83,12 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
         if isinstance(args.rows, rank_methods.Demonstrations):
             minibatches = [await _read(rank, args.rows)]
         else:
-            pulled = [await rank.plane.puller.pull(batch) for batch in args.rows]
+            with rank.recorder.span("pulling rows", version=operation.version):
+                pulled = [await rank.plane.puller.pull(batch) for batch in args.rows]
             minibatches = [rows.joined() for rows in pulled]
             oldest = args.rows[0].min_token_version
-        with rank.operations.changing(operation):
+        recorded = rank.recorder.span("update", version=operation.version)
+        with recorded, rank.operations.changing(operation):
             return await rank.compute(
                 lambda: rank.engine.update(
                     minibatches, loss, step=operation.version, min_token_version=oldest

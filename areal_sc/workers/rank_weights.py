@@ -31,7 +31,8 @@ async def seal_weights(rank: Rank, args: rank_methods.SealWeights) -> calls.Seal
 
     async def seal() -> calls.SealedShard:
         # in the engine's thread: the event loop must not wait for gigabytes
-        return rank.sealed(await rank.compute(put))
+        with rank.recorder.span("publishing weights", version=args.version):
+            return rank.sealed(await rank.compute(put))
 
     return await rank.operations.join(args.operation, seal, next_version=args.version)
 
@@ -47,8 +48,9 @@ async def save_weights(rank: Rank, args: rank_methods.SaveWeights) -> rank_metho
     async def save() -> rank_methods.SavedWeights:
         if rank.number == 0:
             await asyncio.to_thread(remove_before, root, prefix, [lineage, args.oldest])
-        written = await rank.compute(lambda: engine.begin_save_hf(folder, is_staged=False))
-        await asyncio.wrap_future(written)
+        with rank.recorder.span("publishing weights", version=args.version):
+            written = await rank.compute(lambda: engine.begin_save_hf(folder, is_staged=False))
+            await asyncio.wrap_future(written)
         return rank_methods.SavedWeights(str(folder), rank.plane.store.last_sequence)
 
     return await rank.operations.join(args.operation, save, next_version=args.version)

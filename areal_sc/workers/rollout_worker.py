@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ from areal_sc.engines.base import (
 )
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
-from areal_sc.errors import EngineFailed, TransportError, WorkerLost
+from areal_sc.errors import EngineFailed, WorkerLost
 from areal_sc.hub import local_model
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -54,11 +53,10 @@ from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
-from areal_sc.transport.shards.ids import parse_shard_id
 from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import Raised, await_user_code, describe, text_of
-from areal_sc.weights import ShardReference, WeightBroadcast, WeightsReference
-from areal_sc.workers import calls, rank_methods
+from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
 from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
@@ -71,17 +69,16 @@ from areal_sc.workers.evaluated import (
 )
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
+from areal_sc.workers.played_groups import played_group
 from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.trajectory_checks import checked_episode
-from areal_sc.workers.weight_broadcasts import own_devices
+from areal_sc.workers.weight_broadcasts import cancel_broadcast, own_devices
 from areal_sc.workflows.base import Trajectory, Workflow
 from areal_sc.workflows.text import describe_unknown
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-CANCEL_TIMEOUT_S = 30.0
 
 Episode = list[Trajectory]
 """The rows that one run of a workflow gave, at least one."""
@@ -111,7 +108,7 @@ class RolloutWorker(Worker):
         self._reward_watch: asyncio.Task[None] | None = None
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
-        self._all_episodes = Episodes()
+        self._all_episodes = Episodes(self.recorder)
         self._runs = GroupRuns()
         self._starting: asyncio.Task[None] | None = None
         self._one_update = asyncio.Lock()
@@ -143,8 +140,8 @@ class RolloutWorker(Worker):
             calls.LEAVE_WEIGHT_GROUP.served_by(
                 lambda group: self._as(JoinsWeightGroup).leave_group(group)
             ),
-            calls.PAUSE.served_by(lambda _: self._as(RunsBesideWorker).pause()),
-            calls.RESUME.served_by(lambda _: self._as(RunsBesideWorker).resume()),
+            calls.PAUSE.served_by(self.pause),
+            calls.RESUME.served_by(self.resume),
         ]
 
     async def close(self) -> None:
@@ -186,7 +183,7 @@ class RolloutWorker(Worker):
 
     async def _play_group(self, run: calls.GroupAttempt, group: calls.RunGroup) -> calls.GroupReply:
         """Episodes of one prompt; cancelled, it seals nothing."""
-        began_s = time.perf_counter()
+        began, began_s = time.time(), time.perf_counter()
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
         played = await self._episodes(group.prompt, group.workflow, prefix_group, group.group_size)
         kept: dict[int, Episode] = {}
@@ -203,6 +200,9 @@ class RolloutWorker(Worker):
         if batch is not None and group.group_id >= 0:  # of training
             self._group_counters["finished_groups"] += 1
             self._group_counters["group_s"] += time.perf_counter() - began_s
+        if self.recorder.is_on and group.group_id >= 0:
+            text = self._text_of(group.prompt)
+            self.recorder.add_group(played_group(self.spec.name, group, text, began, played))
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
         warning = self._warning(group.prompt, kept)
@@ -234,7 +234,8 @@ class RolloutWorker(Worker):
         """
         async with self._one_update:
             if self._policy != weights.policy:
-                await self._update(weights)
+                with self.recorder.span("updating weights", version=weights.version):
+                    await self._update(weights)
                 self._policy = weights.policy
                 self._weights.keep_only(weights)
                 logger.info("policy_version=%d", weights.version)
@@ -246,7 +247,10 @@ class RolloutWorker(Worker):
         return ShardReference(self.spec.name, self.address, shard_id)
 
     async def _update(self, weights: WeightsReference) -> None:
-        read = partial(self._weights.read, weights)
+        async def read() -> list[tuple[str, torch.Tensor]]:
+            with self.recorder.span("fetching weights", version=weights.version):
+                return await self._weights.read(weights)
+
         if weights.folder:
             await self._as(FollowsWeights).update_weights_from_disk(
                 weights.version, Path(weights.folder)
@@ -256,7 +260,7 @@ class RolloutWorker(Worker):
             await self._as(JoinsWeightGroup).update_weights_from_group(
                 *(weights.version, sent.group, sent.buckets),
                 again=read,
-                give_up=lambda: self._cancel_broadcast(sent),
+                give_up=lambda: cancel_broadcast(self.transport, sent),
             )
         else:
             await self._as(FollowsWeights).update_weights(weights.version, read)
@@ -269,6 +273,14 @@ class RolloutWorker(Worker):
             devices=tuple(own_devices(self.node)) if engine.is_cuda else (),
             is_member=engine.has_whole_group(group),
         )
+
+    async def pause(self, _: None) -> None:
+        await self._as(RunsBesideWorker).pause()
+        self.recorder.add_event("pause")
+
+    async def resume(self, _: None) -> None:
+        await self._as(RunsBesideWorker).resume()
+        self.recorder.add_event("resume")
 
     def _as(self, what: type[T]) -> T:
         """The engine with the members of a protocol. Raises: ConfigError: it has not got them."""
@@ -290,21 +302,6 @@ class RolloutWorker(Worker):
         )
         # at once: a clean end would take along the shards that the next life is to adopt
         os._exit(WorkerLost.exit_code)
-
-    async def _cancel_broadcast(self, sent: WeightBroadcast) -> None:
-        """Tells the worker that broadcasts that some ranks will not take part."""
-        node_id, address, shard_id = sent.root
-        incarnation, _ = parse_shard_id(shard_id)
-        connection = self.transport.connect(address, node_id, incarnation)
-        try:
-            await connection.call(
-                rank_methods.CANCEL_BROADCAST, sent.group, timeout_s=CANCEL_TIMEOUT_S
-            )
-        except TransportError as error:
-            # it gives up by itself, later
-            logger.warning("group=%s broadcast not cancelled: %s", sent.group, error)
-        finally:
-            await connection.close()
 
     async def _episodes(
         self,
@@ -348,11 +345,7 @@ class RolloutWorker(Worker):
     ) -> Episode | Rejection:
         config: RolloutConfig = self.handle.config
         engine = WorkerEpisodeEngine(
-            self.engine,
-            self._rewards,
-            group,
-            config.generation,
-            evaluated,
+            self.engine, self._rewards, group, config.generation, evaluated
         )
         limit_s = config.group_timeout_s
 
@@ -382,11 +375,14 @@ class RolloutWorker(Worker):
         context = row.input_ids[: list(row.loss_mask).index(True)]
         if not (what := describe_unknown(self.engine.tokenizer, context)):
             return ""
-        content = text_of(prompt.index, lambda it: str(self.sources.prompts(prompt.dataset)[it]))
         return (
-            f"the model's tokenizer does not know most of prompt {prompt.index}, {content:.200}: "
-            f"{what}; use a model whose tokenizer knows such text"
+            f"the model's tokenizer does not know most of prompt {prompt.index}, "
+            f"{self._text_of(prompt):.200}: {what}; use a model whose tokenizer knows such text"
         )
+
+    def _text_of(self, prompt: PromptReference) -> str:
+        """The row of its dataset."""
+        return text_of(prompt.index, lambda it: str(self.sources.prompts(prompt.dataset)[it]))
 
     def _noted(
         self, rejection: Rejection, prompt_index: int, prompt: Mapping[str, Any] | None = None

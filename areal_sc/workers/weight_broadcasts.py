@@ -7,17 +7,24 @@ Unblocked by: those, `cancel_broadcast`, or `weight_update.step_timeout_s`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from areal_sc.config.schema import WeightUpdateConfig
 from areal_sc.engines.base import PublishesWhole, TrainEngine, able
 from areal_sc.engines.weight_group import GLOO, NCCL, Backend, WeightBroadcaster
-from areal_sc.errors import ConfigError, EngineFailed, StaleCall
-from areal_sc.weights import BucketLayout, WeightGroup
-from areal_sc.workers.rank_methods import OpenWeightGroup, SentWeights
+from areal_sc.errors import ConfigError, EngineFailed, StaleCall, TransportError
+from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.weights import BucketLayout, WeightBroadcast, WeightGroup
+from areal_sc.workers.rank_methods import CANCEL_BROADCAST, OpenWeightGroup, SentWeights
+
+logger = logging.getLogger(__name__)
+
+CANCEL_TIMEOUT_S: Final = 30.0
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -135,3 +142,17 @@ def own_devices(node: str) -> list[str]:
     """`<node>/<GPU>` for every GPU that this process was given."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return [f"{node}/{name}" for name in visible.split(",") if name]
+
+
+async def cancel_broadcast(transport: ZmqTransport, sent: WeightBroadcast) -> None:
+    """Tells the worker that broadcasts that some ranks will not take part."""
+    node_id, address, shard_id = sent.root
+    incarnation, _ = parse_shard_id(shard_id)
+    connection = transport.connect(address, node_id, incarnation)
+    try:
+        await connection.call(CANCEL_BROADCAST, sent.group, timeout_s=CANCEL_TIMEOUT_S)
+    except TransportError as error:
+        # it gives up by itself, later
+        logger.warning("group=%s broadcast not cancelled: %s", sent.group, error)
+    finally:
+        await connection.close()

@@ -41,6 +41,7 @@ FREE = (
     "tracker_project",
     "samples",
     "rollout.samples",
+    "records",
     "checkpoint",
     "scheduler",
     "transport",

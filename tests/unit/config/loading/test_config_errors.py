@@ -105,7 +105,7 @@ WriteYaml = Callable[..., Path]
         ),
         (
             "checkpoint={kep:3}",
-            "{kep:3}: unknown setting checkpoint.kep; did you mean checkpoint.keep?",
+            "{kep:3}: unknown setting checkpoint.kep; did you mean checkpoint.keep",
         ),
         (
             "rollout.generation.top_kk=3",

@@ -1,0 +1,186 @@
+"""What a run has recorded, for scripts and notebooks; also while it goes on, or after it has died.
+
+    from areal_sc.records.reading import rows, spans, steps
+
+    pandas.DataFrame(map(dataclasses.asdict, rows("runs/minimal")))
+    pandas.DataFrame(map(msgspec.structs.asdict, spans("runs/minimal")))
+
+What is damaged, or was not written to its end, is left out, with a warning in the log. A folder
+without records has none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_sc.errors import RunFolderError
+from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
+from areal_sc.records.metrics import StepMetrics
+from areal_sc.records.metrics_log import History, read_metrics
+from areal_sc.records.record_files import RecordFile, Series, record_files
+from areal_sc.records.recorded_rows import unpack_group, unpack_tokens
+from areal_sc.records.script_spans import script_spans
+from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
+from areal_sc.run.run_files import RunFiles
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a run, with all of its tokens.
+
+    Attributes:
+        worker: that generated it.
+        group, attempt: of its prompt, as in the ledger. A run that has gone back to a snapshot may
+            have them twice; the one that has `began` later counts.
+        episode, row: its numbers within the group, and within the episode.
+        index: its prompt's number in the dataset.
+        prompt: the row of the dataset, as text; a long one is cut.
+        admitted_version: policy version when the group was admitted.
+        began, took_s: of its group; Unix time and time, in seconds.
+        metrics: what the workflow reports of it.
+        num_rejected: episodes of the group that have no rows.
+        input_ids, loss_mask, behavior_logprobs, versions: [T], as of `RecordedTokens`.
+    """
+
+    worker: str
+    group: int
+    attempt: int
+    episode: int
+    row: int
+    index: int
+    prompt: str
+    admitted_version: int
+    began: float
+    took_s: float
+    reward: float
+    metrics: dict[str, float]
+    num_rejected: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    versions: np.ndarray
+
+
+def rows(run: str | Path) -> Iterator[Row]:
+    """The rows that rollout workers have recorded, worker by worker.
+
+    Args:
+        run: folder of the run.
+    Raises: RunFolderError: the folder, or a file in it, cannot be read.
+    """
+    for file in _files(run):
+        if file.series is Series.spans:
+            continue
+        for block, body in _blocks(file):
+            group = unpack_group(block.head)
+            of_rows = unpack_tokens(body, group.rows) if group.rows else []
+            for row, tokens in zip(group.rows, of_rows, strict=True):
+                yield Row(
+                    **vars(tokens),
+                    worker=group.worker,
+                    group=group.group,
+                    attempt=group.attempt,
+                    episode=row.episode,
+                    row=row.row,
+                    index=group.index,
+                    prompt=group.prompt,
+                    admitted_version=group.admitted_version,
+                    began=group.began,
+                    took_s=group.took_s,
+                    reward=row.reward,
+                    metrics=row.metrics,
+                    num_rejected=sum(it.num_episodes for it in group.rejected),
+                )
+
+
+def spans(run: str | Path) -> Iterator[RecordedSpan]:
+    """What each process of a run did, and how long; of a process in the order of their ends.
+
+    Those of the script come last. Arguments and errors are those of `rows`.
+    """
+    for file in _files(run):
+        if file.series is Series.spans:
+            for _, body in _blocks(file):
+                yield from spans_of(unpack_spans(body), file.process)
+    metrics = RunFiles(run).metrics_path
+    for record in read_metrics(metrics) if metrics.exists() else ():
+        yield from script_spans(record)
+
+
+def steps(run: str | Path) -> Iterator[StepMetrics]:
+    """What was measured of each training step, without those that a run has gone back behind.
+
+    Args:
+        run: folder of the run.
+    Raises: RunFolderError: as `History.read`.
+    """
+    yield from History.read(RunFiles(run).metrics_path).steps
+
+
+def trace_events(of_run: Iterable[RecordedSpan]) -> Iterator[dict[str, Any]]:
+    """Spans as the `traceEvents` of Chrome's format, which https://ui.perfetto.dev shows.
+
+    Each process of the run is one there, each lane a thread. Times are microseconds.
+    """
+    processes: dict[str, int] = {}
+    for span in of_run:
+        if span.process not in processes:
+            number = processes[span.process] = len(processes) + 1
+            names = {"name": span.process}
+            yield {"ph": "M", "name": "process_name", "pid": number, "args": names}
+        event = {
+            "name": span.kind,
+            "pid": processes[span.process],
+            "tid": span.lane + 1,
+            "ts": 1e6 * span.began,
+            "args": {
+                "about": span.about,
+                "first_version": span.first_version,
+                "last_version": span.last_version,
+                "num_tokens": span.num_tokens,
+            },
+        }
+        how = {"ph": "X", "dur": 1e6 * span.took_s} if span.took_s else {"ph": "i", "s": "g"}
+        yield event | how
+
+
+def _files(run: str | Path) -> list[RecordFile]:
+    folder = RunFiles(run)
+    if not folder.path.is_dir():
+        raise RunFolderError(f"{folder.path} is no folder; expected that of a run")
+    try:
+        return record_files(folder.records)
+    except OSError as error:
+        raise RunFolderError(f"{folder.records} cannot be read: {error.strerror}") from error
+
+
+def _blocks(file: RecordFile) -> Iterator[tuple[RecordBlock, bytes]]:
+    """The whole blocks of a file, with their bodies.
+
+    Raises: RunFolderError: it cannot be read.
+    """
+    try:
+        with file.path.open("rb") as opened:
+            descriptor = opened.fileno()
+            for found in read_blocks(descriptor, 0, os.fstat(descriptor).st_size):
+                if isinstance(found, Gap):
+                    num_bytes = found.end - found.begin
+                    logger.warning("%s: %d bytes are damaged", file.path, num_bytes)
+                    continue
+                try:
+                    yield found, read_body(descriptor, found)
+                except ValueError as error:
+                    logger.warning("%s: a record is left out: %s", file.path, error)
+    except FileNotFoundError:  # it has gone meanwhile, for `records.max_bytes`
+        return
+    except OSError as error:
+        raise RunFolderError(f"{file.path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,131 @@
+"""The files in `records/` of a run folder: each has one writer, grows at its end, and has a limit.
+
+    rollout-0.rows.000007     groups, the 7th file of them that `rollout/0` has begun
+    rollout-0.kept.000001     remarkable groups: they go last
+    rollout-0.spans.000002    what it did, and how long
+
+Each life of a worker begins files of its own. When the files of a worker take more than they may,
+the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from areal_sc.system.durable import append_or_undo
+
+_NUM_FILES: Final = 16
+"""A file takes this part of the limit, so that what goes is little."""
+_MAX_FILE_BYTES: Final = 64 << 20
+_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans)\.(\d{6,})")
+_MODE: Final = 0o600
+
+
+class Series(StrEnum):
+    """What is in a file, in the order in which files go."""
+
+    rows = "rows"
+    spans = "spans"
+    kept = "kept"
+
+
+class RecordFile(NamedTuple):
+    """A file of records.
+
+    Attributes:
+        number: from 1, among those of its process and series; missing ones are gone.
+    """
+
+    process: str
+    series: Series
+    number: int
+    path: Path
+
+
+def record_files(folder: Path) -> list[RecordFile]:
+    """All of them, by process, series and number; none where there is no folder.
+
+    Raises: OSError: the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    return sorted(
+        RecordFile(_process(m[1]), Series(m[2]), int(m[3]), folder / m[0]) for m in matches
+    )
+
+
+def _process(name: str) -> str:
+    role, dash, index = name.rpartition("-")
+    return f"{role}/{index}" if dash else name
+
+
+class FilesOfProcess:
+    """What one process appends.
+
+    Args:
+        max_bytes: of all files of the process together, about.
+    """
+
+    def __init__(self, folder: Path, process: str, max_bytes: int) -> None:
+        self._folder = folder
+        self._process = process
+        self._max_bytes = max_bytes
+        self._file_bytes = min(max_bytes // _NUM_FILES, _MAX_FILE_BYTES)
+        self._open: dict[Series, tuple[Path, int]] = {}  # path and descriptor
+        self._sizes: dict[Series, int] = {}
+
+    def append(self, series: Series, content: bytes) -> None:
+        """Appends a block; a file that it would make too large is followed by another one.
+
+        Raises: OSError: it cannot be written; nothing of it is there.
+        """
+        size = self._sizes.get(series, 0)
+        if series not in self._open or (size and size + len(content) > self._file_bytes):
+            self._begin_file(series)
+            size = 0
+        with open(self._open[series][1], "ab", buffering=0, closefd=False) as file:
+            append_or_undo(file, content)
+        self._sizes[series] = size + len(content)
+
+    def close(self) -> None:
+        for _, file in self._open.values():
+            os.close(file)
+        self._open.clear()
+
+    def _begin_file(self, series: Series) -> None:
+        if series in self._open:
+            os.close(self._open.pop(series)[1])
+        self._folder.mkdir(exist_ok=True, mode=0o700)
+        own = [it for it in record_files(self._folder) if it.process == self._process]
+        self._make_room(own)
+        number = max((it.number for it in own if it.series is series), default=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        while True:
+            number += 1
+            name = f"{self._process.replace('/', '-')}.{series}.{number:06d}"
+            try:
+                file = os.open(self._folder / name, flags, _MODE)
+            except FileExistsError:  # of a life of the worker that was taken for dead
+                continue
+            self._open[series] = self._folder / name, file
+            return
+
+    def _make_room(self, own: list[RecordFile]) -> None:
+        """The first files go, in the order of `Series`, until a file more has room."""
+        sizes = {it: it.path.stat().st_size for it in own}
+        excess = sum(sizes.values()) + len(Series) * self._file_bytes - self._max_bytes
+        written = {path for path, _ in self._open.values()}
+        order = list(Series)
+        for it in sorted(own, key=lambda it: (order.index(it.series), it.number)):
+            if excess <= 0:
+                return
+            if it.path not in written:
+                it.path.unlink(missing_ok=True)
+                excess -= sizes[it]

@@ -1,0 +1,223 @@
+"""What a process records of itself, written by a thread of its own.
+
+consumes     played groups and spans, from any thread of the process
+waits for    the disk, in its own thread; who records something never waits
+unblocked by the next group or span, the passing of `FLUSH_S`, or `close`
+
+A record is lost rather than that a run waits for it: one that comes when the thread is far behind,
+what a killed process has not written yet, and, with one warning, all that follows a failure to
+write, for example because the disk is full.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
+from areal_sc.records.blocks import block
+from areal_sc.records.record_files import FilesOfProcess, Series
+from areal_sc.records.recorded_rows import (
+    PlayedRow,
+    RecordedGroup,
+    numbers_of,
+    pack_group,
+    pack_tokens,
+)
+from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 1.0
+"""Spans are on the disk so long after their end."""
+SPANS_BYTES: Final = 64 << 20
+"""Limit of the records of a process that has no rows: some million spans."""
+KEPT_EVERY: Final = 16
+"""One of so many groups is remarkable, by its number: so a thinned history stays."""
+_MAX_WAITING: Final = 1024
+_SPANS_PER_BLOCK: Final = 4096
+_CLOSE_LIMIT_S: Final = 3.0
+
+
+@dataclass(frozen=True)
+class PlayedGroup:
+    """A group that has just ended.
+
+    Attributes:
+        group: without its rows.
+        episodes: number within the group -> its rows.
+    """
+
+    group: RecordedGroup
+    episodes: Mapping[int, Sequence[PlayedRow]]
+
+    @property
+    def is_remarkable(self) -> bool:
+        return bool(self.group.rejected) or self.group.group % KEPT_EVERY == 0
+
+
+class Recorder:
+    """Records what one process does.
+
+    Args:
+        folder: `records/` of the run; None: nothing is recorded.
+        process: `rollout/0`, say.
+        max_bytes: of its files.
+
+    Attributes:
+        is_on: it records what it gets.
+    """
+
+    def __init__(
+        self, folder: Path | None, process: str, config: RecordsConfig, max_bytes: int
+    ) -> None:
+        self._process = process
+        self._keeps_all = config.keep is KeepRecords.all
+        self.is_on = folder is not None and config.keep is not KeepRecords.none
+        self._waiting: queue.Queue[PlayedGroup | RecordedSpan | None] = queue.Queue(_MAX_WAITING)
+        self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def add_group(self, played: PlayedGroup) -> None:
+        """Records a group. Its rows must not change any more."""
+        if self._keeps_all or played.is_remarkable:
+            self._put(played)
+
+    def add_span(
+        self,
+        kind: str,
+        began: float,
+        took_s: float,
+        *,
+        lane: int = -1,
+        about: str = "",
+        versions: tuple[int, int] = (NO_VERSION, NO_VERSION),
+        num_tokens: int = 0,
+    ) -> None:
+        """Records a span; arguments are those of `RecordedSpan`.
+
+        Args:
+            versions: the first and the last one.
+        """
+        first, last = versions
+        self._put(
+            RecordedSpan(
+                process=self._process,
+                kind=kind,
+                began=began,
+                took_s=took_s,
+                lane=lane,
+                about=about,
+                first_version=first,
+                last_version=last,
+                num_tokens=num_tokens,
+            )
+        )
+
+    def add_event(self, kind: str) -> None:
+        """Records that something happens now."""
+        self.add_span(kind, time.time(), 0.0)
+
+    @contextmanager
+    def span(self, kind: str, *, about: str = "", version: int = NO_VERSION) -> Iterator[None]:
+        """Records the time that a block takes, whatever it raises."""
+        began, began_s = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            took_s = time.perf_counter() - began_s
+            self.add_span(kind, began, took_s, about=about, versions=(version, version))
+
+    def close(self) -> None:
+        """Writes what waits. Blocks, but not for a disk that does not answer."""
+        with self._starting:
+            self.is_on = False
+            thread = self._thread
+        if thread is not None and thread.is_alive():
+            try:
+                self._waiting.put(None, timeout=_CLOSE_LIMIT_S)
+            except queue.Full:
+                return
+            thread.join(_CLOSE_LIMIT_S)
+
+    def _put(self, record: PlayedGroup | RecordedSpan) -> None:
+        if not self.is_on:
+            return
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None and self.is_on:
+                    name = "records"
+                    self._thread = threading.Thread(target=self._write, name=name, daemon=True)
+                    self._thread.start()
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            logger.debug("a record is lost: the thread that writes them is far behind")
+
+    def _write(self) -> None:
+        try:
+            self._write_all()
+        except OSError as error:
+            self.is_on = False
+            logger.warning(
+                "%s records nothing more of what it does: %s: %s",
+                self._process,
+                error.filename or "cannot write",
+                error.strerror,
+            )
+        finally:
+            assert self._files is not None, "nothing is recorded without a folder"
+            self._files.close()
+
+    def _write_all(self) -> None:
+        """Raises: OSError."""
+        spans: list[RecordedSpan] = []
+        flush_s = 0.0
+        while True:
+            try:
+                limit_s = max(0.0, flush_s - time.monotonic()) if spans else None
+                record = self._waiting.get(timeout=limit_s)
+            except queue.Empty:
+                self._write_spans(spans)
+                continue
+            if isinstance(record, RecordedSpan):
+                if not spans:
+                    flush_s = time.monotonic() + FLUSH_S
+                spans.append(record)
+                if len(spans) >= _SPANS_PER_BLOCK or time.monotonic() > flush_s:
+                    self._write_spans(spans)
+            elif record is not None:
+                self._write_group(record)
+            else:
+                self._write_spans(spans)
+                return
+
+    def _write_spans(self, spans: list[RecordedSpan]) -> None:
+        if spans:
+            self._append(Series.spans, b"", pack_spans(spans))
+            spans.clear()
+
+    def _write_group(self, played: PlayedGroup) -> None:
+        rows = [
+            (numbers_of(row, episode, number), row)
+            for episode, its in played.episodes.items()
+            for number, row in enumerate(its)
+        ]
+        group = replace(played.group, rows=tuple(numbers for numbers, _ in rows))
+        body = pack_tokens([row for _, row in rows]) if rows else b""
+        series = Series.kept if played.is_remarkable else Series.rows
+        self._append(series, pack_group(group), body)
+
+    def _append(self, series: Series, head: bytes, body: bytes) -> None:
+        assert self._files is not None, "nothing is recorded without a folder"
+        self._files.append(series, block(head, body))

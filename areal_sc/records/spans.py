@@ -1,0 +1,124 @@
+"""Spans: what a process of a run did, and how long.
+
+Some thousand of them are a block, column by column.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+NO_VERSION: Final = -1
+_LEVEL: Final = 1
+
+
+class RecordedSpan(Struct, frozen=True, kw_only=True):
+    """Something that a process did, from one moment to another.
+
+    Attributes:
+        process: `rollout/0`, `train/0`, or `script`.
+        kind: what it did: `episode`, `generation`, `updating weights`, `train`, ...; in
+            a lane also what an episode waited for.
+        lane: spans of a process that go on at the same time have different ones; -1: it concerns
+            the whole process.
+        began: Unix time in seconds.
+        took_s: 0 of an event.
+        about: of an episode and what it waits for `GROUP.ATTEMPT.PROMPT`, of a worker that came
+            or went its name, else the number of the step.
+        first_version, last_version: policy versions of the first and the last sampled token, or
+            of the weights; -1: none.
+        num_tokens: that were sampled.
+    """
+
+    process: str
+    kind: str
+    began: float
+    took_s: float
+    lane: int = -1
+    about: str = ""
+    first_version: int = NO_VERSION
+    last_version: int = NO_VERSION
+    num_tokens: int = 0
+
+
+class SpanColumns(Struct, frozen=True):
+    """Spans of one process, as equally long columns.
+
+    Attributes:
+        kinds: [num_spans] places in `names`.
+        numbers: [5, num_spans] int32: lane, first_version, last_version, num_tokens and, as a
+            place in `abouts`, about.
+        times: [2, num_spans] float64: began, took_s.
+    """
+
+    names: tuple[str, ...]
+    abouts: tuple[str, ...]
+    kinds: bytes
+    numbers: bytes
+    times: bytes
+
+    @property
+    def num_spans(self) -> int:
+        return len(self.kinds)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`kinds`, `numbers` and `times`. Raises: ValueError: they are not equally long."""
+        num = self.num_spans
+        kinds = np.frombuffer(self.kinds, np.uint8)
+        numbers = np.frombuffer(self.numbers, "<i4").reshape(5, num)
+        return kinds, numbers, np.frombuffer(self.times, "<f8").reshape(2, num)
+
+
+def pack_spans(spans: Sequence[RecordedSpan]) -> bytes:
+    """The body of a block of spans; `unpack_spans` is its inverse.
+
+    Args:
+        spans: of one process, with fewer than 256 kinds.
+    """
+    names = {span.kind: None for span in spans}
+    abouts = {span.about: None for span in spans}
+    places = {name: place for place, name in enumerate(names)}
+    about_at = {about: place for place, about in enumerate(abouts)}
+    numbers = [
+        (one.lane, one.first_version, one.last_version, one.num_tokens, about_at[one.about])
+        for one in spans
+    ]
+    columns = SpanColumns(
+        tuple(names),
+        tuple(abouts),
+        bytes(places[span.kind] for span in spans),
+        np.array(numbers, "<i4").T.tobytes(),
+        np.array([(span.began, span.took_s) for span in spans], "<f8").T.tobytes(),
+    )
+    return zlib.compress(msgspec.msgpack.encode(columns), _LEVEL)
+
+
+def unpack_spans(body: bytes) -> SpanColumns:
+    """Raises: ValueError: they are none."""
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(body), type=SpanColumns)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise ValueError(f"spans cannot be read: {error}") from error
+
+
+def spans_of(columns: SpanColumns, process: str) -> Iterator[RecordedSpan]:
+    """Raises: ValueError: as `SpanColumns.arrays`."""
+    kinds, numbers, times = columns.arrays()
+    of_all = zip(kinds.tolist(), numbers.T.tolist(), times.T.tolist(), strict=True)
+    for kind, (lane, first, last, num_tokens, about), (began, took_s) in of_all:
+        yield RecordedSpan(
+            process=process,
+            kind=columns.names[kind],
+            began=began,
+            took_s=took_s,
+            lane=lane,
+            about=columns.abouts[about],
+            first_version=first,
+            last_version=last,
+            num_tokens=num_tokens,
+        )

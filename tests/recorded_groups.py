@@ -1,0 +1,57 @@
+"""Groups as a rollout worker records them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
+from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
+from areal_sc.records.recorder import PlayedGroup, Recorder
+from areal_sc.workflows.trajectory import Trajectory
+
+MEBI = 1 << 20
+
+
+def recorder_of(run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI) -> Recorder:
+    config = RecordsConfig(KeepRecords(keep), max_bytes)
+    return Recorder(run / "records", "rollout/0", config, max_bytes)
+
+
+def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
+    """A prompt of five tokens, then tokens of two versions with one between that was given."""
+    random = np.random.default_rng(seed)
+    mask = [False] * 5 + [True] * (length - 5)
+    mask[20] = False
+    versions = [-1] * 5 + [3] * 10 + [4] * (length - 15)
+    versions[20] = -1
+    drawn = random.exponential(size=length)
+    logprobs = [float(-it) if m else 0.0 for it, m in zip(drawn, mask, strict=True)]
+    return Trajectory(
+        random.integers(0, 150_000, length).tolist(),
+        mask,
+        logprobs,
+        versions,
+        [1.0] * length,
+        reward,
+        {"accuracy": reward},
+    )
+
+
+def played(
+    number: int, *episodes: list[Trajectory], rejected: tuple[RecordedRejection, ...] = ()
+) -> PlayedGroup:
+    group = RecordedGroup(
+        worker="rollout/0",
+        group=number,
+        attempt=0,
+        dataset=0,
+        index=7,
+        prompt="{'prompt': 'sort <script>‮'}",
+        admitted_version=2,
+        began=1000.5,
+        took_s=2.5,
+        rejected=rejected,
+    )
+    return PlayedGroup(group, dict(enumerate(episodes)))

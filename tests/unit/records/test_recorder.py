@@ -1,0 +1,181 @@
+"""What a process records: read again as it was, within its limit, and never at the run's cost."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded_groups import MEBI, played, recorder_of, trajectory
+
+from areal_sc.config.follow_settings import RecordsConfig
+from areal_sc.records import record_files as record_files_module
+from areal_sc.records.reading import rows, spans, trace_events
+from areal_sc.records.record_files import Series, record_files
+from areal_sc.records.recorded_rows import RecordedRejection
+from areal_sc.records.recorder import Recorder
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    given = {1: [trajectory(1), trajectory(2, 21)], 17: [trajectory(3, 22)]}
+    recorder = recorder_of(tmp_path)
+    for number, episodes in given.items():
+        recorder.add_group(played(number, *([it] for it in episodes)))
+    recorder.close()
+    back = sorted(rows(tmp_path), key=lambda it: (it.group, it.episode))
+    assert [(it.group, it.episode) for it in back] == [(1, 0), (1, 1), (17, 0)]
+    for row, was in zip(back, [*given[1], *given[17]], strict=True):
+        assert row.input_ids.tolist() == list(was.input_ids)
+        assert row.loss_mask.tolist() == list(was.loss_mask)
+        assert row.versions.tolist() == list(was.versions)
+        assert row.behavior_logprobs.tolist() == np.float16(was.behavior_logprobs).tolist()
+        assert (row.reward, row.metrics) == (was.reward, was.metrics)
+        assert (row.prompt, row.index, row.began) == ("{'prompt': 'sort <script>‮'}", 7, 1000.5)
+
+
+def test_a_group_without_rows_tells_why(tmp_path: Path) -> None:
+    cause = RecordedRejection("reward_error: KeyError at task.py:12", "no answer", 2)
+    recorder = recorder_of(tmp_path, keep="sample")
+    recorder.add_group(played(1, rejected=(cause,)))
+    recorder.add_group(played(2, [trajectory(1)], rejected=(cause,)))
+    recorder.add_group(played(3, [trajectory(2)]))  # unremarkable
+    recorder.add_group(played(32, [trajectory(3)]))
+    recorder.close()
+    assert [(it.group, it.num_rejected) for it in rows(tmp_path)] == [(2, 2), (32, 0)]
+
+
+def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
+    recorder.add_span(
+        "generation", 1e9, 0.25, lane=3, about="5.0.9", versions=(1, 2), num_tokens=40
+    )
+    recorder.add_event("serving")
+    with pytest.raises(KeyError), recorder.span("updating weights", version=7):
+        raise KeyError
+    recorder.close()
+    generation, serving, updating = spans(tmp_path)
+    assert (generation.process, generation.kind, generation.lane) == ("rollout/0", "generation", 3)
+    assert (generation.began, generation.took_s, generation.about) == (1e9, 0.25, "5.0.9")
+    assert (generation.first_version, generation.last_version, generation.num_tokens) == (1, 2, 40)
+    assert (serving.kind, serving.took_s, serving.lane) == ("serving", 0.0, -1)
+    assert (updating.kind, updating.first_version) == ("updating weights", 7)
+    name, *events = trace_events(spans(tmp_path))
+    assert name["args"] == {"name": "rollout/0"}
+    assert [it["ph"] for it in events] == ["X", "i", "X"]
+    assert (events[0]["ts"], events[0]["dur"], events[0]["tid"]) == (1e15, 250_000.0, 4)
+
+
+def test_with_none_nothing_is_written(tmp_path: Path) -> None:
+    before = threading.active_count()
+    for recorder in (
+        recorder_of(tmp_path, keep="none"),
+        Recorder(None, "rollout/0", RecordsConfig(), MEBI),  # the node has no run folder
+    ):
+        recorder.add_group(played(1, [trajectory(1)]))
+        recorder.add_event("serving")
+        recorder.close()
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == before
+    assert list(rows(tmp_path)) == list(spans(tmp_path)) == []
+
+
+def test_the_oldest_unremarkable_rows_go_first(tmp_path: Path) -> None:
+    rejected = (RecordedRejection("rejected", "", 1),)
+    recorder = recorder_of(tmp_path, max_bytes=MEBI)
+    recorder.add_event("serving")
+    recorder.add_group(played(1, [trajectory(1, 2000)], rejected=rejected))
+    for number in range(2, 800):
+        recorder.add_group(played(number, [trajectory(number, 2000)]))
+        if number % 100 == 0:
+            recorder.close()  # a life of the worker ends
+            recorder = recorder_of(tmp_path, max_bytes=MEBI)
+    recorder.close()
+    files = record_files(tmp_path / "records")
+    assert sum(it.path.stat().st_size for it in files) <= MEBI
+    kept = {it.group for it in rows(tmp_path)}
+    assert kept >= {1, *range(16, 800, 16)}  # 16 of them in a share that has room for all
+    newest = {number for number in kept if number % 16 and number > 1}
+    assert newest == {number for number in range(min(newest), 800) if number % 16}
+    assert min(newest) > 400
+    assert [it.kind for it in spans(tmp_path)] == ["serving"]
+    first = {it.series: it.number for it in reversed(files)}
+    assert first[Series.rows] > 1, "the missing numbers tell that files are gone"
+    assert first[Series.kept] == 1
+
+
+def test_a_full_disk_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = recorder_of(tmp_path)
+    recorder.add_group(played(1, [trajectory(1)]))
+    recorder.close()
+    whole = record_files(tmp_path / "records")[0].path.read_bytes()
+
+    def half(file: Any, content: bytes) -> None:
+        file.write(content[: len(content) // 2])
+        file.truncate(os.fstat(file.fileno()).st_size - len(content) // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record_files_module, "append_or_undo", half)
+    recorder = recorder_of(tmp_path)
+    for number in range(2, 9):
+        recorder.add_group(played(number, [trajectory(number)]))
+    recorder.close()
+    (warning,) = [it for it in caplog.records if it.levelno >= logging.WARNING]
+    assert "records nothing more" in warning.getMessage()
+    assert "No space left" in warning.getMessage()
+    assert record_files(tmp_path / "records")[0].path.read_bytes() == whole
+    assert [it.group for it in rows(tmp_path)] == [1]
+
+
+def test_a_folder_that_cannot_be_made_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "records").write_text("a file")
+    recorder = recorder_of(tmp_path)
+    recorder.add_group(played(1, [trajectory(1)]))
+    recorder.close()
+    assert [it.levelno for it in caplog.records] == [logging.WARNING]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from recorded_groups import played, recorder_of, trajectory
+recorder = recorder_of(Path(sys.argv[1]))
+number = 0
+while True:
+    number += 1
+    recorder.add_group(played(number, [trajectory(number, 3000)]))
+    if number == 50:
+        print("writes", flush=True)
+"""
+
+
+def test_what_a_killed_process_has_written_is_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), *filter(None, sys.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writes\n"
+        files = tmp_path / "records"
+        while sum(it.path.stat().st_size for it in record_files(files)) < 100_000:
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    recorder = recorder_of(tmp_path)  # the next life
+    recorder.add_group(played(1_000_001, [trajectory(5)]))
+    recorder.close()
+    back = list(rows(tmp_path))
+    assert len(back) > 10
+    for row in back[:-1]:
+        if row.group <= 1_000_000:
+            assert row.input_ids.tolist() == trajectory(row.group, 3000).input_ids
+    assert 1_000_001 in {row.group for row in back}
