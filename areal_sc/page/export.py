@@ -25,6 +25,8 @@ NUM_ROWS: Final = 200
 MAX_TEXT_BYTES: Final = 8 << 20
 """Texts of a run's samples in the file; the rows behind are left out."""
 NUM_GROUPS: Final = 200
+TIME_PIXELS: Final = 4000
+"""Of the time line, whose narrower spans are left out."""
 
 _IMPORT: Final = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export (?=(?:async function|function|const) (\w+))", re.MULTILINE)
@@ -83,6 +85,7 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
         base = f"/api/runs/{number}"
         yield f"{base}/steps", run.steps()
         yield f"{base}/health", run.health()
+        yield f"{base}/time", run.time_line(width=TIME_PIXELS)
         fleet = run.fleet()
         yield f"{base}/fleet", fleet
         for log in fleet["logs"]:
@@ -101,6 +104,7 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
         shown = {group["group"] for group in groups["groups"]}
         for group, life in run.lives(shown | {row["group"] for row in kept}).items():
             yield f"{base}/groups/{group}", life
+            yield f"{base}/recorded/{group}", run.recorded(group)
 
 
 def _text(name: str) -> str:

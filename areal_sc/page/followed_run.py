@@ -10,21 +10,30 @@ long, has a lock of its own.
 from __future__ import annotations
 
 from collections.abc import Set
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+from tokenizers import Tokenizer
+
 from areal_sc.config.loading.differences import settings_of
 from areal_sc.config.schema import Dtype
 from areal_sc.errors import RunFolderError
+from areal_sc.hub import cached_model
 from areal_sc.page.fleet_view import fleet_view, log_end
 from areal_sc.page.followed_health import FollowedHealth
 from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
+from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
 from areal_sc.page.sample_rows import RowQuery, SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
+from areal_sc.page.time_line import TimeLine
+from areal_sc.records.reading import spans, trace_events
+from areal_sc.records.spans import RecordedSpan
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+from areal_sc.system.json_lines import to_json
 
 _MAX_SETTINGS_BYTES: Final = 64 << 20
 """Largest `config.yaml` that is read, in bytes."""
@@ -47,6 +56,13 @@ class FollowedRun:
         self._rows = SampleRows(self.folder.samples_path)
         self._groups = GroupBook(self.folder.ledger)
         self._health = FollowedHealth()
+        self._recorded = RecordedGroups(self.folder.records)
+        self._time_line = TimeLine(self.folder.records)
+        self._script: tuple[list[RecordedSpan], int] = (
+            [],
+            0,
+        )  # spans of it, and how many were told
+        self._lock_of_records = Lock()
 
     def stamps(self) -> dict[str, Stamp]:
         """A stamp for each part of the run; it changes when the part does."""
@@ -55,6 +71,7 @@ class FollowedRun:
             "steps": stamp_of(folder.metrics_path),
             "rows": stamp_of(folder.samples_path),
             "groups": self._groups.stamp(),
+            "records": self._time_line.stamp(),
             "fleet": stamp_of(folder.status_path, folder.summary_path),
         }
 
@@ -118,6 +135,41 @@ class FollowedRun:
                 life["rows"] = self._rows.of_group(group)
             return lives
 
+    def recorded(self, group: int) -> dict[str, Any]:
+        """`attempts`, as `RecordedGroups.of_group` tells them, and `damage`."""
+        with self._lock_of_records:
+            self._recorded.follow()
+            attempts = self._recorded.of_group(group)
+            return {"attempts": attempts, "damage": self._recorded.damage}
+
+    def tokens(self, group: int, attempt: int, episode: int, row: int) -> dict[str, Any] | None:
+        """The tokens of a recorded row, as `RecordedGroups.tokens` tells them."""
+        with self._lock_of_records:
+            self._recorded.follow()
+            return self._recorded.tokens(group, attempt, episode, row, self._tokenizer)
+
+    def time_line(
+        self, first: float | None = None, last: float | None = None, width: int = 2000
+    ) -> dict[str, Any]:
+        """What its processes did when, as `TimeLine.shown` tells it."""
+        with self._lock_of_records:
+            with self._lock:
+                self._columns.follow()
+                spans = self._columns.spans
+            known, num_told = self._script
+            if spans is not known:
+                self._time_line.forget_script()
+                num_told = 0
+            self._time_line.add_of_script(spans[num_told:])
+            self._script = spans, len(spans)
+            self._time_line.follow()
+            return self._time_line.shown(first, last, width)
+
+    def trace(self) -> bytes:
+        """What its processes did when, as JSON that Perfetto and Chrome show."""
+        events = b",\n".join(map(to_json, trace_events(spans(self.folder.path))))
+        return b'{"traceEvents": [' + events + b"]}"
+
     def fleet(self) -> dict[str, Any]:
         """State and workers, as `fleet_view` tells them."""
         return fleet_view(self.folder)
@@ -139,6 +191,14 @@ class FollowedRun:
         except RunFolderError as error:
             return {}, f"config.yaml cannot be read: {error.__cause__ or 'it is not a mapping'}"
         return {name: str(value) for name, value in settings.items()}, ""
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """That of the run's model, if it is on this machine."""
+        settings = self._settings()[0]
+        path = settings.get("actor.path", "")
+        model = cached_model(path, settings.get("actor.revision", "")) if path else None
+        return tokenizer_of(*filter(None, (model, self.folder.path / "model")))
 
     def _dtype(self) -> Dtype:
         name = self._settings()[0].get("actor.dtype", "")

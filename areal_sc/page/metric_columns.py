@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,8 @@ import msgspec
 from areal_sc.page.followed_lines import FollowedLines
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History
+from areal_sc.records.script_spans import script_spans
+from areal_sc.records.spans import RecordedSpan
 
 _SECTIONS: Final = ("workflow", "train", "rejected_episodes")
 _LEFT_OUT: Final = "counters"
@@ -23,6 +26,8 @@ class MetricColumns:
         epoch: grows when steps that were told are gone: the run went back, or its file was
             replaced. Then all columns are to be asked for anew.
         history: what the records tell. A step that cannot be shown is not in it.
+        spans: what the script did when, in steps that no longer count, too; another list once the
+            file was replaced.
         events: in order, each with `after_step`; `num_abandoned` of one that went back is the
             number of steps that no longer count.
     """
@@ -38,6 +43,7 @@ class MetricColumns:
         self.epoch += 1
         self.history = History()
         self.events: list[dict[str, Any]] = []
+        self.spans: list[RecordedSpan] = []
         self._times: list[float | None] = []
 
     @property
@@ -55,6 +61,8 @@ class MetricColumns:
 
     def _add(self, record: dict[str, Any]) -> None:
         before = self.num_steps
+        with suppress(KeyError, TypeError, ValueError):  # of a record without a time, say
+            self.spans += script_spans(record)
         try:
             self.history.add(record)
             if self.num_steps > before:

@@ -14,6 +14,10 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks ev
     /api/runs/N/rows/OFFSET             one of them
     /api/runs/N/groups                  from the ledger; `?outcome=&cause=&worker=&step=&at=`
     /api/runs/N/groups/GROUP            the life of one
+    /api/runs/N/recorded/GROUP          its recorded rows, without their tokens
+    /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   the tokens of one of them
+    /api/runs/N/time                    what each process did when; `?first=&last=&width=`
+    /api/runs/N/trace                   the same as a trace for Perfetto
     /api/runs/N/fleet                   state, workers, logs
     /api/runs/N/logs/NAME               the end of a log
     /api/changes                        server-sent events
@@ -22,6 +26,7 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks ev
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -66,6 +71,10 @@ class PageServer:
             "rows/{offset}": lambda run, request: run.row(_whole_number(request, "offset")),
             "groups": _groups,
             "groups/{group}": _group,
+            "recorded/{group}": lambda run, request: run.recorded(_whole_number(request, "group")),
+            "tokens/{group}/{attempt}/{episode}/{row}": _tokens,
+            "time": _time,
+            "trace": lambda run, request: run.trace(),
             "fleet": lambda run, request: run.fleet(),
             "logs/{name}": _log,
         }
@@ -109,7 +118,7 @@ class PageServer:
 
             def made() -> bytes | None:
                 found = view(run, request)
-                return None if found is None else to_json(found)
+                return found if found is None or isinstance(found, bytes) else to_json(found)
 
             body = await asyncio.to_thread(made)
             if body is None:
@@ -189,19 +198,32 @@ def _group(run: FollowedRun, request: web.Request) -> Any:
     return run.lives({group}).get(group)
 
 
+def _tokens(run: FollowedRun, request: web.Request) -> Any:
+    names = ("group", "attempt", "episode", "row")
+    return run.tokens(*(_whole_number(request, name) for name in names))
+
+
+def _time(run: FollowedRun, request: web.Request) -> Any:
+    first, last = (_number(request, name, None, float) for name in ("first", "last"))
+    return run.time_line(first, last, _number(request, "width", 2000))
+
+
 def _log(run: FollowedRun, request: web.Request) -> Any:
     text = run.log(request.match_info["name"])
     return None if text is None else {"text": text}
 
 
-def _number(request: web.Request, name: str, default: Any) -> Any:
+def _number(
+    request: web.Request, name: str, default: Any, kind: type[int] | type[float] = int
+) -> Any:
     text = request.query.get(name, "")
     if not text:
         return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name}: expected a whole number, got {text!r}") from None
+    with suppress(ValueError):
+        if math.isfinite(number := kind(text)):
+            return number
+    what = "a whole number" if kind is int else "a number"
+    raise ValueError(f"{name}: expected {what}, got {text!r}")
 
 
 def _whole_number(request: web.Request, name: str) -> int:

@@ -77,6 +77,7 @@ NOT_RUN_HERE = {
     "--set name=mine,prompts=mine.jsonl,reward=my_task:reward": (
         "tests/integration/test_evaluate.py"
     ),
+    "from areal_sc.records.reading import rows": "tests/integration/test_records.py",
     "python -m areal_sc page runs/minimal": "tests/integration/test_page.py",
     "python -m areal_sc page runs/minimal runs/control": "tests/unit/commands/test_page.py",
     "python -m areal_sc page runs/minimal --export minimal.html": "tests/unit/commands",

@@ -9,17 +9,19 @@ import { groupParts, groupsParts, showGroup, showGroups } from "./view_groups.js
 import { rowParts, showRow } from "./view_row.js";
 import { rowsParts, showRows } from "./view_rows.js";
 import { runParts, showRuns } from "./view_run.js";
+import { showTime, timeParts } from "./view_time.js";
 
 // name in the address -> title, tab that it stands under, what makes it, parts of a run that it shows
 const VIEWS = {
   run: { title: "Run", tab: "run", show: showRuns, parts: runParts, ofAll: true },
+  time: { title: "Time line", tab: "time", show: showTime, parts: timeParts },
   rows: { title: "Rows", tab: "rows", show: showRows, parts: rowsParts },
   row: { title: "Row", tab: "rows", show: showRow, parts: rowParts },
   groups: { title: "Lineage", tab: "groups", show: showGroups, parts: groupsParts },
   group: { title: "Group", tab: "groups", show: showGroup, parts: groupParts },
   fleet: { title: "Fleet", tab: "fleet", show: showFleet, parts: fleetParts },
 };
-const TABS = ["run", "rows", "groups", "fleet"];
+const TABS = ["run", "time", "rows", "groups", "fleet"];
 
 const header = el("header", {});
 const main = el("main", { id: "main" });
@@ -124,7 +126,7 @@ async function begin() {
     if (event.key === "/" && document.getElementById("search")) {
       event.preventDefault();
       document.getElementById("search").focus();
-    } else if (/^[1-4]$/.test(event.key)) {
+    } else if (/^[1-5]$/.test(event.key)) {
       location.hash = header.querySelectorAll("nav a")[event.key - 1].hash;
     } else {
       body?.onKey?.(event);

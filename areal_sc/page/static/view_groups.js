@@ -3,6 +3,7 @@
 import { change, linkTo } from "./address.js";
 import { choice, el, field, notes, number, short, shown, table, tile } from "./dom.js";
 import { get, isFile } from "./source.js";
+import { recordedRows } from "./tokens.js";
 import { rowCard } from "./view_rows.js";
 import { span } from "./view_run.js";
 
@@ -119,6 +120,7 @@ const SAID = {
 };
 
 export async function showGroup({ run, words }) {
+  const recorded = recordedRows(run, encodeURIComponent(words.group || "")).catch((error) => el("p", { class: "dim" }, shown(error.message)));
   const { account, events, rows } = await get(`/api/runs/${run.index}/groups/${encodeURIComponent(words.group || "")}`);
   const finished = events.filter((event) => event.what === "finished").at(-1);
   return el(
@@ -150,5 +152,6 @@ export async function showGroup({ run, words }) {
       : null,
     el("h2", {}, "Texts that were kept"),
     rows.length ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row))) : el("p", { class: "dim" }, "none: of each step a few groups are kept (samples.groups_per_step)"),
+    await recorded,
   );
 }

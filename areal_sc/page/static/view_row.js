@@ -3,6 +3,7 @@
 import { linkTo } from "./address.js";
 import { el, number, short, shown, textBox, tile } from "./dom.js";
 import { get } from "./source.js";
+import { recordedRows } from "./tokens.js";
 import { span } from "./view_run.js";
 import { listed } from "./view_rows.js";
 
@@ -25,6 +26,11 @@ export async function showRow({ run, words }) {
     Escape: linkTo("rows", { run: run.name, ...asked }),
   };
   const prompts = new Set(group.map((one) => one.prompt));
+  const tokens = el("div", {});
+  recordedRows(run, row.group, row).then(
+    (found) => tokens.append(found),
+    (error) => tokens.append(el("p", { class: "dim" }, shown(error.message))),
+  );
   const root = el(
     "article",
     {},
@@ -70,6 +76,7 @@ export async function showRow({ run, words }) {
         ),
       ),
     ),
+    tokens,
   );
   root.onKey = (event) => {
     if (!ways[event.key]) return;

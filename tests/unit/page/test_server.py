@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession, CookieJar
 from ledger_history import History, a_run
+from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.page.access import Access
@@ -44,6 +46,10 @@ async def folder(
             log.on_step(make_step(step, reward=step / 7))
     with closing(JsonLines(folder.samples_path)) as lines:
         lines.append(sample(1, group=0), sample(1, group=0, place=Place.worst, reward=0.0))
+    recorder = recorder_of(folder.path)
+    recorder.add_group(played(0, [trajectory(1)], [trajectory(2)]))
+    recorder.add_span("episode", 1e9, 2.5, about="0.0.7")
+    recorder.close()
     history = History(Disk(), folder.ledger)
     a_run(history)
     await history.journal.close()
@@ -159,6 +165,11 @@ async def test_nothing_but_reading(session: ClientSession) -> None:
         ("/api/runs/0/keys", 404, "Not Found"),
         ("/static/..%2Fserver.py", 404, "no such file"),
         ("/static/../server.py", 404, "Not Found"),
+        ("/api/runs/0/tokens/0/0/0/9", 404, "nothing of that number"),
+        ("/api/runs/0/tokens/0/0/0/..", 404, "Not Found"),
+        ("/api/runs/0/recorded/x", 400, "expected a whole number"),
+        ("/api/runs/0/time?first=a", 400, "first: expected a number, got 'a'"),
+        ("/api/runs/0/time?last=inf", 400, "last: expected a number, got 'inf'"),
         ("/none", 404, "Not Found"),
     ],
 )
@@ -194,6 +205,16 @@ async def test_answers_are_what_the_files_say(session: ClientSession, folder: Ru
     assert [it["cause"] for it in groups["groups"]] == ["reward_error"]
     life = await get(session, "/api/runs/0/groups/0")
     assert [it["offset"] for it in life["rows"]] == sorted(row["offset"] for row in rows)
+    recorded = await get(session, "/api/runs/0/recorded/0")
+    assert [it["episode"] for it in recorded["attempts"][0]["rows"]] == [0, 1]
+    tokens = await get(session, "/api/runs/0/tokens/0/0/1/0")
+    assert tokens["ids"] == trajectory(2).input_ids
+    time = await get(session, "/api/runs/0/time?width=100")
+    assert [it["name"] for it in time["processes"]] == ["script", "rollout/0"]
+    assert time["begin"] == 1e9
+    trace = await get(session, "/api/runs/0/trace")
+    of_steps = [it["args"]["about"] for it in trace["traceEvents"] if it["name"] == "train"]
+    assert of_steps == ["1", "2", "3"]
     fleet = await get(session, "/api/runs/0/fleet")
     assert fleet["state"] == "dead"
     assert [log["name"] for log in fleet["logs"]] == ["controller.log", "rollout-0.log"]
@@ -252,6 +273,8 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
     folder.ledger.rmdir()
     folder.ledger.write_text("no folder")
     folder.status_path.write_bytes(b"\x00")
+    shutil.rmtree(folder.records)
+    folder.records.write_text("no folder")
     (folder.path / "run.json").unlink()
     (folder.path / ".run.json").unlink()
     (about,) = await get(session, "/api/runs")
@@ -259,5 +282,5 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
         "run.json is gone or damaged",
         "config.yaml cannot be read: Is a directory",
     ]
-    for view in ("steps", "rows", "groups", "fleet"):
+    for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view

@@ -1,0 +1,152 @@
+"""The rows that rollout workers have recorded: numbers in memory, tokens in the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from areal_sc.errors import RunFolderError
+from areal_sc.page.followed_blocks import FollowedBlocks
+from areal_sc.records.blocks import RecordBlock, read_body
+from areal_sc.records.record_files import RecordFile, Series
+from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
+
+_MOST_PARTS: Final = 4
+"""Most tokens that make one character: a byte each."""
+
+
+class _PlacedGroup(NamedTuple):
+    """A group, and where its tokens are."""
+
+    path: Path
+    block: RecordBlock
+    group: RecordedGroup
+
+
+class RecordedGroups:
+    """Follows the files of rows in `records/`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept))
+        self._kept: dict[int, dict[int, _PlacedGroup]] = {}  # by group and attempt
+
+    @property
+    def damage(self) -> list[str]:
+        """What cannot be read, and what is gone, in sentences."""
+        return self._blocks.damage
+
+    def follow(self) -> None:
+        """Reads what is new."""
+        for file, _, found in self._blocks.read_new():
+            self._add(file, found)
+
+    def _add(self, file: RecordFile, found: RecordBlock) -> None:
+        try:
+            group = unpack_group(found.head)
+        except ValueError as error:
+            self._blocks.note_bad(file, str(error))
+            return
+        attempts = self._kept.setdefault(group.group, {})
+        known = attempts.get(group.attempt)
+        # a run that has gone back may have played another group of this number since
+        if known is None or known.group.began <= group.began:
+            placed = found._replace(head=b"")  # what is in it is in `group`
+            attempts[group.attempt] = _PlacedGroup(file.path, placed, group)
+
+    def of_group(self, number: int) -> list[dict[str, Any]]:
+        """The attempts of a group that are recorded, the newest one last.
+
+        Returns: of each `worker`, `attempt`, `index`, `prompt`, `began`, `took_s`, `rejected` with
+            `cause`, `message` and `num_episodes`, and `rows` with `episode`, `row`, `num_tokens`,
+            `num_trained_tokens`, `reward`, `versions`, `num_interruptions` and `metrics`.
+        """
+        return [
+            {
+                "worker": group.worker,
+                "attempt": group.attempt,
+                "index": group.index,
+                "prompt": group.prompt,
+                "began": group.began,
+                "took_s": group.took_s,
+                "rejected": group.rejected,
+                "rows": [
+                    {
+                        "episode": row.episode,
+                        "row": row.row,
+                        "num_tokens": row.num_tokens,
+                        "num_trained_tokens": row.num_trained_tokens,
+                        "reward": row.reward,
+                        "versions": row.versions,
+                        "num_interruptions": row.num_interruptions,
+                        "metrics": row.metrics,
+                    }
+                    for row in group.rows
+                ],
+            }
+            for _, (_, _, group) in sorted(self._kept.get(number, {}).items())
+        ]
+
+    def tokens(
+        self, number: int, attempt: int, episode: int, row: int, tokenizer: Tokenizer | None
+    ) -> dict[str, Any] | None:
+        """The tokens of a row.
+
+        Returns: `ids`, `mask`, `logprobs`, `versions` and, with a tokenizer, `texts` (None without
+            one), each with one value a token; None: it is not recorded.
+        Raises: RunFolderError: it cannot be read any more.
+        """
+        placed = self._kept.get(number, {}).get(attempt)
+        names = [(it.episode, it.row) for it in placed.group.rows] if placed else []
+        if placed is None or (episode, row) not in names:
+            return None
+        try:
+            with placed.path.open("rb") as file:
+                body = read_body(file.fileno(), placed.block)
+            tokens = unpack_tokens(body, placed.group.rows)[names.index((episode, row))]
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{placed.path.name} cannot be read: {error}") from error
+        ids = tokens.input_ids.tolist()
+        return {
+            "ids": ids,
+            "mask": tokens.loss_mask.tolist(),
+            "logprobs": [round(it, 5) for it in tokens.behavior_logprobs.tolist()],
+            "versions": tokens.versions.tolist(),
+            "texts": None if tokenizer is None else texts_of(tokenizer, ids),
+        }
+
+
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token; that of a character which several tokens make stands at the last.
+
+    Tokens that together make no character are replacement characters.
+    """
+    stream, texts, num_silent = DecodeStream(skip_special_tokens=False), list[str](), 0
+    for number in ids:
+        texts.append(stream.step(tokenizer, number) or "")
+        num_silent = 0 if texts[-1] else num_silent + 1
+        if num_silent > _MOST_PARTS:
+            stream = DecodeStream(skip_special_tokens=False)
+            texts[-num_silent:] = ["\N{REPLACEMENT CHARACTER}"] * num_silent
+            num_silent = 0
+    return texts
+
+
+def tokenizer_of(*folders: Path) -> Tokenizer | None:
+    """The tokenizer of the first folder that has one; None: none of them has."""
+    for folder in folders:
+        path = folder / "tokenizer.json"
+        if os.access(path, os.R_OK):
+            try:
+                return Tokenizer.from_file(str(path))
+            except Exception:  # it has no class of its own
+                continue
+    return None

@@ -1,0 +1,116 @@
+// The tokens of recorded rows: coloured by version, log-probability or mask, with every number of the one under the pointer.
+
+import { choice, el, field, notes, number, short, shown } from "./dom.js";
+import { get } from "./source.js";
+
+export const NUM_HUES = 12;
+const COLORS = ["version", "log-probability", "mask"];
+const LOGPROBS = [-0.01, -0.1, -0.5, -1, -2, -4, -8]; // nats: where a colour ends, and the next one begins
+let color = "version"; // kept from row to row
+
+/** The recorded rows of a group, and the tokens of the one whose `reward` and `num_tokens` are wanted, or the name. */
+export async function recordedRows(run, group, wanted = {}) {
+  const { attempts, damage } = await get(`/api/runs/${run.index}/recorded/${group}`);
+  const rows = attempts.flatMap((attempt) => attempt.rows.map((row) => ({ ...row, attempt: attempt.attempt, name: `${attempt.attempt}.${row.episode}.${row.row}` })));
+  const isWanted = (row) => row.reward === wanted.reward && row.num_tokens === wanted.num_tokens;
+  const first = rows.find((row) => row.name === wanted.name) || rows.find(isWanted) || rows[0];
+  const area = el("div", {});
+  const show = async (name) => {
+    const row = rows.find((one) => one.name === name);
+    try {
+      area.replaceChildren(tokenBox(row, await get(`/api/runs/${run.index}/tokens/${group}/${row.attempt}/${row.episode}/${row.row}`)));
+    } catch (error) {
+      area.replaceChildren(el("p", { class: "dim" }, shown(error.message)));
+    }
+  };
+  if (first) await show(first.name);
+  const options = rows.map((row) => [row.name, `${row.attempt ? `attempt ${row.attempt + 1}, ` : ""}episode ${row.episode}${row.row ? `, row ${row.row + 1}` : ""}: reward ${short(row.reward)}, ${short(row.num_tokens)} tokens`]);
+  return el(
+    "section",
+    {},
+    el("h2", {}, "Tokens"),
+    notes(damage, "damage"),
+    attempts.flatMap((attempt) =>
+      attempt.rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} episodes of attempt ${attempt.attempt + 1} were rejected: `, shown(`${it.cause}: ${it.message}`))),
+    ),
+    rows.length ? field("row", choice("recorded row", options, first.name, show)) : el("p", { class: "dim" }, "not recorded (records.keep), or gone (records.max_bytes)"),
+    area,
+  );
+}
+
+function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
+  const under = el("p", { class: "under", role: "status" }, "point at a token, or go along them with ← and →");
+  const box = el("div", { class: "tokens text", tabindex: "0", dir: "ltr", role: "group", "aria-label": "tokens" });
+  const marks = ids.map((id, index) => {
+    const mark = document.createElement("span");
+    mark.append(...textOf(texts ? texts[index] : `${id} `));
+    mark.index = index;
+    return mark;
+  });
+  const legend = el("p", { class: "legend" });
+  const paint = (by) => {
+    color = by;
+    marks.forEach((mark, index) => (mark.className = mask[index] ? classOf(by, versions[index], logprobs[index]) : "given"));
+    legend.replaceChildren(...legendOf(by, row));
+  };
+  let at = -1;
+  const point = (index) => {
+    marks[at]?.removeAttribute("aria-current");
+    at = index;
+    marks[at].setAttribute("aria-current", "true");
+    under.replaceChildren(...numbersOf(at));
+  };
+  const numbersOf = (index) => [
+    `token ${short(index)} of ${short(ids.length)}, id ${ids[index]}`,
+    texts ? [" ", el("code", {}, shown(JSON.stringify(texts[index])))] : "",
+    mask[index] ? `, sampled by version ${short(versions[index])}, log-probability ` : ", given: not trained",
+    ...(mask[index] ? [number(logprobs[index]), `, probability ${short(Math.exp(logprobs[index]))}`] : []),
+  ].flat();
+  box.addEventListener("pointerover", (event) => event.target !== box && point(event.target.closest(".tokens > span").index));
+  box.addEventListener("keydown", (event) => {
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: ids.length - 1 }[event.key];
+    if (next === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation(); // in a row these keys go to the next one
+    if (next < 0 || next >= ids.length) return;
+    point(next);
+    marks[next].scrollIntoView({ block: "nearest" });
+  });
+  box.append(...marks);
+  paint(color);
+  return el(
+    "div",
+    {},
+    el("div", { class: "controls" }, field("colour", choice("colour", COLORS.map((it) => [it, it]), color, paint)), legend),
+    texts ? null : el("p", { class: "dim" }, "ids, as the tokenizer of the run's model is not on this machine"),
+    under,
+    box,
+  );
+}
+
+/** A newline is seen as what it is; of a character that several tokens make, the last one has the text. */
+function textOf(text) {
+  return text === "" ? ["▫"] : shown(text.replaceAll("\n", "⏎\n"));
+}
+
+function classOf(by, version, logprob) {
+  if (by === "mask") return "trained";
+  if (by === "version") return `hue${version % NUM_HUES}`;
+  return `p${logprobPlace(logprob)}`;
+}
+
+function logprobPlace(logprob) {
+  const place = LOGPROBS.findIndex((end) => logprob >= end);
+  return place < 0 ? LOGPROBS.length : place;
+}
+
+function legendOf(by, row) {
+  const given = el("span", { class: "given" }, "given");
+  if (by === "mask") return [el("span", { class: "trained" }, "trained"), " ", given];
+  if (by === "version") {
+    const versions = [...new Set(row.versions.map(([version]) => version))].slice(-NUM_HUES);
+    return [...versions.flatMap((version) => [el("span", { class: `hue${version % NUM_HUES}` }, `version ${version}`), " "]), given];
+  }
+  const names = LOGPROBS.map((end) => `≥ ${end}`).concat(`< ${LOGPROBS.at(-1)}`);
+  return [...names.flatMap((name, place) => [el("span", { class: `p${place}` }, name), " "]), given];
+}

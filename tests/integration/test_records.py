@@ -1,0 +1,57 @@
+"""What a run records of its rows and its processes agrees with its ledger and its metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integration.run_process import tiny_run
+
+from areal_sc.page.group_book import GroupBook
+from areal_sc.records.reading import rows, spans, steps
+from areal_sc.run.run_folder import RunFolder
+
+
+def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> None:
+    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=5") as run:
+        run.finish()
+        run_dir = run.run_dir
+    recorded = {(it.group, it.attempt, it.episode): it for it in rows(run_dir)}
+    book = GroupBook(RunFolder(run_dir).ledger)
+    of_script = [it for it in spans(run_dir) if it.process == "script"]
+    num_rows = 0
+    for life in book.lives(set(range(20))).values():
+        finished = [it for it in life["events"] if it["what"] == "finished"][-1]
+        for row in finished["rows"]:
+            kept = recorded[life["account"]["group"], finished["attempt"], row["episode"]]
+            assert (kept.reward, len(kept.input_ids)) == (row["reward"], row["tokens"])
+            assert kept.loss_mask.sum() == row["trained_tokens"]
+            for version, count in row["versions"]:
+                assert (kept.versions == version).sum() == count
+            assert ((kept.behavior_logprobs < 0) <= kept.loss_mask).all()
+            num_rows += 1
+    assert num_rows == 5 * 4 * 2
+    measured = list(steps(run_dir))
+    assert [it.about for it in of_script if it.kind == "train"] == [str(m.step) for m in measured]
+    for step in measured:
+        its = {it.kind: it.took_s for it in of_script if it.about == str(step.step)}
+        assert its["wait"] == step.wait_s
+    found = list(spans(run_dir))
+    of_worker = [it for it in found if it.process == "rollout/0"]
+    kinds = {it.kind for it in of_worker}
+    assert kinds >= {"serving", "episode", "generation", "updating weights", "ending"}
+    versions = [it.first_version for it in of_worker if it.kind == "updating weights"]
+    assert versions == sorted(set(versions))
+    assert max(versions) == 5
+    updates = [it.first_version for it in found if it.kind == "update"]
+    assert updates == [0, 1, 2, 3, 4]
+    episodes = [it for it in of_worker if it.kind == "episode" and it.about[0].isdigit()]
+    answers = [it for it in of_worker if it.kind == "generation" and it.about[0].isdigit()]
+    assert len(episodes) >= num_rows
+    by_lane = {lane: [it for it in episodes if it.lane == lane] for lane in range(64)}
+    for lane, its in by_lane.items():
+        assert not its or lane == 0 or by_lane[lane - 1], "the lowest free lane is taken"
+    for answer in answers:
+        assert any(
+            it.lane == answer.lane and it.about == answer.about and it.began <= answer.began
+            for it in episodes
+        )
