@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/installed  # made when what developers need is installed to
 # a variable of some containers; without compiled files each process compiles the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check test test-long test-needs lint install sglang vllm slurm docs clean
+.PHONY: quickstart check test test-long test-needs lint install sglang vllm slurm chromium docs clean
 
 quickstart: $(RUNS)  ## train the letter-sorting model on two CPU cores
 	$(VENV)/bin/python examples/letter_sort.py --config configs/letter_sort.yaml \
@@ -25,7 +25,7 @@ test-long: test-needs vllm  ## what `make test` leaves out: quick benchmarks, vL
 	$(VENV)/bin/python -m pytest -n 2 -m long $(ARGS)
 
 test-needs:  ## beside each other: all of it takes a core, or waits for a network
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint sglang slurm
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint sglang slurm chromium
 
 check: lint  ## while you work: lint, types and the unit tests, without those of several seconds
 	$(VENV)/bin/python -m pytest -n 2 -q -m "not slow" tests/unit $(ARGS)
@@ -48,6 +48,10 @@ vllm:  ## vLLM for CPUs, in .venv-vllm; at once where it is there
 
 slurm:  ## SLURM for its tests, from Debian's packages; at once where it is there
 	tests/slurm_cluster/install.sh
+
+# after slurm, as apt-get does one thing at a time
+chromium: slurm  ## Chromium for the tests of the page, likewise
+	tests/browser/install.sh
 
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

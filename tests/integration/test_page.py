@@ -27,10 +27,11 @@ OLD_RUN = Path(__file__).with_name("old_runs") / "tiny_run_a32ae4a.tar.xz"
 
 
 class Page:
-    """The address of a page, and its key."""
+    """The address of a page, and its key; `link` has both."""
 
     def __init__(self, address: str, key: str) -> None:
         self.address, self._key = address, key
+        self.link = f"{address}/?key={key}"
 
     def get(self, path: str) -> Any:
         sign = "&" if "?" in path else "?"
