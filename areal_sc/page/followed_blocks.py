@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,14 +26,19 @@ class FollowedBlocks:
         self._series = series
         self._read_bytes: dict[Path, int] = {}
         self._files: list[RecordFile] = []
+        self._whole: set[Path] = set()
         self._told: list[str] = []
         self._num_bad = 0
         self._unfinished: dict[str, int] = {}
         self._failure = ""
 
     def stamp(self) -> Stamp:
-        """It changes when a file does."""
-        return stamp_of(self._folder)
+        """It changes when a file does that is written to."""
+        try:
+            files = record_files(self._folder)
+        except OSError:  # as if there were none
+            return []
+        return stamp_of(*(it.path for it in _newest(files) if it.series in self._series))
 
     @property
     def damage(self) -> list[str]:
@@ -64,8 +69,13 @@ class FollowedBlocks:
         self._failure = ""
         try:
             self._files = [it for it in record_files(self._folder) if it.series in self._series]
+            newest = set(_newest(self._files))
             for file in self._files:
+                if file.path in self._whole:
+                    continue
                 yield from self._of_file(file)
+                if file not in newest:  # its process writes to another one
+                    self._whole.add(file.path)
         except OSError as error:
             name = Path(error.filename or self._folder).name
             self._failure = f"records: {name} cannot be read: {error.strerror}"
@@ -95,3 +105,12 @@ class FollowedBlocks:
         for file in self._files:
             first.setdefault((file.process, file.series), file.number)
         return sum(number - 1 for number in first.values())
+
+
+def _newest(files: Iterable[RecordFile]) -> Iterable[RecordFile]:
+    """Of each process and series the last file.
+
+    Args:
+        files: by process, series and number.
+    """
+    return {(it.process, it.series): it for it in files}.values()

@@ -33,7 +33,7 @@ class RecordedGroups:
 
     def __init__(self, folder: Path) -> None:
         self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept))
-        self._kept: dict[int, list[_PlacedGroup]] = {}
+        self._kept: dict[int, dict[int, _PlacedGroup]] = {}  # by group and attempt
 
     @property
     def damage(self) -> list[str]:
@@ -51,10 +51,12 @@ class RecordedGroups:
         except ValueError as error:
             self._blocks.note_bad(file, str(error))
             return
-        # the head is read again where it is wanted: most never are
-        self._kept.setdefault(group.group, []).append(
-            _PlacedGroup(file.path, found._replace(head=b""), group)
-        )
+        attempts = self._kept.setdefault(group.group, {})
+        known = attempts.get(group.attempt)
+        # a run that has gone back may have played another group of this number since
+        if known is None or known.group.began <= group.began:
+            placed = found._replace(head=b"")  # what is in it is in `group`
+            attempts[group.attempt] = _PlacedGroup(file.path, placed, group)
 
     def of_group(self, number: int) -> list[dict[str, Any]]:
         """The attempts of a group that are recorded, the newest one last.
@@ -86,7 +88,7 @@ class RecordedGroups:
                     for row in group.rows
                 ],
             }
-            for _, _, group in sorted(self._kept.get(number, ()), key=lambda it: it.group.attempt)
+            for _, (_, _, group) in sorted(self._kept.get(number, {}).items())
         ]
 
     def tokens(
@@ -98,29 +100,28 @@ class RecordedGroups:
             one), each with one value a token; None: it is not recorded.
         Raises: RunFolderError: it cannot be read any more.
         """
-        for path, found, group in self._kept.get(number, ()):
-            names = [(group.attempt, it.episode, it.row) for it in group.rows]
-            if (attempt, episode, row) not in names:
-                continue
-            try:
-                with path.open("rb") as file:
-                    body = read_body(file.fileno(), found)
-                tokens = unpack_tokens(body, group.rows)[names.index((attempt, episode, row))]
-            except FileNotFoundError:
-                raise RunFolderError(
-                    f"{path.name} is gone: records.max_bytes has room for newer rows alone"
-                ) from None
-            except (OSError, ValueError) as error:
-                raise RunFolderError(f"{path.name} cannot be read: {error}") from error
-            ids = tokens.input_ids.tolist()
-            return {
-                "ids": ids,
-                "mask": tokens.loss_mask.tolist(),
-                "logprobs": [round(it, 5) for it in tokens.behavior_logprobs.tolist()],
-                "versions": tokens.versions.tolist(),
-                "texts": None if tokenizer is None else texts_of(tokenizer, ids),
-            }
-        return None
+        placed = self._kept.get(number, {}).get(attempt)
+        names = [(it.episode, it.row) for it in placed.group.rows] if placed else []
+        if placed is None or (episode, row) not in names:
+            return None
+        try:
+            with placed.path.open("rb") as file:
+                body = read_body(file.fileno(), placed.block)
+            tokens = unpack_tokens(body, placed.group.rows)[names.index((episode, row))]
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{placed.path.name} cannot be read: {error}") from error
+        ids = tokens.input_ids.tolist()
+        return {
+            "ids": ids,
+            "mask": tokens.loss_mask.tolist(),
+            "logprobs": [round(it, 5) for it in tokens.behavior_logprobs.tolist()],
+            "versions": tokens.versions.tolist(),
+            "texts": None if tokenizer is None else texts_of(tokenizer, ids),
+        }
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

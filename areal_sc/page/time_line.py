@@ -69,7 +69,7 @@ class TimeLine:
         self._abouts: dict[str, int] = {}
 
     def stamp(self) -> Stamp:
-        """It changes when a file does, of rows as well."""
+        """It changes when there are new spans."""
         return self._blocks.stamp()
 
     def follow(self) -> None:

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_sc.errors import RunFolderError
 from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.record_files import RecordFile, Series, record_files
-from areal_sc.records.recorded_rows import RecordedTokens, unpack_group, unpack_tokens
+from areal_sc.records.recorded_rows import unpack_group, unpack_tokens
 from areal_sc.records.script_spans import script_spans
 from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
 from areal_sc.run.run_files import RunFiles
@@ -32,12 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row(RecordedTokens):
+class Row:
     """A row of a run, with all of its tokens.
 
     Attributes:
         worker: that generated it.
-        group, attempt: of its prompt, as in the ledger.
+        group, attempt: of its prompt, as in the ledger. A run that has gone back to a snapshot may
+            have them twice; the one that has `began` later counts.
         episode, row: its numbers within the group, and within the episode.
         index: its prompt's number in the dataset.
         prompt: the row of the dataset, as text; a long one is cut.
@@ -45,6 +48,7 @@ class Row(RecordedTokens):
         began, took_s: of its group; Unix time and time, in seconds.
         metrics: what the workflow reports of it.
         num_rejected: episodes of the group that have no rows.
+        input_ids, loss_mask, behavior_logprobs, versions: [T], as of `RecordedTokens`.
     """
 
     worker: str
@@ -60,6 +64,10 @@ class Row(RecordedTokens):
     reward: float
     metrics: dict[str, float]
     num_rejected: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    versions: np.ndarray
 
 
 def rows(run: str | Path) -> Iterator[Row]:

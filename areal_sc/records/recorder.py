@@ -45,7 +45,7 @@ KEPT_EVERY: Final = 16
 """One of so many groups is remarkable, by its number: so a thinned history stays."""
 _MAX_WAITING: Final = 1024
 _SPANS_PER_BLOCK: Final = 4096
-_CLOSE_LIMIT_S: Final = 10.0
+_CLOSE_LIMIT_S: Final = 3.0
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def replace_file(target: Path, *, mode: int = _MODE) -> Iterator[BinaryIO]:
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Deletes what `replace_file` was writing there when processes were killed; nobody may write."""
+    """Deletes what `replace_file` was writing at a kill. Nobody may write there now."""
     for path in folder.glob(".*.partial"):
         if _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ NEWEST = 4
 SECOND = "step-000003"
 UNREAD = (
     *("agents", "keys.json", "logs", "model", "samples.jsonl", "sources", "status.json"),
-    *("histories", "tensorboard"),
+    *("histories", "records", "tensorboard"),
 )
 """Written anew, appended to, for people to read, or for who takes ranks over; their damages are
 tried all at once."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from recorded_groups import played, recorder_of, trajectory
 from tokenizers import Tokenizer, decoders, models
 
@@ -65,6 +67,17 @@ def test_it_follows_a_run_that_goes_on_and_ends_and_goes_on(tmp_path: Path) -> N
     groups.follow()
     assert [len(groups.of_group(number)) for number in (1, 2, 3)] == [1, 1, 1]
     assert groups.damage == []
+
+
+def test_of_a_group_that_was_played_again_the_later_one_counts(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
+    later = played(16, [trajectory(2)])
+    recorder.add_group(replace(later, group=structs.replace(later.group, began=2000.0)))
+    recorder.add_group(played(16, [trajectory(1)]))
+    recorder.close()
+    told = followed(tmp_path).tokens(16, 0, 0, 0, None)
+    assert told is not None
+    assert told["ids"] == trajectory(2).input_ids
 
 
 def test_what_is_damaged_is_left_out_and_told(tmp_path: Path) -> None:
