@@ -162,6 +162,14 @@ async def test_a_member_that_sends_nonsense_gets_errors_and_harms_nobody() -> No
 async def test_changed_messages_are_refused_before_they_are_read() -> None:
     rng = random.Random(2)
     key = os.urandom(32)
+
+    def refusal(message: bytearray) -> str:  # pytest.raises is slow, so many times
+        try:
+            MessageCipher(key, False).open(READ, bytes(message[:16]), [memoryview(message)[16:]])
+        except ProtocolError as error:
+            return str(error)
+        return "none"
+
     contents = [msgspec.msgpack.encode(request) for request in REQUESTS]
     sealed = [
         MessageCipher(key, False).seal(READ, [content])[0][8:] + content for content in contents
@@ -180,12 +188,7 @@ async def test_changed_messages_are_refused_before_they_are_read() -> None:
                 changed += rng.randbytes(rng.randrange(1, 5))
         if changed == sealed[number % 2]:
             continue
-        try:
-            MessageCipher(key, False).open(READ, bytes(changed[:16]), [memoryview(changed)[16:]])
-        except ProtocolError as error:  # a hundred thousand times, pytest.raises takes seconds
-            assert "tag" in str(error)
-        else:
-            raise AssertionError(f"changed, and taken: {changed!r}")
+        assert "tag" in refusal(changed)
 
 
 async def test_garbage_at_the_port_gets_nothing_and_costs_nothing() -> None:
