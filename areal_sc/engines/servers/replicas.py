@@ -61,7 +61,7 @@ class ReplicaSet:
         self.num_losses = 0
         self._settings = settings
         self._first: VersionWeights = DiskWeights(0, Path(settings.config.path))
-        self._weights = self._first
+        self._weights: VersionWeights = self._first
         self._num_left = settings.handle.num_servers
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
