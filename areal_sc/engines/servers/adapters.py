@@ -33,7 +33,7 @@ _ROUNDING: Final = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.2}
 """Nats by which a server's changes may differ from the trainer's by rounding alone."""
 
 _WRONG_SHARE: Final = 0.1
-"""A server's changes may differ by this share of the trainer's; one that ignores them has none."""
+"""A server's changes may differ from the trainer's by this share of them."""
 
 
 @dataclass(frozen=True)

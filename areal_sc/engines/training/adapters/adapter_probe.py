@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 PROBE_NAME: Final = "adapter_probe"
-"""The name that the probe has among the published tensors."""
+"""The name of the probe among the published tensors."""
 
 _FILE: Final = "probe.json"
 _NUM_TOKENS: Final = 16
@@ -42,16 +42,18 @@ class AdapterProbe:
     def measured(
         cls, vocab_size: int, max_tokens: int, change: Callable[[torch.Tensor], torch.Tensor]
     ) -> AdapterProbe:
-        """Args:
-        max_tokens: that a row may have.
-        change: gives the change at each token of a row, [P] of [P]; that at the first counts not.
+        """The probe of an adapter.
+
+        Args:
+            max_tokens: the most that a row may have.
+            change: gives the change at each token of a row, [P] of [P]; the first is left out.
         """
         token_ids = torch.arange(1, min(_NUM_TOKENS, max_tokens) + 1) * _STRIDE % vocab_size
         return cls(token_ids.tolist(), change(token_ids)[1:].tolist())
 
     @classmethod
     def from_tensor(cls, values: torch.Tensor) -> AdapterProbe:
-        """The probe that `tensor` is made of; the values may be flat."""
+        """The inverse of `tensor`, whose values may be flat."""
         token_ids, changes = values.view(2, -1)
         return cls(token_ids.long().tolist(), changes[1:].tolist())
 
