@@ -108,7 +108,7 @@ class FollowedBlocks:
 
 
 def _newest(files: Iterable[RecordFile]) -> Iterable[RecordFile]:
-    """Of each process and series the last file.
+    """The last file of each process and series.
 
     Args:
         files: by process, series and number.
