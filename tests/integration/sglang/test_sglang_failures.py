@@ -144,7 +144,7 @@ async def test_a_stopped_scheduler(
     noticed_s = await seconds_until(lambda: engine.stats()["serving_servers"] == 1, until)
     assert noticed_s <= 10.0
     why = rf"hung: it has not answered for .* s, and its process {scheduler} is stopped"
-    assert re.fullmatch(why, scene.victim._failure)
+    assert re.fullmatch(why, scene.victim.failure)
     await check_after_loss(engine, policies, until, scene)
     assert engine.stats()["lost_servers"] - scene.before["lost_servers"] == 1
     assert read_process(scheduler) is None
