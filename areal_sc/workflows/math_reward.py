@@ -12,7 +12,7 @@ from areal_sc.errors import ConfigError
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.math.answer import Answer, plain_words, read_answer
 from areal_sc.rewards.math.compare import are_equal, is_parsable, library_verdict, warm_up
-from areal_sc.rewards.math.place import Prose, final_answer, stated
+from areal_sc.rewards.math.place import Prose, candidates, final_answer
 from areal_sc.sources.reference import Referable
 
 TIME_LIMIT_S = 5.0
@@ -60,8 +60,10 @@ class NumericMatch(Referable):
 
     def vote(self, completion: str) -> str | None:
         """The final answer as it was read; equal ones in other words are other votes."""
-        answer = _read(final_answer(completion)[0])
-        return f"{answer.kind} {answer.latex}" if answer else None
+        for part, _ in candidates(final_answer(completion)[0]):
+            if (answer := read_answer(part)) is not None:
+                return f"{answer.kind} {answer.latex}"
+        return None
 
 
 numeric_match = NumericMatch()
@@ -105,8 +107,8 @@ def _read_reference(text: str) -> Answer:
     Raises: ValueError: it is neither.
     """
     place = final_answer(text)[0]
-    content = place.plain() if place.is_marked else text
-    answer = _read(place) if place.is_marked else read_answer(text)
+    content = place.with_formulas() if place.is_answer else text
+    answer = _read(place) if place.is_answer else read_answer(text)
     if answer is None and _WORDS.fullmatch(content):
         return Answer(plain_words(content), "words")
     if answer is None or not is_parsable(answer):
@@ -118,7 +120,7 @@ def _is_right(gold: Answer, completion: str) -> bool:
     """Whether the final answer is the reference, and no prose behind it gives another one."""
     places = final_answer(completion)
     if gold.kind == "words":
-        return plain_words(places[0].plain()) == gold.latex
+        return plain_words(places[0].with_formulas()) == gold.latex
     given, *others = map(_read, places)
     if given is None or not are_equal(gold, given):
         return False
@@ -126,12 +128,10 @@ def _is_right(gold: Answer, completion: str) -> bool:
 
 
 def _read(place: Prose) -> Answer | None:
-    """All of the place as an answer, or what it states if its other expressions agree with that."""
-    if (answer := read_answer(place.plain())) is not None:
-        return answer
-    for part in stated(place):
-        read = read_answer(part)
-        if read is None or not (answer is None or are_equal(answer, read)):
-            return None
-        answer = answer or read
-    return answer
+    for part, other in candidates(place):
+        answer = read_answer(part)
+        if answer is None:
+            continue
+        if not other or ((agreeing := read_answer(other)) and are_equal(answer, agreeing)):
+            return answer
+    return None

@@ -35,9 +35,7 @@ _SHORT = {
 
 _NAMES = "|".join(map(re.escape, sorted(_SHORT, key=len, reverse=True)))
 _UNIT = rf"(?:{_NAMES})(?:\^\{{?-?\d\}}?)?"
-_NO_UNIT = re.compile(
-    r"of|an?|to|at|on|is|as|so|if|it|he|we|by|for|per|the|each|every|more|less|total|altogether|left"
-)
+_NO_UNIT = re.compile(r"of|an?|to|at|on|for|per|the|each|every|more|less|total|altogether|left")
 """Words behind a number that say nothing of it: `5 in total`."""
 
 _TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|[mh]box|operatorname|rm|bf)\s*\{([^{}]*)\}")
@@ -68,9 +66,11 @@ _RULES: _Rules = (
     (_TEXT.pattern, r" \1 "),
     (r"(?<=[(\[{])\s+|\s+(?=[)\]}])|[\s.,;:*]+$", ""),
     # words that say nothing
+    (r"^(?:(?i:the|is|are|equals|about|approximately|roughly)\b|[:=,~*\s]|\\approx\b)+", ""),
     (r"^an?\s+(?=\d)", ""),
     (r",\s*[A-Za-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?$", ""),
     (r"^\\?\{\s*[a-z]\s*(?:\||:|\\mid(?![a-z]))(.*?)\\?\}$", r"\1"),
+    (r"\b(?:minus|negative)\s+(?=\d)", "-"),
     # one way to write a formula
     (r"\s+\^|\*\*", "^"),
     (r"(?<=\d) x (?=\$?\d)", r"\\times "),

@@ -1,11 +1,11 @@
 """Where the answer stands in a text. Regular expressions and one scan; time is linear.
 
     text ── final_answer ──► the last mark's content, and the prose behind it that answers, too
-         ── stated ────────► the expression that a place states, and others that must agree with it
+         ── candidates ────► parts of it that may be the answer, with their formulas
 
 Reasoning (`<think>...</think>`) gives no answer. A mark (a box, `####`, `<answer>`) is stronger
-than prose ("the answer is"), and that is stronger than the last sentence. Prose is kept with its
-formulas as single characters, so no rule for prose sees a formula.
+than prose ("the answer is"). Prose is kept with its formulas as single characters, so no rule for
+prose sees a formula.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 _MAX_CHARS: Final = 4000
@@ -50,94 +50,81 @@ _BETWEEN = re.compile(
 )
 _FORMULA = re.compile(
     r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(\w+\*?)\}.+?\\end\{\1\}"
-    r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)"
-    r"|(?<!\w)\(A\)|\bA(?=\W*$)",
-    re.DOTALL | re.MULTILINE,
+    r"|(?<!\\)\$(?:(?=\S)(?:\\.|[^$\\\n])*(?<=\S)\$(?!\d)| (?:\\.|[^$\\\n])* \$)",
+    re.DOTALL,
 )
-"""What is no prose whatever it says; an A at the end is no article."""
-
+_SAID = re.compile(
+    r"(?<!this )\banswer\b[^\n.:=]{0,40}?(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(
     rf"\.(?=\s+[A-Z{_FORMULAS}])|(?:(?<![\d)}}!\\])!|(?<=\?))(?=\s|$)|\.\**\s*$", re.MULTILINE
 )
 _CONTENT = re.compile(rf"[\w{_FORMULAS}]")
-_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=\d)")
-
-_SAID = re.compile(
-    r"(?<!this )(?<!wrong )(?<!incorrect )\banswer\b(?:(?!not\b|n't)[^\n.:=]){0,40}?"
-    r"(?:\bis\b|\bare\b|[:=])(?:\*\*|[\s:])*",
-    re.IGNORECASE,
-)
-_STATES = re.compile(
-    r"(?:^|:|\b(?:so|thus|hence|therefore|then|that|point|answer|not\s+\S+\s+but))[,\s*]*$"
-    r"|\b(?:(?:turns? out to|must|will|would) be|comes? to|is|are|was|equals?|has|have|had|left"
-    r"|gets?|got|gives?|yields?|makes?|made|takes?|took|needs?|pays?|paid|costs?|earn(?:s|ed)"
-    r"|sold|sells?|runs?|ran|reads?|spends?|spent|saves?|saved|buys?|bought)\b[:,\s*]*"
-    r"(?:(?:an?(?:\s+grand)?\s+(?:total|profit|probability|sum|value)\s+of|the|an?|now|only|also"
-    r"|exactly|about|approximately|roughly|therefore|thus|then|hence)\b[,\s*]*)*$",
-    re.IGNORECASE,
-)
-"""What says that the expression directly behind it is the answer. `We tried 34` is no answer."""
-
-_MAX_LEAD: Final = 60
-"""Characters before an expression that are looked at for what states it."""
-
-_FILLING = re.compile(
-    r"(?:(?:therefore|thus|hence|so|simply|just|exactly|equals|equal to|is|are|the|an?|number|value"
-    r"|answer|result|option|choice|approximately|about|roughly|it|be|then|total of)\b"
-    r"|[:=,~*\s]|\\approx\b)+",
-    re.IGNORECASE,
-)
-"""Words before a marked answer that say nothing of it."""
-
-_HYPOTHESIS = re.compile(
-    r"\b(?:if|unless|suppose|assum\w+|let|unlikely|cannot|doubt\w*|claim\w*|guess\w*|false|wrong"
-    r"|incorrect|(?:I|we)\s+\w+(?:\s+not\b|n't))",
-    re.IGNORECASE,
-)
-_PREDICATE = re.compile(
-    r"(?:is|are|was|were|has|have|divides?)\b(?!.*\b(?:answer|solution|result)\b)", re.IGNORECASE
-)
-"""Behind an expression: the sentence says something about it, and does not state it."""
-
-_CLAUSE = re.compile(r"[,;:]\s")
-CHANGING = re.compile(
-    r"\b(?:or|not|no|never|cannot|but|than|least|most|except|maybe|perhaps|possibly|might|either"
-    r"|otherwise|before|within|without|plus|minus|times|(?<!left )over|by|below|above|squared|cubed"
-    r"|factorial|half|halves|pairs?|(?<!the )point|out(?! to)|mod|modulo|base|divided|wrong|too"
-    r"|incorrect|impossible|invalid|false|extraneous|rejected|dozen|hundred"
-    r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
-    re.IGNORECASE,
-)
-"""Behind an expression one of these makes it another one, or denies it: `5 squared`."""
-
-_ASIDE = re.compile(
-    rf"\W*\b(?:because|since|which|where|not(?=\s+\W?[\d{_FORMULAS}]))\b(?!.*\b(?:wrong|incorrect"
-    r"|impossible|invalid|false)\b).*|^\W*(?:but|after|by|from)\b",
-    re.IGNORECASE | re.DOTALL,
-)
-"""What follows an answer and neither changes it nor has to agree with it."""
-
 _MATH_WORD = re.compile(
     rf".*(?:\\[A-Za-z]|[=+^\d\u00b0\u00d7\u00f7\u03c0\u2200-\u22ff{_FORMULAS}]).*"
     r"|[-*/<>|&]|[b-zB-HJ-Z]|pi|sqrt.*"
 )
-_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "between"}
+_CONNECTORS = {"and", "or", "and,", "or,", ",", "to", "not", "between", "minus", "negative"}
+_COPULA = re.compile(r"(?:\b(?:is|are|equals?|be|to)|[:=])\**$", re.IGNORECASE)
+_CLAUSE = re.compile(r"[,;:]\s+(?=\S+\s+\S)")
+_CONTRAST = re.compile(rf"\bnot\s+\S*[\d{_FORMULAS}]\S*\s+but$", re.IGNORECASE)
+CHANGING = re.compile(
+    r"\b(?:not|no|nor|never|cannot|but|than|least|most|between|from|up to|except|maybe|perhaps"
+    r"|possibly|might|either|otherwise|plus|minus|times|(?<!left )over|by|below|above|under|before"
+    r"|after|within|without|almost|nearly|exceeds|twice|double|half|halves|pairs?|squared|cubed"
+    r"|factorial|(?<!the )point|out(?! to)|mod|modulo|base|divided|step|question|problem|equation"
+    r"|page|figure|wrong|incorrect|impossible|invalid|false|extraneous|rejected|too|dozen|hundred"
+    r"|(?:third|quarter|fourth|fifth|sixth|eighth|tenth|hundredth)s?)\b|n't",
+    re.IGNORECASE,
+)
+"""Beside one of these a number means something else: `less than 5`, `5 squared`."""
+
+_REFUSED = re.compile(
+    rf"(?:{CHANGING.pattern})$|\b(?:if|unless|suppose|assum\w+|let)\b"
+    r"|\b(?:I|we)\s+\w+(?:\s+not\b|n't)"
+    r"|(?:\b(?:not|no|never|cannot|might|unlikely|wrong|incorrect)|n't)"
+    r"(?:\s+(?!(?:is|are|was|equals)\b)[\w']+){0,2},?$"
+    rf"|[\d{_FORMULAS}]\S*\s+(?:.*\s)?(?:and|or|in|per),?$"
+    r"|\b(?:(?<!\ba )(?<!\ban )\w+|half|third|quarter|multiple|factor|divisor|power|root|fraction"
+    r"|percentage|square|cube|minimum|maximum)\s+of$|%\s+of$|^(?:of|in|for|with)$|\binstead of$"
+    r"|\b(?:the|first|last|next|other|these|those|all|both|another|each|every|its|their|our)$",
+    re.IGNORECASE,
+)
+"""A clause that says of the expression behind it that it is not the answer, or not alone.
+
+`the root of 5` is another number; `a total of 5` is 5. `the first 5` counts what is known already.
+"""
+
+_REASON = re.compile(r",?\s+\(?(?:because|since)\b.*", re.IGNORECASE | re.DOTALL)
+_VERDICT = re.compile(
+    r"\b(?:wrong|incorrect|impossible|invalid|false)\b|(?:\b(?:not|cannot)\b|n't).*"
+    r"\b(?:be|right|correct|possible|valid|true|work|answer)\b",
+    re.IGNORECASE,
+)
+_REST = re.compile(
+    rf"(?:[,;]\s*|\s+)\(?(?:(as(?! well)|where|not(?=\s+\W?[\d{_FORMULAS}]))|(which)"
+    r"|so|when|that|if|after|but|for|in|at|to|on|is|are|was|were|has|have|every|each"
+    r"|altogether|total|left|hence|thus|then|instead|rather|remaining|he|she|they|we|it)\b"
+    rf"|\s+\((?=[^\d{_FORMULAS}]*\)$)",
+    re.IGNORECASE,
+)
+"""What follows an answer: a reason, something about it, or other words."""
 
 
 @dataclass(frozen=True)
 class Prose:
-    """A text that may hold the answer, in which each delimited formula is one character.
+    """A text in which each delimited formula is one character.
 
     Attributes:
-        is_marked: the text is an answer, not a sentence that may state one.
+        is_answer: the text is an answer and nothing else, not a sentence that ends with one.
     """
 
     text: str
     formulas: dict[int, str]
-    is_marked: bool = False
+    is_answer: bool = False
 
     @classmethod
-    def of(cls, text: str, *, is_marked: bool = False) -> Prose:
+    def of(cls, text: str) -> Prose:
         formulas: dict[int, str] = {}
 
         def mask(match: re.Match[str]) -> str:
@@ -145,16 +132,16 @@ class Prose:
             formulas[character] = f" {match.group()} "
             return chr(character)
 
-        return cls(_FORMULA.sub(mask, text[-_MAX_CHARS:]), formulas, is_marked)
+        return cls(_FORMULA.sub(mask, text[-_MAX_CHARS:]), formulas)
 
-    def plain(self, part: str | None = None) -> str:
-        """The text, or a part of it, with its formulas."""
-        return (self.text if part is None else part).translate(self.formulas)
+    def with_formulas(self) -> str:
+        return self.text.translate(self.formulas)
 
     def said(self) -> list[Prose]:
         """What the last "the answer is" gives, of those with mathematics behind them if any."""
         said = [_sentences(self.text[mark.end() :])[0] for mark in _SAID.finditer(self.text)]
-        return [Prose(text, self.formulas, True) for text in sorted(said, key=_has_math)[-1:]]
+        last = sorted(said, key=_has_math)[-1:]
+        return [replace(self, text=sentence, is_answer=True) for sentence in last]
 
 
 def final_answer(text: str) -> list[Prose]:
@@ -165,82 +152,17 @@ def final_answer(text: str) -> list[Prose]:
     text = re.sub(f"[{_FORMULAS}]", "?", _without_reasoning(_TURN_END.sub("", text)))
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{match.group()}}}", text)
     text = unicodedata.normalize("NFKC", _FRACTIONS.sub(" ", text)).translate(_CHARACTERS)
-    text = _MINUS.sub("-", text)
     marks = _marks(text)
     prose = Prose.of(_POLITE.sub("", text[max((end for _, end, _ in marks), default=0) :]))
     if not marks:
-        return prose.said() or [Prose(_sentences(prose.text)[-1], prose.formulas)]
+        return prose.said() or [replace(prose, text=_sentences(prose.text)[-1])]
     start, _, content = marks.pop()
     contents = [content.strip()]
     while marks and _BETWEEN.fullmatch(text[marks[-1][1] : start]):
         start, _, content = marks.pop()
         contents.insert(0, content.strip())
-    marked = ", ".join(contents if len(set(contents)) > 1 else contents[:1])
-    place = Prose.of(marked, is_marked=True)
-    return [*(place.said() or [place]), *prose.said()]
-
-
-def stated(place: Prose) -> list[str]:
-    """The expression that a place states, with the words behind it; others that must agree with it.
-
-    Empty where it states none, or says that it is not the answer.
-    """
-    words = place.text.split()
-    if place.is_marked:
-        filling = _FILLING.match(place.text)
-        filled = place.text[filling.end() if filling else 0 :].split()
-        if filled and _is_math(filled[0]):
-            return [place.plain(part) for part in _with_rest(filled, 0)]
-    for start, stop in reversed([*_runs(words)]):
-        before, behind = " ".join(words[:start]), " ".join(words[stop:])
-        if words[start] == "=" or _STATES.search(before[-_MAX_LEAD:]):
-            if (
-                _HYPOTHESIS.search(_CLAUSE.split(before.rstrip(" ,;:"))[-1])
-                or _PREDICATE.match(behind)
-                or place.text.endswith("?")
-            ):
-                return []
-            return [place.plain(part) for part in _with_rest(words, start)]
-    return []
-
-
-def _with_rest(words: list[str], start: int) -> list[str]:
-    """`5 apples` and `2 + 3 = 5` of `5 apples, so 2 + 3 = 5`, from the run of words at `start` on.
-
-    Empty where words behind it make it another one.
-    """
-    words = words[start:]
-    _, stop = next(_runs(words))
-    behind = _ASIDE.sub("", " " + " ".join(words[stop:]))
-    if CHANGING.search(behind):
-        return []
-    words[stop:] = behind.split()
-    (_, end), *others = _runs(words)
-    limit = others[0][0] if others else len(words)
-    while end < limit and words[end - 1][-1] not in ",;:" and words[end][0].isalpha():
-        end += 1
-    return [" ".join(words[:end]).rstrip(",;:"), *(" ".join(words[a:b]) for a, b in others)]
-
-
-def _runs(words: list[str]) -> Iterator[tuple[int, int]]:
-    """Where runs of words that look like mathematics begin and end."""
-    are_math = [_is_math(word) for word in words]
-    stop = 0
-    while True in are_math[stop:]:
-        start = are_math.index(True, stop)
-        at = stop = start + 1
-        while at < len(words) and (are_math[at] or words[at].lower() in _CONNECTORS):
-            at += 1
-            stop = at if are_math[at - 1] else stop
-        yield start, stop
-
-
-def _has_math(text: str) -> bool:
-    return any(map(_is_math, text.split()))
-
-
-def _is_math(word: str) -> bool:
-    return bool(_MATH_WORD.fullmatch(word.strip("*_`$.,;:!?()[]{}") or word))
+    marked = Prose.of(", ".join(contents if len(set(contents)) > 1 else contents[:1]))
+    return [*(marked.said() or [replace(marked, is_answer=True)]), *prose.said()]
 
 
 def _without_reasoning(text: str) -> str:
@@ -289,3 +211,73 @@ def _sentences(text: str) -> list[str]:
     """All sentences, without a closing tag; one that is empty if there is none."""
     lines = (_SENTENCE_END.split(line.partition("</")[0]) for line in text.splitlines())
     return [part.strip() for line in lines for part in line if _CONTENT.search(part)] or [""]
+
+
+def candidates(sentence: Prose) -> Iterator[tuple[str, str]]:
+    """Parts that may be the answer of a sentence, each with another expression that must agree.
+
+    If the sentence is an answer itself, another expression in it is no answer.
+    """
+    text = _REASON.sub("", sentence.text)
+    text = text if _has_math(text) else sentence.text
+    expression = _last_expression(text, is_only=sentence.is_answer)
+    parts = [(text, ""), (expression, ""), _without_rest(expression)]
+    if sentence.is_answer:
+        parts.insert(1, _without_rest(text))
+    for part, other in parts:
+        yield part.translate(sentence.formulas), other.translate(sentence.formulas)
+
+
+def _without_rest(text: str) -> tuple[str, str]:
+    """`5` of `5, so 2 + 3 = 5`, and the last expression of the rest.
+
+    Both are empty where the rest denies the answer, or makes it another one.
+    """
+    rest = _REST.search(text)
+    if rest is None or not _has_math(text[: rest.start()]):
+        return "", ""
+    head, behind = text[: rest.start()], text[rest.end() :]
+    if rest[1]:
+        return head, ""
+    if rest[2]:
+        return ("", "") if _VERDICT.search(behind) else (head, "")
+    between, other = _split_last(behind)
+    return ("", "") if CHANGING.search(between) else (head, other)
+
+
+def _last_expression(sentence: str, *, is_only: bool) -> str:
+    """The last run of words that look like mathematics, with what follows it.
+
+    Empty where there is none, where words before it change its meaning (less than 5), and, with
+    `is_only`, where there is another one, unless "is" stands between them.
+    """
+    before, expression = _split_last(sentence)
+    clause = _CONTRAST.sub("", _CLAUSE.split(before)[-1])
+    if _REFUSED.search(clause):
+        return ""
+    is_another = is_only and _has_math(before) and not _COPULA.search(before)
+    return "" if is_another else expression
+
+
+def _split_last(text: str) -> tuple[str, str]:
+    """What stands before the last run of words that look like mathematics, and from there on."""
+    words = text.split()
+    are_math = [_is_math(word) for word in words]
+    if words and words[-1].strip("().*") == "A":  # the last word is no article
+        are_math[-1] = True
+    if True not in are_math:
+        return text, ""
+    start = len(words) - 1 - are_math[::-1].index(True)
+    while start > 0 and (are_math[start - 1] or words[start - 1].lower() in _CONNECTORS):
+        start -= 1
+    while not are_math[start] and words[start].lower() not in ("minus", "negative"):
+        start += 1
+    return " ".join(words[:start]), " ".join(words[start:])
+
+
+def _has_math(text: str) -> bool:
+    return any(map(_is_math, text.split()))
+
+
+def _is_math(word: str) -> bool:
+    return bool(_MATH_WORD.fullmatch(word.strip("*_`$.,;:!?()[]{}") or word))

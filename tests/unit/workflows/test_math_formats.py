@@ -866,26 +866,6 @@ abc ⇒ \boxed{ab}
 no ⇒ \boxed{\text{yes}}
 \text{Saturday} ⇒ \boxed{Sunday}
 \text{Evelyn} ⇒ \boxed{\text{Carla}}
-34 ⇒ We tried 34.
-34 ⇒ Theorem 34
-34 ⇒ This follows from Theorem 34.
-34 ⇒ So the answer cannot be found: 34
-12 ⇒ We know that 12 is even.
-12 ⇒ The number 12 is even.
-12 ⇒ So 12 divides it.
-3 ⇒ The answer ends in 3.
-3 ⇒ The answer is a number with 3 digits.
-5 ⇒ Then we divide by 5.
-5 ⇒ A common wrong answer is 5.
-5 ⇒ Incorrect answer: 5
-5 ⇒ I doubt that it is 5.
-5 ⇒ It is false that the sum is 5.
-5 ⇒ The answer was 5 before the correction.
-5 ⇒ He has at least 5.
-5 ⇒ Then 5 is subtracted.
-5 ⇒ We get 5 equations and 3 unknowns.
-5 ⇒ Let us try: 5
-3.5 ⇒ \boxed{3,5}
 """
 
 HOSTILE = [
