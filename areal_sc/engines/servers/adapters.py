@@ -40,9 +40,11 @@ _WRONG_SHARE: Final = 0.1
 class AdapterWeights(VersionWeights):
     """An adapter in a folder of peft's format that the servers see.
 
-    It has to stay until the version after it has been published.
+    It has to stay until the version after it has been published, and longer for a server that is
+    being started with it.
 
     Attributes:
+        num_bytes: of the file with its values.
         adapter: its version, and its name, in which the checksum of its values stands.
         probe: by which servers show that they serve it.
         rounding: nats; see `_ROUNDING`.
@@ -50,6 +52,7 @@ class AdapterWeights(VersionWeights):
 
     version: int
     folder: Path
+    num_bytes: int
     adapter: ServedAdapter
     probe: AdapterProbe
     rounding: float
@@ -58,15 +61,14 @@ class AdapterWeights(VersionWeights):
     def read(cls, version: int, folder: Path, config: RolloutConfig) -> AdapterWeights:
         """Raises: ModelError: no adapter was published there."""
         try:
-            checksum = zlib.crc32((folder / ADAPTER_WEIGHTS).read_bytes())
+            values = (folder / ADAPTER_WEIGHTS).read_bytes()
             probe = AdapterProbe.read(folder)
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"{folder} holds no published adapter: {error}") from error
         # one token is sampled after the row
         probe = probe.cut(config.max_context_tokens - 1)
-        name = f"{_NAME}{version}-{checksum:08x}"
-        adapter = ServedAdapter(name, version)
-        return cls(version, folder, adapter, probe, _ROUNDING[config.dtype])
+        adapter = ServedAdapter(f"{_NAME}{version}-{zlib.crc32(values):08x}", version)
+        return cls(version, folder, len(values), adapter, probe, _ROUNDING[config.dtype])
 
     async def load_beside(self, server: ServerClient) -> None:
         """Raises: ModelError: the server does not take the adapter, or ignores it."""
@@ -90,7 +92,7 @@ class AdapterWeights(VersionWeights):
     async def load(
         self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
-        times.update_bytes += (self.folder / ADAPTER_WEIGHTS).stat().st_size
+        times.update_bytes += self.num_bytes
         for server in servers:
             server.adapter = self.adapter
         return {}
@@ -117,6 +119,7 @@ class AdapterFolders:
     def __init__(self, root: Path, config: RolloutConfig) -> None:
         self._root = root
         self._config = config
+        self._written: list[Path] = []
 
     def write(self, version: int, tensors: Iterable[NamedTensor]) -> Path:
         """A new folder with the published tensors, which may be flat; older folders stay.
@@ -136,10 +139,17 @@ class AdapterFolders:
             probe.write(folder)
         except OSError as error:
             raise EngineFailed(f"no adapter could be written to {self._root}: {error}") from error
+        self._written = [*self._written[-1:], folder]
         return folder
 
-    def keep_only(self, folder: Path | None) -> None:
-        """Removes all others."""
-        for other in self._root.glob("*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+    def keep_newest(self) -> None:
+        """Removes all but the last two: a server that starts may still load the one before."""
+        self._remove_all_but(self._written)
+
+    def clear(self) -> None:
+        self._remove_all_but(())
+
+    def _remove_all_but(self, kept: Sequence[Path]) -> None:
+        for folder in self._root.glob("*"):
+            if folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,21 @@ def test_a_written_adapter_is_one_of_peft_with_its_probe(tmp_path: Path) -> None
     assert read.probe == PROBE
     assert read.adapter == (f"policy-3-{zlib.crc32(file.read_bytes()):08x}", 3)
     assert AdapterWeights.read(3, first, config()).adapter == read.adapter  # the same values
-    folders.keep_only(second)
-    assert list((tmp_path / "root").iterdir()) == [second]
+    third = folders.write(4, TENSORS)
+    folders.keep_newest()
+    assert set((tmp_path / "root").iterdir()) == {second, third}
     with pytest.raises(ModelError, match="holds no published adapter"):
         AdapterWeights.read(3, first, config())
+    folders.clear()
+    assert not list((tmp_path / "root").iterdir())
+
+
+async def test_a_folder_that_goes_meanwhile_is_no_defect(tmp_path: Path) -> None:
+    server: Any = Server()
+    of_version = weights(tmp_path)
+    await of_version.load_beside(server)
+    shutil.rmtree(of_version.folder)
+    assert await of_version.load([server], UpdateTimes()) == {}
 
 
 async def test_it_is_loaded_beside_the_one_that_is_served_which_stays(tmp_path: Path) -> None:
