@@ -71,7 +71,7 @@ class AdapterWeights(VersionWeights):
         return cls(version, folder, len(values), adapter, probe, _ROUNDING[config.dtype])
 
     async def load_beside(self, server: ServerClient) -> None:
-        """Raises: ModelError: the server does not take the adapter, or ignores it."""
+        """Raises: ModelError: the server ignores the adapter. EngineFailed: it does not take it."""
         if server.bare_logprobs is None:
             # at first: where vLLM has adapters, it computes with one on a CPU even if none is named
             server.bare_logprobs = await server.prompt_logprobs(self.probe.token_ids, "")
@@ -84,7 +84,7 @@ class AdapterWeights(VersionWeights):
             try:
                 await server.load_adapter(name, str(self.folder))
             except EngineFailed as error:
-                raise ModelError(f"{server.url} does not take the adapter: {error}") from error
+                raise EngineFailed(f"{server.url} does not take the adapter: {error}") from error
         if name not in await server.loaded_adapters():
             raise ModelError(f"{server.url} says that it has no adapter {name}, which it loaded")
         await self._check_shown(server, server.bare_logprobs)

@@ -142,9 +142,9 @@ async def test_a_refusal_and_a_lie_are_told_by_name(tmp_path: Path) -> None:
     class Lying(Server):
         async def load_adapter(self, name: str, folder: str) -> None: ...
 
-    for server, words in (
-        (Refusing(), "server does not take the adapter: rank 2 is too large"),
-        (Lying(), "server says that it has no adapter policy-3-"),
+    for server, error, words in (
+        (Refusing(), EngineFailed, "server does not take the adapter: rank 2 is too large"),
+        (Lying(), ModelError, "server says that it has no adapter policy-3-"),
     ):
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(error, match=words):
             await weights(tmp_path).load_beside(server)  # type: ignore[arg-type]
