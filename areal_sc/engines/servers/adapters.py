@@ -7,7 +7,6 @@ request names its adapter, so that the versions of its tokens are known whatever
 
 from __future__ import annotations
 
-import math
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Final
 
-from areal_sc.config.schema import Dtype, RolloutConfig
+from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
 from areal_sc.engines.training.adapters.adapter_files import write_adapter
@@ -29,11 +28,15 @@ from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 _NAME: Final = "policy-"
 """Begins the names of adapters that a run has loaded into its servers."""
 
-_ROUNDING: Final = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.2}
-"""Nats by which a server's changes may differ from the trainer's by rounding alone."""
+_LEAST_ERROR: Final = 1e-3
+"""Nats by which a server's changes may always differ from the trainer's."""
 
-_WRONG_SHARE: Final = 0.1
-"""A server's changes may differ from the trainer's by this share of them."""
+_NOISE_MULTIPLE: Final = 4
+"""And this multiple of how far the two are apart without an adapter. Both terms of a change have
+that noise: together twice as much, which leaves as much again for larger noise with the adapter."""
+
+_WRONG_SHARE: Final = 0.25
+"""And this share of the changes: a server that ignores its adapter is 1 off."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,6 @@ class AdapterWeights(VersionWeights):
         num_bytes: of the file with its values.
         adapter: its version, and its name, in which the checksum of its values stands.
         probe: by which servers show that they serve it.
-        rounding: nats; see `_ROUNDING`.
     """
 
     version: int
@@ -55,7 +57,6 @@ class AdapterWeights(VersionWeights):
     num_bytes: int
     adapter: ServedAdapter
     probe: AdapterProbe
-    rounding: float
 
     @classmethod
     def read(cls, version: int, folder: Path, config: RolloutConfig) -> AdapterWeights:
@@ -68,7 +69,7 @@ class AdapterWeights(VersionWeights):
         # one token is sampled after the row
         probe = probe.cut(config.max_context_tokens - 1)
         adapter = ServedAdapter(f"{_NAME}{version}-{zlib.crc32(values):08x}", version)
-        return cls(version, folder, len(values), adapter, probe, _ROUNDING[config.dtype])
+        return cls(version, folder, len(values), adapter, probe)
 
     async def load_beside(self, server: ServerClient) -> None:
         """Raises: ModelError: the server ignores the adapter. EngineFailed: it does not take it."""
@@ -101,7 +102,8 @@ class AdapterWeights(VersionWeights):
         """Compares what the adapter changes on the server with what it changes on the trainer."""
         adapted = await server.prompt_logprobs(self.probe.token_ids, self.adapter.name)
         error = self.probe.error([a - b for a, b in zip(adapted, bare, strict=True)])
-        if not error <= max(self.rounding, _WRONG_SHARE * self.probe.size) or math.isnan(error):
+        noise = _NOISE_MULTIPLE * self.probe.noise(bare)
+        if not error <= max(_LEAST_ERROR, noise, _WRONG_SHARE * self.probe.size):
             raise ModelError(
                 f"{server.url} does not compute with adapter {self.adapter.name}, which it says it "
                 f"has: log-probabilities of a probe should change by {self.probe.size:.2g}, and "

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from areal_sc.config.lora_settings import LoraConfig
-from areal_sc.config.schema import Dtype, RolloutConfig
+from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.adapters import AdapterFolders, AdapterWeights
 from areal_sc.engines.servers.client import ServedAdapter
 from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.errors import EngineFailed, ModelError
 
-PROBE = AdapterProbe([5, 9, 2, 7], [0.5, -0.25, 0.125])
+PROBE = AdapterProbe([5, 9, 2, 7], [-12.0, -5.0, -10.0], [0.5, -0.25, 0.125])
 TENSORS = [
     ("model.layers.0.q_proj.lora_A", torch.arange(6.0)),
     ("model.layers.0.q_proj.lora_B", torch.arange(8.0)),
@@ -28,27 +28,32 @@ TENSORS = [
 ]
 
 
-def config(**settings: Any) -> RolloutConfig:
+def config() -> RolloutConfig:
     lora = LoraConfig(rank=2, publish_merged=False)
-    return RolloutConfig(path="base", lora=lora, max_context_tokens=64, **settings)
+    return RolloutConfig(path="base", lora=lora, max_context_tokens=64)
 
 
-def weights(folder: Path, **settings: Any) -> AdapterWeights:
+def weights(folder: Path) -> AdapterWeights:
     written = AdapterFolders(folder, config()).write(3, TENSORS)
-    return AdapterWeights.read(3, written, config(**settings))
+    return AdapterWeights.read(3, written, config())
 
 
 class Server:
-    """Has some adapters; `share` is how much of the changes it shows."""
+    """Has some adapters.
+
+    Args:
+        share: how much of the changes it shows.
+        noise: by how much its log-probabilities differ from the trainer's, with and without.
+    """
 
     url = "server"
 
-    def __init__(self, *, share: float = 1.0) -> None:
+    def __init__(self, *, share: float = 1.0, noise: float = 0.0) -> None:
         self.adapter: ServedAdapter | None = ServedAdapter("policy-2-00", 2)
         self.bare_logprobs: list[float] | None = None
         self.names = {"model", "somebody-s", "policy-1-00", "policy-2-00"}
         self.asked: list[str] = []
-        self.share = share
+        self.share, self.noise = share, noise
 
     async def loaded_adapters(self) -> set[str]:
         return set(self.names)
@@ -62,7 +67,7 @@ class Server:
         self.names.remove(name)
 
     async def prompt_logprobs(self, token_ids: list[int], adapter: str) -> list[float]:
-        base = [-3.0 - token for token in token_ids[1:]]
+        base = [-3.0 - token + self.noise for token in token_ids[1:]]
         changes = PROBE.changes[: len(base)]
         return [b + self.share * c * bool(adapter) for b, c in zip(base, changes, strict=True)]
 
@@ -120,17 +125,21 @@ async def test_a_server_must_show_what_the_adapter_changes(tmp_path: Path, share
     assert server.adapter == ("policy-2-00", 2)
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(Dtype.float32, 0.95), (Dtype.bfloat16, 0.5)])
-async def test_rounding_is_no_difference(tmp_path: Path, dtype: Dtype, share: float) -> None:
-    server: Any = Server(share=share)
-    await weights(tmp_path, dtype=dtype).load_beside(server)
+@pytest.mark.parametrize(("share", "noise"), [(0.8, 0.0), (0.5, 0.05), (0.0, 0.1)])
+async def test_what_may_be_noise_is_no_difference(
+    tmp_path: Path, share: float, noise: float
+) -> None:
+    server: Any = Server(share=share, noise=noise)
+    await weights(tmp_path).load_beside(server)
+    with pytest.raises(ModelError, match="does not compute with adapter"):
+        await weights(tmp_path).load_beside(Server(share=-1.0, noise=noise))  # type: ignore[arg-type]
 
 
 async def test_a_server_with_a_short_context_gets_a_shorter_row(tmp_path: Path) -> None:
     written = AdapterFolders(tmp_path, config()).write(3, TENSORS)
     short = RolloutConfig(path="base", lora=LoraConfig(rank=2), max_context_tokens=4)
     read = AdapterWeights.read(3, written, short)
-    assert read.probe == AdapterProbe([5, 9, 2], [0.5, -0.25])
+    assert read.probe == AdapterProbe([5, 9, 2], [-12.0, -5.0], [0.5, -0.25])
     await read.load_beside(Server())  # type: ignore[arg-type]
 
 
