@@ -7,6 +7,7 @@ request names its adapter, so that the versions of its tokens are known whatever
 
 from __future__ import annotations
 
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,8 @@ from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ArealError, EngineFailed, ModelError
 from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 
-_NAME: Final = "policy-"
-"""Begins the names of adapters that a run has loaded into its servers."""
+_NAME: Final = re.compile(r"policy-\d+-[0-9a-f]{8}")
+"""The names of adapters that a run has loaded into its servers: version and checksum."""
 
 _LEAST_ERROR: Final = 1e-3
 """Nats by which a server's changes may always differ from the trainer's."""
@@ -68,7 +69,7 @@ class AdapterWeights(VersionWeights):
             raise ModelError(f"{folder} holds no published adapter: {error}") from error
         # one token is sampled after the row
         probe = probe.cut(config.max_context_tokens - 1)
-        adapter = ServedAdapter(f"{_NAME}{version}-{zlib.crc32(values):08x}", version)
+        adapter = ServedAdapter(f"policy-{version}-{zlib.crc32(values):08x}", version)
         return cls(version, folder, len(values), adapter, probe)
 
     async def load_beside(self, server: ServerClient) -> None:
@@ -79,7 +80,7 @@ class AdapterWeights(VersionWeights):
         name, loaded = self.adapter.name, await server.loaded_adapters()
         served = server.adapter.name if server.adapter else ""
         for old in loaded - {name, served}:
-            if old.startswith(_NAME):
+            if _NAME.fullmatch(old):
                 await server.unload_adapter(old)
         if name not in loaded:
             try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.adapters import AdapterFolders, AdapterWeights
 from areal_sc.engines.servers.client import ServedAdapter
+from areal_sc.engines.servers.engine import ServerEngine
 from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.errors import EngineFailed, ModelError
@@ -49,9 +52,9 @@ class Server:
     url = "server"
 
     def __init__(self, *, share: float = 1.0, noise: float = 0.0) -> None:
-        self.adapter: ServedAdapter | None = ServedAdapter("policy-2-00", 2)
+        self.adapter: ServedAdapter | None = ServedAdapter("policy-2-00000002", 2)
         self.bare_logprobs: list[float] | None = None
-        self.names = {"model", "somebody-s", "policy-1-00", "policy-2-00"}
+        self.names = {"model", "somebody-s", "policy-7b", "policy-1-0000abcd", "policy-2-00000002"}
         self.asked: list[str] = []
         self.share, self.noise = share, noise
 
@@ -93,6 +96,25 @@ def test_a_written_adapter_is_one_of_peft_with_its_probe(tmp_path: Path) -> None
     assert not list((tmp_path / "root").iterdir())
 
 
+async def test_the_file_is_not_read_in_the_loop_s_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, published = list[int](), list[Any]()
+
+    def read(*_: Any) -> str:
+        threads.append(threading.get_ident())
+        return "weights"
+
+    async def publish(weights: Any) -> None:
+        published.append(weights)
+
+    monkeypatch.setattr(AdapterWeights, "read", read)
+    engine: Any = SimpleNamespace(_config=config(), publish=publish)
+    await ServerEngine._publish_adapter(engine, 3, tmp_path)
+    assert published == ["weights"]
+    assert threads != [threading.get_ident()]
+
+
 async def test_a_folder_that_goes_meanwhile_is_no_defect(tmp_path: Path) -> None:
     server: Any = Server()
     of_version = weights(tmp_path)
@@ -106,15 +128,15 @@ async def test_it_is_loaded_beside_the_one_that_is_served_which_stays(tmp_path: 
     of_version = weights(tmp_path)
     await of_version.load_beside(server)
     name = of_version.adapter.name
-    assert server.asked == ["unload policy-1-00", f"load {name}"]
-    assert server.adapter == ("policy-2-00", 2)
+    assert server.asked == ["unload policy-1-0000abcd", f"load {name}"]
+    assert server.adapter == ("policy-2-00000002", 2)
     times = UpdateTimes()
     assert await of_version.load([server], times) == {}
     assert server.adapter == (name, 3)
     size = (of_version.folder / "adapter_model.safetensors").stat().st_size
     assert times.update_bytes == size
     await of_version.load_beside(server)  # again, as after a publication that was broken off
-    assert server.asked[2:] == ["unload policy-2-00"]
+    assert server.asked[2:] == ["unload policy-2-00000002"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, -1.0, 2.0, float("nan")])
@@ -122,7 +144,7 @@ async def test_a_server_must_show_what_the_adapter_changes(tmp_path: Path, share
     server: Any = Server(share=share)
     with pytest.raises(ModelError, match=r"server does not compute with adapter policy-3-"):
         await weights(tmp_path).load_beside(server)
-    assert server.adapter == ("policy-2-00", 2)
+    assert server.adapter == ("policy-2-00000002", 2)
 
 
 @pytest.mark.parametrize(("share", "noise"), [(0.8, 0.0), (0.5, 0.05), (0.0, 0.1)])
