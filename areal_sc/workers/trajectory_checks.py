@@ -81,10 +81,7 @@ def _problem(row: Any, *, is_trained: bool) -> str:
     if len(set(lengths.values())) != 1:
         return f"the trajectory's fields differ in length: {lengths}"
     for name, dtype in TRAJECTORY_FIELDS.items():
-        try:
-            values = np.asarray(getattr(row, name))
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # those of torch, too
-            values = np.array(None)
+        values = _as_array(getattr(row, name), dtype)
         if values.ndim != 1 or not _holds(values, dtype):
             return f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
         setattr(row, name, values.astype(dtype))
@@ -102,6 +99,20 @@ def _problem(row: Any, *, is_trained: bool) -> str:
         if not _is_finite(value):
             return f"metric {name!r} must be finite, got {value!r}"
     return ""
+
+
+def _as_array(values: Any, dtype: str) -> Any:
+    """An array of a field; one that holds None if there is none."""
+    errors = (TypeError, ValueError, OverflowError, RuntimeError)  # those of torch, too
+    try:
+        return np.asarray(values)
+    except errors:
+        if dtype != "float32":
+            return np.array(None)
+    try:  # numpy knows no bfloat16, and takes no tensor that requires a gradient
+        return np.array([float(v.detach() if hasattr(v, "detach") else v) for v in values])
+    except errors:
+        return np.array(None)
 
 
 def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) -> str:

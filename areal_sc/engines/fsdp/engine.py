@@ -128,14 +128,14 @@ class FSDPEngine(RankEngine):
     def _measure_probe(self) -> AdapterProbe:
         """What the adapter does now; all ranks make the call."""
 
-        def change(token_ids: torch.Tensor) -> torch.Tensor:
+        def measure(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             is_asked = torch.ones(len(token_ids), dtype=torch.bool)
             fields = {"input_ids": token_ids.int(), "loss_mask": is_asked}
             rows = PackedRows(fields, (len(token_ids),))
-            return self.forward(rows, "logprobs") - self.forward(rows, BASE_LOGPROBS)
+            return self.forward(rows, BASE_LOGPROBS), self.forward(rows, "logprobs")
 
         vocab_size = self._model.causal_lm.config.get_text_config().vocab_size
-        return AdapterProbe.measured(vocab_size, self.config.max_tokens_per_micro_batch, change)
+        return AdapterProbe.measured(vocab_size, self.config.max_tokens_per_micro_batch, measure)
 
     def _outputs(self, batch: PlannedBatch) -> Iterator[tuple[MicroBatch, Outputs]]:
         with self._model.computing():

@@ -7,7 +7,7 @@ request names its adapter, so that the versions of its tokens are known whatever
 
 from __future__ import annotations
 
-import math
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Final
 
-from areal_sc.config.schema import Dtype, RolloutConfig
+from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.client import ServedAdapter, ServerClient
 from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights
 from areal_sc.engines.training.adapters.adapter_files import write_adapter
@@ -26,63 +26,67 @@ from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ArealError, EngineFailed, ModelError
 from areal_sc.sizing.adapter_folder import ADAPTER_WEIGHTS
 
-_NAME: Final = "policy-"
-"""Begins the names of adapters that a run has loaded into its servers."""
+_NAME: Final = re.compile(r"policy-\d+-[0-9a-f]{8}")
+"""The names of adapters that a run has loaded into its servers: version and checksum."""
 
-_ROUNDING: Final = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.2}
-"""Nats by which a server's changes may differ from the trainer's by rounding alone."""
+_LEAST_ERROR: Final = 1e-3
+"""Nats by which a server's changes may always differ from the trainer's."""
 
-_WRONG_SHARE: Final = 0.1
-"""A server's changes may differ from the trainer's by this share of them."""
+_NOISE_MULTIPLE: Final = 4
+"""And this multiple of how far the two are apart without an adapter. Both terms of a change have
+that noise: together twice as much, which leaves as much again for larger noise with the adapter."""
+
+_WRONG_SHARE: Final = 0.25
+"""And this share of the changes: a server that ignores its adapter is 1 off."""
 
 
 @dataclass(frozen=True)
 class AdapterWeights(VersionWeights):
     """An adapter in a folder of peft's format that the servers see.
 
-    It has to stay until the version after it has been published.
+    It has to stay until the version after it has been published, and longer for a server that is
+    being started with it.
 
     Attributes:
+        num_bytes: of the file with its values.
         adapter: its version, and its name, in which the checksum of its values stands.
         probe: by which servers show that they serve it.
-        rounding: nats; see `_ROUNDING`.
     """
 
     version: int
     folder: Path
+    num_bytes: int
     adapter: ServedAdapter
     probe: AdapterProbe
-    rounding: float
 
     @classmethod
     def read(cls, version: int, folder: Path, config: RolloutConfig) -> AdapterWeights:
         """Raises: ModelError: no adapter was published there."""
         try:
-            checksum = zlib.crc32((folder / ADAPTER_WEIGHTS).read_bytes())
+            values = (folder / ADAPTER_WEIGHTS).read_bytes()
             probe = AdapterProbe.read(folder)
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"{folder} holds no published adapter: {error}") from error
         # one token is sampled after the row
         probe = probe.cut(config.max_context_tokens - 1)
-        name = f"{_NAME}{version}-{checksum:08x}"
-        adapter = ServedAdapter(name, version)
-        return cls(version, folder, adapter, probe, _ROUNDING[config.dtype])
+        adapter = ServedAdapter(f"policy-{version}-{zlib.crc32(values):08x}", version)
+        return cls(version, folder, len(values), adapter, probe)
 
     async def load_beside(self, server: ServerClient) -> None:
-        """Raises: ModelError: the server does not take the adapter, or ignores it."""
+        """Raises: ModelError: the server ignores the adapter. EngineFailed: it does not take it."""
         if server.bare_logprobs is None:
             # at first: where vLLM has adapters, it computes with one on a CPU even if none is named
             server.bare_logprobs = await server.prompt_logprobs(self.probe.token_ids, "")
         name, loaded = self.adapter.name, await server.loaded_adapters()
         served = server.adapter.name if server.adapter else ""
         for old in loaded - {name, served}:
-            if old.startswith(_NAME):
+            if _NAME.fullmatch(old):
                 await server.unload_adapter(old)
         if name not in loaded:
             try:
                 await server.load_adapter(name, str(self.folder))
             except EngineFailed as error:
-                raise ModelError(f"{server.url} does not take the adapter: {error}") from error
+                raise EngineFailed(f"{server.url} does not take the adapter: {error}") from error
         if name not in await server.loaded_adapters():
             raise ModelError(f"{server.url} says that it has no adapter {name}, which it loaded")
         await self._check_shown(server, server.bare_logprobs)
@@ -90,7 +94,7 @@ class AdapterWeights(VersionWeights):
     async def load(
         self, servers: Sequence[ServerClient], times: UpdateTimes
     ) -> dict[ServerClient, ArealError]:
-        times.update_bytes += (self.folder / ADAPTER_WEIGHTS).stat().st_size
+        times.update_bytes += self.num_bytes
         for server in servers:
             server.adapter = self.adapter
         return {}
@@ -99,7 +103,8 @@ class AdapterWeights(VersionWeights):
         """Compares what the adapter changes on the server with what it changes on the trainer."""
         adapted = await server.prompt_logprobs(self.probe.token_ids, self.adapter.name)
         error = self.probe.error([a - b for a, b in zip(adapted, bare, strict=True)])
-        if not error <= max(self.rounding, _WRONG_SHARE * self.probe.size) or math.isnan(error):
+        noise = _NOISE_MULTIPLE * self.probe.noise(bare)
+        if not error <= max(_LEAST_ERROR, noise, _WRONG_SHARE * self.probe.size):
             raise ModelError(
                 f"{server.url} does not compute with adapter {self.adapter.name}, which it says it "
                 f"has: log-probabilities of a probe should change by {self.probe.size:.2g}, and "
@@ -117,6 +122,7 @@ class AdapterFolders:
     def __init__(self, root: Path, config: RolloutConfig) -> None:
         self._root = root
         self._config = config
+        self._written: list[Path] = []
 
     def write(self, version: int, tensors: Iterable[NamedTensor]) -> Path:
         """A new folder with the published tensors, which may be flat; older folders stay.
@@ -136,10 +142,17 @@ class AdapterFolders:
             probe.write(folder)
         except OSError as error:
             raise EngineFailed(f"no adapter could be written to {self._root}: {error}") from error
+        self._written = [*self._written[-1:], folder]
         return folder
 
-    def keep_only(self, folder: Path | None) -> None:
-        """Removes all others."""
-        for other in self._root.glob("*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+    def keep_newest(self) -> None:
+        """Removes all but the last two: a server that starts may still load the one before."""
+        self._remove_all_but(self._written)
+
+    def clear(self) -> None:
+        self._remove_all_but(())
+
+    def _remove_all_but(self, kept: Sequence[Path]) -> None:
+        for folder in self._root.glob("*"):
+            if folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -190,7 +190,8 @@ class ServerClient:
 
         The server is asked once, and only for a request that needs it: on a GPU it may have to
         build kernels for the answer, for minutes.
-        Raises: RpcTimeout: it did not answer within `start_timeout_s`.
+        Raises: RpcTimeout: it did not answer within `start_timeout_s`. ServerBusy: the question was
+            aborted, and may be repeated.
         """
         async with self._asks_max_support:
             if self._max_support is None:

@@ -109,6 +109,8 @@ class Completer:
             try:
                 part = await self._ask(server, request)
             except PeerLost as error:
+                if reason := request.end_reason:  # only the server's last word is missing
+                    return request.completion(reason)
                 self._note_loss(request, error)
                 continue
             except ServerBusy as error:
@@ -182,19 +184,24 @@ class Completer:
         """Extends the answer with each part of a stream; returns all of them together.
 
         What was sampled counts as soon as it is told, so that it stays when the stream breaks off.
+        A stream that breaks off behind its last part has lost nothing.
         """
         start, has_stopped, is_whole = len(request.token_ids), False, False
-        async with aclosing(server.stream(request, request.request_id, max_support)) as parts:
-            async for told in parts:
-                whole = replace(told, versions=[server.version] * len(told.token_ids))
-                part = whole.cut(0) if has_stopped else request.extend(whole)
-                self._count(whole, part)
-                is_whole = bool(told.finish)
-                if is_whole:  # it knows better which weights sampled which token
-                    request.versions[start:] = told.versions[: len(request.token_ids) - start]
-                elif part.finish and not has_stopped:  # at a stop string
-                    has_stopped = True
-                    await server.abort(request.request_id)
+        try:
+            async with aclosing(server.stream(request, request.request_id, max_support)) as parts:
+                async for told in parts:
+                    whole = replace(told, versions=[server.version] * len(told.token_ids))
+                    part = whole.cut(0) if has_stopped else request.extend(whole)
+                    self._count(whole, part)
+                    is_whole = bool(told.finish)
+                    if is_whole:  # it knows better which weights sampled which token
+                        request.versions[start:] = told.versions[: len(request.token_ids) - start]
+                    elif part.finish and not has_stopped:  # at a stop string
+                        has_stopped = True
+                        await server.abort(request.request_id)
+        except PeerLost:
+            if not is_whole:
+                raise
         if not is_whole:
             raise ProtocolError(f"{server.name} does not tell why an answer ended")
         return replace(

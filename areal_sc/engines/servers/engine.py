@@ -88,7 +88,7 @@ class ServerEngine(ReplicaSet):
         self._config = config
         self._buckets = SharedBuckets()
         self._adapters = AdapterFolders(log_folder / f"{name}-adapters", config)
-        self._adapters.keep_only(None)  # of earlier lives
+        self._adapters.clear()  # of earlier lives
         self._completer = Completer(self, self._model.vocab_size)
         is_cuda = _serves_on_cuda(handle)
         super().__init__(ReplicaSettings(handle, log_folder, name, is_cuda=is_cuda))
@@ -98,7 +98,7 @@ class ServerEngine(ReplicaSet):
         await super().close()
         await self._completer.close()
         self._buckets.close()
-        self._adapters.keep_only(None)
+        self._adapters.clear()
 
     async def generate(
         self,
@@ -139,7 +139,7 @@ class ServerEngine(ReplicaSet):
         if self._config.lora.is_published_alone:
             folder = await asyncio.to_thread(self._adapters.write, version, await source())
             await self._publish_adapter(version, folder)
-            await asyncio.to_thread(self._adapters.keep_only, folder)
+            await asyncio.to_thread(self._adapters.keep_newest)
             return
         if self._settings.servers.urls:
             raise ConfigError(
@@ -162,7 +162,8 @@ class ServerEngine(ReplicaSet):
         await self.publish(DiskWeights(version, folder))
 
     async def _publish_adapter(self, version: int, folder: Path) -> None:
-        await self.publish(AdapterWeights.read(version, folder, self._config))
+        weights = await asyncio.to_thread(AdapterWeights.read, version, folder, self._config)
+        await self.publish(weights)
 
     async def update_weights_from_group(
         self,

@@ -260,7 +260,7 @@ class Replica(ServerLoad):
         """Largest number of tokens that a truncated distribution of a request may have.
 
         Raises: ConfigError: none, or fewer than are asked for. PeerLost: the server is down.
-            RpcTimeout: as `ServerClient.max_support`.
+            RpcTimeout, ServerBusy: as `ServerClient.max_support`.
         """
         limit = await self.client.max_support()
         if limit == 0:

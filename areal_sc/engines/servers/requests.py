@@ -63,6 +63,7 @@ class CompletionRequest:
         min_version: of the weights of servers that it may go to: those of its last token.
         token_ids, logprobs, versions: [C] sampled so far, as in `Completion`.
         request_id: by which its server knows what it is asked for now.
+        has_stopped: a stop string is complete.
         num_losses: attempts that brought nothing, as a server was lost.
         busy_since_s: since when servers have refused it as they are full; None: they have not.
     """
@@ -82,6 +83,7 @@ class CompletionRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     request_id: str = ""
+    has_stopped: bool = False
     num_losses: int = 0
     busy_since_s: float | None = None
 
@@ -93,6 +95,13 @@ class CompletionRequest:
     @property
     def num_missing_tokens(self) -> int:
         return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def end_reason(self) -> str:
+        """Why the answer ends with its last token; "" while more is to come."""
+        if self.has_stopped or (self.token_ids and self.token_ids[-1] in self.stop_token_ids):
+            return "stop"
+        return self.length_reason if self.num_missing_tokens <= 0 else ""
 
     @property
     def num_asked_tokens(self) -> int:
@@ -109,7 +118,7 @@ class CompletionRequest:
         if (stops := self.stops) is not None:
             ends = (n for n, token in enumerate(part.token_ids, 1) if stops.completes(token))
             if n := next(ends, 0):
-                part = part.cut(n)
+                part, self.has_stopped = part.cut(n), True
         if part.token_ids:
             self.num_losses = 0
             if self.on_tokens is not None:

@@ -16,7 +16,7 @@ from areal_sc.config.schema import OnWeightUpdate, RolloutConfig
 from areal_sc.engines.servers.client import ServerClient
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.weights import UpdateTimes, VersionWeights, for_each
-from areal_sc.errors import ArealError, ModelError, PeerLost
+from areal_sc.errors import ArealError, EngineFailed, ModelError, PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ async def update_wave(
 
     Args:
         stays_paused: the servers were paused, and shall be afterwards.
-    Raises: ModelError: servers cannot serve such weights; all go on as they were.
+    Raises: ModelError: servers cannot serve such weights, or all of them refuse these; all go on
+        as they were.
     """
     clock, failed = _Clock(), dict[Replica, ArealError]()
     await weights.prepare()
@@ -44,6 +45,8 @@ async def update_wave(
     for error in failed.values():
         if isinstance(error, ModelError):
             raise error
+    if len(refused := [e for e in failed.values() if isinstance(e, EngineFailed)]) == len(wave):
+        raise ModelError(f"no server takes version {weights.version}: {refused[0]}") from refused[0]
     times.update_open_s += clock.lap()
     for replica in wave:
         replica.hold()

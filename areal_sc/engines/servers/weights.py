@@ -79,7 +79,7 @@ class VersionWeights:
     async def load_beside(self, server: ServerClient) -> None:
         """Then: gives a server what it can take beside what it serves.
 
-        Raises: ModelError: no server can serve these weights.
+        Raises: ModelError: no server can serve these weights. EngineFailed: this one does not.
         """
 
     async def load(

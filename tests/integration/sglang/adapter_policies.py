@@ -45,10 +45,10 @@ class AdapterPolicies(Policies):
     def probe(self, version: int) -> AdapterProbe:
         model, base = self._models[version], self._models[0]
 
-        def change(token_ids: torch.Tensor) -> torch.Tensor:
-            return _logprobs(model, token_ids) - _logprobs(base, token_ids)
+        def measure(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return _logprobs(base, token_ids), _logprobs(model, token_ids)
 
-        return AdapterProbe.measured(model.config.vocab_size, 64, change)
+        return AdapterProbe.measured(model.config.vocab_size, 64, measure)
 
 
 def _logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:

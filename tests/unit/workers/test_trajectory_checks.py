@@ -39,6 +39,17 @@ def test_one_trajectory_or_several(returned: Any, lengths: list[int]) -> None:
     assert [len(row.input_ids) for row in rows] == lengths
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_logprobs_may_be_any_tensors(dtype: torch.dtype, has_gradient: bool, is_list: bool) -> None:
+    values: Any = torch.tensor([0.0, -1.5], dtype=dtype, requires_grad=has_gradient)
+    returned = row(2, behavior_logprobs=list(values) if is_list else values)
+    [checked] = checked_episode(returned, LIMITS, {}, is_trained=True)  # type: ignore[misc]
+    assert checked.behavior_logprobs.dtype == np.float32
+    assert checked.behavior_logprobs.tolist() == [0.0, -1.5]
+
+
 @pytest.mark.parametrize(
     ("returned", "cause", "message"),
     [

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import (
     rebuild_typed_storage,
 )
 
-from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.client import ABORTED, ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.answers import (
@@ -30,7 +30,7 @@ from areal_sc.engines.servers.sglang.answers import (
     request_body,
 )
 from areal_sc.engines.servers.sglang.arguments import OLDEST_VERSION
-from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout
+from areal_sc.errors import EngineFailed, ProtocolError, RpcTimeout, ServerBusy
 
 if TYPE_CHECKING:
     from areal_sc.weights import BucketLayout, WeightGroup
@@ -243,6 +243,9 @@ class SGLangClient(ServerClient):
                 "flashinfer-jit-cache beside SGLang, set sglang.args.sampling_backend=pytorch, or "
                 "raise sglang.start_timeout_s"
             ) from error
+        reason = answer["meta_info"].get("finish_reason") or {}
+        if reason.get("type") == ABORTED:  # with all requests, for new weights
+            raise ServerBusy(f"{self.url} aborted a question about truncated distributions")
         if "output_token_sampling_logprobs" not in answer["meta_info"]:
             return 0
         return int(info["sampling_mask_max_tokens"])

@@ -1,8 +1,8 @@
 """A row by which whoever serves an adapter shows that it does.
 
 An adapter changes the log-probabilities of the row's tokens. The trainer says by how much, beside
-the adapter itself. A server's own changes must be the same ones. They are compared, and not the
-log-probabilities, because what two programs round differently is in both terms of a change.
+the adapter itself, and what they are without it. A server's own changes must be the same ones, but
+for what the two programs compute differently without any adapter, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -31,36 +31,43 @@ class AdapterProbe:
 
     Attributes:
         token_ids: [P] the row.
-        changes: [P - 1] nats: by how much the adapter changes the log-probability of each token but
-            the first, given those before it.
+        bare: [P - 1] nats: the log-probability of each token but the first, given those before it,
+            without the adapter.
+        changes: [P - 1] nats: by how much the adapter changes these.
     """
 
     token_ids: list[int]
+    bare: list[float]
     changes: list[float]
 
     @classmethod
     def measured(
-        cls, vocab_size: int, max_tokens: int, change: Callable[[torch.Tensor], torch.Tensor]
+        cls,
+        vocab_size: int,
+        max_tokens: int,
+        measure: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> AdapterProbe:
         """The probe of an adapter.
 
         Args:
             max_tokens: the most that a row may have.
-            change: gives the change at each token of a row, [P] of [P]; the first is left out.
+            measure: gives the log-probability of each token of a row without the adapter and with
+                it, [P] each of [P]; those of the first are left out.
         """
         token_ids = torch.arange(1, min(_NUM_TOKENS, max_tokens) + 1) * _STRIDE % vocab_size
-        return cls(token_ids.tolist(), change(token_ids)[1:].tolist())
+        bare, adapted = measure(token_ids)
+        return cls(token_ids.tolist(), bare[1:].tolist(), (adapted - bare)[1:].tolist())
 
     @classmethod
     def from_tensor(cls, values: torch.Tensor) -> AdapterProbe:
         """The inverse of `tensor`, whose values may be flat."""
-        token_ids, changes = values.view(2, -1)
-        return cls(token_ids.long().tolist(), changes[1:].tolist())
+        token_ids, bare, changes = values.view(3, -1)
+        return cls(token_ids.long().tolist(), bare[1:].tolist(), changes[1:].tolist())
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[2, P] float32, exact up to token 2^24."""
-        return torch.tensor([self.token_ids, [0.0, *self.changes]])
+        """[3, P] float32, exact up to token 2^24."""
+        return torch.tensor([self.token_ids, [0.0, *self.bare], [0.0, *self.changes]])
 
     @classmethod
     def read(cls, folder: Path) -> AdapterProbe:
@@ -68,12 +75,14 @@ class AdapterProbe:
         return cls(**json.loads((folder / _FILE).read_text(encoding="utf-8")))
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({"token_ids": self.token_ids, "changes": self.changes})
+        text = json.dumps(asdict(self))
         (folder / _FILE).write_text(text + "\n", encoding="utf-8")
 
     def cut(self, max_tokens: int) -> AdapterProbe:
         """Its first tokens, whose changes do not depend on those behind them."""
-        return AdapterProbe(self.token_ids[:max_tokens], self.changes[: max_tokens - 1])
+        num_values = max_tokens - 1
+        bare, changes = self.bare[:num_values], self.changes[:num_values]
+        return AdapterProbe(self.token_ids[:max_tokens], bare, changes)
 
     @property
     def size(self) -> float:
@@ -83,6 +92,10 @@ class AdapterProbe:
     def error(self, changes: Sequence[float]) -> float:
         """Root mean square of what others found, minus `changes`; nats."""
         return _size([a - b for a, b in zip(changes, self.changes, strict=True)])
+
+    def noise(self, bare: Sequence[float]) -> float:
+        """The same of log-probabilities without the adapter."""
+        return _size([a - b for a, b in zip(bare, self.bare, strict=True)])
 
 
 def _size(values: Sequence[float]) -> float:

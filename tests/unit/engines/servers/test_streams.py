@@ -140,6 +140,38 @@ async def test_a_lost_server_s_tokens_stay_and_are_told_once() -> None:
     assert (counters.generated_tokens, counters.lost_requests) == (9, 1)
 
 
+@pytest.mark.parametrize(
+    ("parts", "max_new_tokens", "ends", "versions"),
+    [
+        ([([5, 6], ""), ([2], "stop")], 9, "stop", [101, 102, 103]),
+        ([([5, 6], ""), ([7], "length")], 3, "length", [101, 102, 103]),
+        ([([5, 6], ""), ([2], "")], 9, "stop", [4, 4, 4]),  # a stop token, without its reason
+        ([([5, 6], ""), ([7], "")], 3, "length", [4, 4, 4]),
+        ([([5, 9], ""), ([10, 11], "")], 9, "stop", [4, 4, 4]),  # a stop string
+    ],
+)
+async def test_a_whole_answer_stays_whole_when_its_stream_breaks_off(
+    parts: list[tuple[list[int], str]], max_new_tokens: int, ends: str, versions: list[int]
+) -> None:
+    server: Any = StreamingServer()
+
+    async def stream(*_: Any) -> AsyncIterator[AnswerPart]:
+        server.asked.append(1)
+        for tokens, finish in parts:
+            exact = [101, 102, 103] if finish else []
+            yield AnswerPart(tokens, [-1.0] * len(tokens), exact, finish, "", 0, 0)
+        raise PeerLost("gone")
+
+    server.stream = stream
+    asked = Asked(server, max_new_tokens, "9,10")
+    asked.request.stop_token_ids = (2,)
+    answer = await asked.answer()
+    whole = [token for tokens, _ in parts for token in tokens][:3]
+    assert answer.token_ids == asked.told == whole
+    assert (answer.finish_reason, answer.versions, len(server.asked)) == (ends, versions, 1)
+    assert asked.completer.counters.lost_requests == 0
+
+
 async def test_an_interrupted_stream_goes_on() -> None:
     """As on a server that cannot hold its answers while it gets new weights."""
     server = StreamingServer()

@@ -169,6 +169,7 @@ def test_an_adapter_alone_is_published_with_what_it_changes(build: Build, tmp_pa
         logprobs = model(row).logits[0, :-1].double().log_softmax(-1)
         of_each.append(logprobs.gather(1, row[0, 1:, None])[:, 0])
     changes = (of_each[0] - of_each[1]).tolist()
+    assert probe.bare == pytest.approx(of_each[1].tolist(), abs=1e-5)
     assert probe.changes == pytest.approx(changes, abs=1e-5)
     assert probe.size > 0.1
 

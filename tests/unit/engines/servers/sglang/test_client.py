@@ -226,6 +226,22 @@ async def test_a_server_that_can_less() -> None:
     assert abilities.architectures == ()
 
 
+async def test_an_aborted_question_is_asked_again() -> None:
+    aborted = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+    metas = [aborted, {"output_token_sampling_logprobs": [-0.5]}]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/generate":
+            return web.json_response({"meta_info": metas.pop(0)})
+        return web.json_response({"sampling_mask_max_tokens": 64})
+
+    async with serving(answer) as client:
+        with pytest.raises(ServerBusy, match="aborted a question"):
+            await client.max_support()
+        assert await client.max_support() == 64
+        assert await client.max_support() == 64
+
+
 class SlowSampler:
     """A server that builds its kernels when it is first asked for a token under top_k."""
 
