@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,6 +34,7 @@ from areal_sc.records.recorded_rows import (
     pack_tokens,
 )
 from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
+from areal_sc.user_code import describe
 
 logger = logging.getLogger(__name__)
 
@@ -165,22 +166,20 @@ class Recorder:
             logger.debug("a record is lost: the thread that writes them is far behind")
 
     def _write(self) -> None:
+        assert self._files is not None, "nothing is recorded without a folder"
         try:
-            self._write_all()
-        except OSError as error:
+            with closing(self._files):
+                self._write_all()
+        except Exception as error:  # a disk, or a value that nobody has thought of
             self.is_on = False
-            logger.warning(
-                "%s records nothing more of what it does: %s: %s",
-                self._process,
-                error.filename or "cannot write",
-                error.strerror,
-            )
+            what = describe(error)
+            logger.warning("%s records nothing more of what it does: %s", self._process, what)
         finally:
-            assert self._files is not None, "nothing is recorded without a folder"
-            self._files.close()
+            with suppress(queue.Empty):
+                while True:
+                    self._waiting.get_nowait()
 
     def _write_all(self) -> None:
-        """Raises: OSError."""
         spans: list[RecordedSpan] = []
         flush_s = 0.0
         while True:

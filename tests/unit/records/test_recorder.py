@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from recorded_groups import MEBI, played, recorder_of, trajectory
 
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
+from areal_sc.records import recorder as recorder_module
 from areal_sc.records.reading import rows, spans, trace_events
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_rows import RecordedRejection
@@ -144,6 +146,32 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(
     recorder.add_group(played(1, [trajectory(1)]))
     recorder.close()
     assert [it.levelno for it in caplog.records] == [logging.WARNING]
+
+
+def test_whatever_fails_ends_the_records_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_fail = threading.Event()
+
+    def fails(group: object) -> bytes:
+        may_fail.wait()
+        raise TypeError("no such value")
+
+    monkeypatch.setattr(recorder_module, "pack_group", fails)
+    recorder = recorder_of(tmp_path)
+    left = [played(number, [trajectory(number)]) for number in range(1, 9)]
+    groups = [weakref.ref(it) for it in left]
+    while left:
+        recorder.add_group(left.pop())
+    may_fail.set()
+    (thread,) = [it for it in threading.enumerate() if it.name == "records"]
+    thread.join()
+    assert not recorder.is_on
+    assert [it() for it in groups] == [None] * 8, "what nobody will write is not kept"
+    recorder.add_event("serving")
+    recorder.close()
+    (warning,) = [it for it in caplog.records if it.levelno >= logging.WARNING]
+    assert "records nothing more of what it does: TypeError: no such" in warning.getMessage()
 
 
 KILLED = """
