@@ -45,6 +45,9 @@ SPANS_BYTES: Final = 64 << 20
 KEPT_EVERY: Final = 16
 """One of so many groups is remarkable, by its number: so a thinned history stays."""
 _MAX_WAITING: Final = 1024
+MAX_WAITING_TOKENS: Final = 4 << 20
+"""Of the groups that wait: some hundred MiB."""
+_FAR_BEHIND: Final = "a record is lost: the thread that writes them is far behind"
 _SPANS_PER_BLOCK: Final = 4096
 _CLOSE_LIMIT_S: Final = 3.0
 
@@ -64,6 +67,10 @@ class PlayedGroup:
     @property
     def is_remarkable(self) -> bool:
         return bool(self.group.rejected) or self.group.group % KEPT_EVERY == 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.input_ids) for its in self.episodes.values() for row in its)
 
 
 class Recorder:
@@ -88,11 +95,17 @@ class Recorder:
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._num_waiting_tokens = 0
+        self._counting = threading.Lock()
 
     def add_group(self, played: PlayedGroup) -> None:
         """Records a group. Its rows must not change any more."""
-        if self._keeps_all or played.is_remarkable:
-            self._put(played)
+        if self.is_on and (self._keeps_all or played.is_remarkable):
+            with self._counting:
+                if self._num_waiting_tokens > MAX_WAITING_TOKENS:
+                    logger.debug(_FAR_BEHIND)
+                elif self._put(played):
+                    self._num_waiting_tokens += played.num_tokens
 
     def add_span(
         self,
@@ -151,9 +164,10 @@ class Recorder:
                 return
             thread.join(_CLOSE_LIMIT_S)
 
-    def _put(self, record: PlayedGroup | RecordedSpan) -> None:
+    def _put(self, record: PlayedGroup | RecordedSpan) -> bool:
+        """Whether it waits now."""
         if not self.is_on:
-            return
+            return False
         if self._thread is None:
             with self._starting:
                 if self._thread is None and self.is_on:
@@ -163,7 +177,9 @@ class Recorder:
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
-            logger.debug("a record is lost: the thread that writes them is far behind")
+            logger.debug(_FAR_BEHIND)
+            return False
+        return True
 
     def _write(self) -> None:
         assert self._files is not None, "nothing is recorded without a folder"
@@ -197,6 +213,8 @@ class Recorder:
                     self._write_spans(spans)
             elif record is not None:
                 self._write_group(record)
+                with self._counting:
+                    self._num_waiting_tokens -= record.num_tokens
             else:
                 self._write_spans(spans)
                 return

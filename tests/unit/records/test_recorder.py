@@ -174,6 +174,29 @@ def test_whatever_fails_ends_the_records_with_one_warning(
     assert "records nothing more of what it does: TypeError: no such" in warning.getMessage()
 
 
+def test_the_tokens_that_wait_for_a_slow_disk_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, append = threading.Event(), record_files_module.append_or_undo
+
+    def slow(file: Any, content: bytes) -> None:
+        may_write.wait()
+        append(file, content)
+
+    monkeypatch.setattr(record_files_module, "append_or_undo", slow)
+    monkeypatch.setattr(recorder_module, "MAX_WAITING_TOKENS", 160)
+    recorder = recorder_of(tmp_path)
+    for number in range(1, 10):
+        recorder.add_group(played(number, [trajectory(number, 40)]))
+    recorder.add_event("serving")  # which is small
+    may_write.set()
+    while 10 not in {it.group for it in rows(tmp_path)}:  # what is written waits no more
+        recorder.add_group(played(10, [trajectory(10, 40)]))
+    recorder.close()
+    assert {it.group for it in rows(tmp_path)} == {1, 2, 3, 4, 5, 10}
+    assert [it.kind for it in spans(tmp_path)] == ["serving"]
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
