@@ -131,13 +131,22 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """
     stream, texts, num_silent = DecodeStream(skip_special_tokens=False), list[str](), 0
     for number in ids:
-        texts.append(stream.step(tokenizer, number) or "")
-        num_silent = 0 if texts[-1] else num_silent + 1
+        try:
+            text = stream.step(tokenizer, number) or ""
+        except Exception:  # it has no class of its own: those before make no character with it
+            _make_replacements(texts, num_silent)
+            stream, num_silent = DecodeStream(skip_special_tokens=False), 0
+            text = stream.step(tokenizer, number) or ""
+        texts.append(text)
+        num_silent = 0 if text else num_silent + 1
         if num_silent > _MOST_PARTS:
-            stream = DecodeStream(skip_special_tokens=False)
-            texts[-num_silent:] = ["\N{REPLACEMENT CHARACTER}"] * num_silent
-            num_silent = 0
+            _make_replacements(texts, num_silent)
+            stream, num_silent = DecodeStream(skip_special_tokens=False), 0
     return texts
+
+
+def _make_replacements(texts: list[str], num_last: int) -> None:
+    texts[len(texts) - num_last :] = ["\N{REPLACEMENT CHARACTER}"] * num_last
 
 
 def tokenizer_of(*folders: Path) -> Tokenizer | None:

@@ -130,3 +130,11 @@ def test_a_character_of_several_tokens_stands_at_the_last_one(tmp_path: Path) ->
     assert tokenizer_of(tmp_path / "none", tmp_path) is not None
     (tmp_path / "tokenizer.json").write_text("{}")
     assert tokenizer_of(tmp_path) is None
+
+
+def test_a_byte_that_begins_no_character_leaves_the_next_token_as_it_is() -> None:
+    alphabet = {f"<0x{number:02X}>": number for number in range(256)} | {"a": 256}
+    tokenizer = Tokenizer(models.WordLevel(alphabet))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    assert texts_of(tokenizer, [0x41, 0xE2, 256, 256]) == ["A", "\ufffd", "a", "a"]
+    assert texts_of(tokenizer, [0x0A, *"€".encode(), 256]) == ["\n", "", "", "€", "a"]
