@@ -68,7 +68,10 @@ class SpanColumns(Struct, frozen=True):
         return len(self.kinds)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`kinds`, `numbers` and `times`. Raises: ValueError: they are not equally long, or unnamed."""
+        """`kinds`, `numbers` and `times`.
+
+        Raises: ValueError: they are not equally long, or places of no names.
+        """
         num = self.num_spans
         kinds = np.frombuffer(self.kinds, np.uint8)
         numbers = np.frombuffer(self.numbers, "<i4").reshape(5, num)
