@@ -61,7 +61,7 @@ class MetricColumns:
 
     def _add(self, record: dict[str, Any]) -> None:
         before = self.num_steps
-        with suppress(KeyError, TypeError, ValueError):  # of a record without a time, say
+        with suppress(ValueError):  # of a record without a time, say
             self.spans += script_spans(record)
         try:
             self.history.add(record)

@@ -1,9 +1,10 @@
-"""The rows that rollout workers have recorded: numbers in memory, tokens in the files."""
+"""The rows that rollout workers have recorded: memory has their places, the files the rest."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.followed_blocks import FollowedBlocks
-from areal_sc.records.blocks import RecordBlock, read_body
+from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
 from areal_sc.records.record_files import RecordFile, Series
 from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
 
@@ -21,11 +22,30 @@ _MOST_PARTS: Final = 4
 
 
 class _PlacedGroup(NamedTuple):
-    """A group, and where its tokens are."""
+    """When a group began, and where its block is."""
 
+    began: float
     path: Path
-    block: RecordBlock
-    group: RecordedGroup
+    begin: int
+    end: int
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[int, RecordBlock, RecordedGroup]]:
+        """Its file's descriptor, its block, and what that tells.
+
+        Raises: FileNotFoundError: it is gone. RunFolderError: it cannot be read any more; also
+            for what the caller reads of it.
+        """
+        try:
+            with self.path.open("rb") as file:
+                found = next(read_blocks(file.fileno(), self.begin, self.end), None)
+                if not isinstance(found, RecordBlock):
+                    raise ValueError(f"the record at byte {self.begin} is damaged")
+                yield file.fileno(), found, unpack_group(found.head)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            raise RunFolderError(f"{self.path.name} cannot be read: {error}") from error
 
 
 class RecordedGroups:
@@ -54,17 +74,21 @@ class RecordedGroups:
         attempts = self._kept.setdefault(group.group, {})
         known = attempts.get(group.attempt)
         # a run that has gone back may have played another group of this number since
-        if known is None or known.group.began <= group.began:
-            placed = found._replace(head=b"")  # what is in it is in `group`
-            attempts[group.attempt] = _PlacedGroup(file.path, placed, group)
+        if known is None or known.began <= group.began:
+            attempts[group.attempt] = _PlacedGroup(group.began, file.path, found.begin, found.end)
 
     def of_group(self, number: int) -> list[dict[str, Any]]:
-        """The attempts of a group that are recorded, the newest one last.
+        """The attempts of a group that are recorded and not gone, the newest one last.
 
         Returns: of each `worker`, `attempt`, `index`, `prompt`, `began`, `took_s`, `rejected` with
             `cause`, `message` and `num_episodes`, and `rows` with `episode`, `row`, `num_tokens`,
             `num_trained_tokens`, `reward`, `versions`, `num_interruptions` and `metrics`.
+        Raises: RunFolderError: one cannot be read any more.
         """
+        groups = list[RecordedGroup]()
+        for _, placed in sorted(self._kept.get(number, {}).items()):
+            with suppress(FileNotFoundError), placed.opened() as (_, _, group):
+                groups.append(group)
         return [
             {
                 "worker": group.worker,
@@ -88,7 +112,7 @@ class RecordedGroups:
                     for row in group.rows
                 ],
             }
-            for _, (_, _, group) in sorted(self._kept.get(number, {}).items())
+            for group in groups
         ]
 
     def tokens(
@@ -101,19 +125,19 @@ class RecordedGroups:
         Raises: RunFolderError: it cannot be read any more.
         """
         placed = self._kept.get(number, {}).get(attempt)
-        names = [(it.episode, it.row) for it in placed.group.rows] if placed else []
-        if placed is None or (episode, row) not in names:
+        if placed is None:
             return None
         try:
-            with placed.path.open("rb") as file:
-                body = read_body(file.fileno(), placed.block)
-            tokens = unpack_tokens(body, placed.group.rows)[names.index((episode, row))]
+            with placed.opened() as (file, found, group):
+                names = [(it.episode, it.row) for it in group.rows]
+                if (episode, row) not in names:
+                    return None
+                of_rows = unpack_tokens(read_body(file, found), group.rows)
         except FileNotFoundError:
             raise RunFolderError(
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
             ) from None
-        except (OSError, ValueError) as error:
-            raise RunFolderError(f"{placed.path.name} cannot be read: {error}") from error
+        tokens = of_rows[names.index((episode, row))]
         ids = tokens.input_ids.tolist()
         return {
             "ids": ids,
@@ -131,13 +155,22 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """
     stream, texts, num_silent = DecodeStream(skip_special_tokens=False), list[str](), 0
     for number in ids:
-        texts.append(stream.step(tokenizer, number) or "")
-        num_silent = 0 if texts[-1] else num_silent + 1
+        try:
+            text = stream.step(tokenizer, number) or ""
+        except Exception:  # it has no class of its own: those before make no character with it
+            _make_replacements(texts, num_silent)
+            stream, num_silent = DecodeStream(skip_special_tokens=False), 0
+            text = stream.step(tokenizer, number) or ""
+        texts.append(text)
+        num_silent = 0 if text else num_silent + 1
         if num_silent > _MOST_PARTS:
-            stream = DecodeStream(skip_special_tokens=False)
-            texts[-num_silent:] = ["\N{REPLACEMENT CHARACTER}"] * num_silent
-            num_silent = 0
+            _make_replacements(texts, num_silent)
+            stream, num_silent = DecodeStream(skip_special_tokens=False), 0
     return texts
+
+
+def _make_replacements(texts: list[str], num_last: int) -> None:
+    texts[len(texts) - num_last :] = ["\N{REPLACEMENT CHARACTER}"] * num_last
 
 
 def tokenizer_of(*folders: Path) -> Tokenizer | None:

@@ -25,7 +25,7 @@ class RecordBlock(NamedTuple):
     """A block whose head is as it was written.
 
     Attributes:
-        end: where the next block begins.
+        begin, end: where it begins, and the next one.
         body_at, num_bytes, checksum: of the body, which `read_body` reads.
     """
 
@@ -34,6 +34,10 @@ class RecordBlock(NamedTuple):
     body_at: int
     num_bytes: int
     checksum: int
+
+    @property
+    def begin(self) -> int:
+        return self.body_at - len(self.head) - _LAYOUT.size
 
 
 class Gap(NamedTuple):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,12 +25,19 @@ from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
 from areal_sc.records.record_files import RecordFile, Series, record_files
-from areal_sc.records.recorded_rows import unpack_group, unpack_tokens
+from areal_sc.records.recorded_rows import (
+    RecordedGroup,
+    RecordedTokens,
+    unpack_group,
+    unpack_tokens,
+)
 from areal_sc.records.script_spans import script_spans
 from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
 from areal_sc.run.run_files import RunFiles
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,9 +87,7 @@ def rows(run: str | Path) -> Iterator[Row]:
     for file in _files(run):
         if file.series is Series.spans:
             continue
-        for block, body in _blocks(file):
-            group = unpack_group(block.head)
-            of_rows = unpack_tokens(body, group.rows) if group.rows else []
+        for group, of_rows in _read(file, _rows_of):
             for row, tokens in zip(group.rows, of_rows, strict=True):
                 yield Row(
                     **vars(tokens),
@@ -109,11 +114,14 @@ def spans(run: str | Path) -> Iterator[RecordedSpan]:
     """
     for file in _files(run):
         if file.series is Series.spans:
-            for _, body in _blocks(file):
-                yield from spans_of(unpack_spans(body), file.process)
+            for found in _read(file, _spans_of):
+                yield from found
     metrics = RunFiles(run).metrics_path
-    for record in read_metrics(metrics) if metrics.exists() else ():
-        yield from script_spans(record)
+    for number, record in enumerate(read_metrics(metrics) if metrics.exists() else (), start=1):
+        try:
+            yield from script_spans(record)
+        except ValueError as error:
+            logger.warning("%s, line %d is left out: %s", metrics, number, error)
 
 
 def steps(run: str | Path) -> Iterator[StepMetrics]:
@@ -163,9 +171,22 @@ def _files(run: str | Path) -> list[RecordFile]:
         raise RunFolderError(f"{folder.records} cannot be read: {error.strerror}") from error
 
 
-def _blocks(file: RecordFile) -> Iterator[tuple[RecordBlock, bytes]]:
-    """The whole blocks of a file, with their bodies.
+def _rows_of(
+    file: RecordFile, found: RecordBlock, body: bytes
+) -> tuple[RecordedGroup, list[RecordedTokens]]:
+    group = unpack_group(found.head)
+    return group, unpack_tokens(body, group.rows) if group.rows else []
 
+
+def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:
+    return list(spans_of(unpack_spans(body), file.process))
+
+
+def _read(file: RecordFile, read: Callable[[RecordFile, RecordBlock, bytes], T]) -> Iterator[T]:
+    """What is in the whole blocks of a file.
+
+    Args:
+        read: of a block and its body; raises ValueError where it is something else.
     Raises: RunFolderError: it cannot be read.
     """
     try:
@@ -177,9 +198,11 @@ def _blocks(file: RecordFile) -> Iterator[tuple[RecordBlock, bytes]]:
                     logger.warning("%s: %d bytes are damaged", file.path, num_bytes)
                     continue
                 try:
-                    yield found, read_body(descriptor, found)
+                    record = read(file, found, read_body(descriptor, found))
                 except ValueError as error:
                     logger.warning("%s: a record is left out: %s", file.path, error)
+                    continue
+                yield record
     except FileNotFoundError:  # it has gone meanwhile, for `records.max_bytes`
         return
     except OSError as error:

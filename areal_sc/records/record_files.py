@@ -5,7 +5,8 @@
     rollout-0.spans.000002    what it did, and how long
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
-the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`.
+the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, none of them when
+it takes less than its share. The newest file of a series stays, so that no number comes again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Series(StrEnum):
     rows = "rows"
     spans = "spans"
     kept = "kept"
+
+
+_SHARES: Final = {Series.rows: 3, Series.spans: 3, Series.kept: 7}
+"""Parts of the limit that each series has, whatever the others take; the rest is for new files."""
 
 
 class RecordFile(NamedTuple):
@@ -118,14 +123,23 @@ class FilesOfProcess:
             return
 
     def _make_room(self, own: list[RecordFile]) -> None:
-        """The first files go, in the order of `Series`, until a file more has room."""
-        sizes = {it: it.path.stat().st_size for it in own}
+        """The first files go, in the order of `Series`, until a file more of each has room."""
+        sizes = {it: _size_of(it.path) for it in own}
         excess = sum(sizes.values()) + len(Series) * self._file_bytes - self._max_bytes
-        written = {path for path, _ in self._open.values()}
-        order = list(Series)
-        for it in sorted(own, key=lambda it: (order.index(it.series), it.number)):
-            if excess <= 0:
-                return
-            if it.path not in written:
+        for series, share in _SHARES.items():
+            of_series = [it for it in own if it.series is series]
+            beyond = sum(sizes[it] for it in of_series) - share * self._max_bytes // _NUM_FILES
+            for it in of_series[:-1]:
+                if min(excess, beyond) <= 0:
+                    break
                 it.path.unlink(missing_ok=True)
                 excess -= sizes[it]
+                beyond -= sizes[it]
+
+
+def _size_of(path: Path) -> int:
+    """0 of a file that another life of the worker has just deleted."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,6 +34,7 @@ from areal_sc.records.recorded_rows import (
     pack_tokens,
 )
 from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
+from areal_sc.user_code import describe
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ SPANS_BYTES: Final = 64 << 20
 KEPT_EVERY: Final = 16
 """One of so many groups is remarkable, by its number: so a thinned history stays."""
 _MAX_WAITING: Final = 1024
+MAX_WAITING_TOKENS: Final = 4 << 20
+"""Of the groups that wait: some hundred MiB."""
+_FAR_BEHIND: Final = "a record is lost: the thread that writes them is far behind"
 _SPANS_PER_BLOCK: Final = 4096
 _CLOSE_LIMIT_S: Final = 3.0
 
@@ -63,6 +67,10 @@ class PlayedGroup:
     @property
     def is_remarkable(self) -> bool:
         return bool(self.group.rejected) or self.group.group % KEPT_EVERY == 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.input_ids) for its in self.episodes.values() for row in its)
 
 
 class Recorder:
@@ -87,11 +95,17 @@ class Recorder:
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._num_waiting_tokens = 0
+        self._counting = threading.Lock()
 
     def add_group(self, played: PlayedGroup) -> None:
         """Records a group. Its rows must not change any more."""
-        if self._keeps_all or played.is_remarkable:
-            self._put(played)
+        if self.is_on and (self._keeps_all or played.is_remarkable):
+            with self._counting:
+                if self._num_waiting_tokens > MAX_WAITING_TOKENS:
+                    logger.debug(_FAR_BEHIND)
+                elif self._put(played):
+                    self._num_waiting_tokens += played.num_tokens
 
     def add_span(
         self,
@@ -150,9 +164,10 @@ class Recorder:
                 return
             thread.join(_CLOSE_LIMIT_S)
 
-    def _put(self, record: PlayedGroup | RecordedSpan) -> None:
+    def _put(self, record: PlayedGroup | RecordedSpan) -> bool:
+        """Whether it waits now."""
         if not self.is_on:
-            return
+            return False
         if self._thread is None:
             with self._starting:
                 if self._thread is None and self.is_on:
@@ -162,25 +177,25 @@ class Recorder:
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
-            logger.debug("a record is lost: the thread that writes them is far behind")
+            logger.debug(_FAR_BEHIND)
+            return False
+        return True
 
     def _write(self) -> None:
+        assert self._files is not None, "nothing is recorded without a folder"
         try:
-            self._write_all()
-        except OSError as error:
+            with closing(self._files):
+                self._write_all()
+        except Exception as error:  # a disk, or a value that nobody has thought of
             self.is_on = False
-            logger.warning(
-                "%s records nothing more of what it does: %s: %s",
-                self._process,
-                error.filename or "cannot write",
-                error.strerror,
-            )
+            what = describe(error)
+            logger.warning("%s records nothing more of what it does: %s", self._process, what)
         finally:
-            assert self._files is not None, "nothing is recorded without a folder"
-            self._files.close()
+            with suppress(queue.Empty):
+                while True:
+                    self._waiting.get_nowait()
 
     def _write_all(self) -> None:
-        """Raises: OSError."""
         spans: list[RecordedSpan] = []
         flush_s = 0.0
         while True:
@@ -198,6 +213,8 @@ class Recorder:
                     self._write_spans(spans)
             elif record is not None:
                 self._write_group(record)
+                with self._counting:
+                    self._num_waiting_tokens -= record.num_tokens
             else:
                 self._write_spans(spans)
                 return

@@ -12,15 +12,22 @@ SCRIPT: Final = "script"
 """The process that runs the training loop."""
 
 
-def script_spans(record: Mapping[str, Any]) -> Iterator[RecordedSpan]:
+def script_spans(record: Mapping[str, Any]) -> list[RecordedSpan]:
     """The spans of a record of the file.
 
     Those of a step are `wait`, `train` and `sync`, one after the other from its begin on, with the
     version that it made; at the end of `sync` this version was published. An evaluation or another
     event is one moment.
 
-    Raises: KeyError, TypeError: it lacks something.
+    Raises: ValueError: it lacks something.
     """
+    try:
+        return list(_spans_of(record))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"expected a record of a run's metrics, but {error!r}") from error
+
+
+def _spans_of(record: Mapping[str, Any]) -> Iterator[RecordedSpan]:
     ended = float(record["time"])
     if record["kind"] == "step":
         step, began = int(record["step"]), ended - record["step_time_s"]

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 NO_VERSION: Final = -1
 _LEVEL: Final = 1
+_ABOUT: Final = 4
 
 
 class RecordedSpan(Struct, frozen=True, kw_only=True):
@@ -67,10 +68,16 @@ class SpanColumns(Struct, frozen=True):
         return len(self.kinds)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`kinds`, `numbers` and `times`. Raises: ValueError: they are not equally long."""
+        """`kinds`, `numbers` and `times`.
+
+        Raises: ValueError: they are not equally long, or places of no names.
+        """
         num = self.num_spans
         kinds = np.frombuffer(self.kinds, np.uint8)
         numbers = np.frombuffer(self.numbers, "<i4").reshape(5, num)
+        for places, names in ((kinds, self.names), (numbers[_ABOUT], self.abouts)):
+            if num and not 0 <= places.min() <= places.max() < len(names):
+                raise ValueError(f"expected places of {len(names)} names, got {places.max()}")
         return kinds, numbers, np.frombuffer(self.times, "<f8").reshape(2, num)
 
 

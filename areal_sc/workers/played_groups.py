@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup
@@ -26,7 +26,7 @@ def played_group(
     """What is recorded of it.
 
     Args:
-        prompt: the row of the dataset, as text.
+        prompt: the row of the dataset, as `row_text` has it.
         began: Unix time in seconds.
         episodes: of the group, in the order of their numbers.
     """
@@ -41,7 +41,7 @@ def played_group(
         dataset=group.prompt.dataset,
         index=group.prompt.index,
         # what is no Unicode, as a file's name may be, has question marks
-        prompt=shortened(prompt, MAX_PROMPT_CHARS).encode(errors="replace").decode(),
+        prompt=prompt.encode(errors="replace").decode(),
         admitted_version=group.admitted_version,
         began=began,
         took_s=time.time() - began,
@@ -51,3 +51,36 @@ def played_group(
     )
     rows = {number: it for number, it in enumerate(episodes) if not isinstance(it, Rejection)}
     return PlayedGroup(recorded, rows)
+
+
+def row_text(row: Any) -> str:
+    """A row of a dataset as `str` has it; of a long one no more is made than is kept."""
+    text = ""
+    for part in _parts_of(row):
+        text += part
+        if len(text) > MAX_PROMPT_CHARS:
+            return f"{text[:MAX_PROMPT_CHARS]} [...]"
+    return text
+
+
+def _parts_of(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield repr(shortened(value, MAX_PROMPT_CHARS // 2))
+        case bytes():
+            yield repr(value[:MAX_PROMPT_CHARS])
+        case dict():
+            for number, (name, it) in enumerate(value.items()):
+                yield ", " if number else "{"
+                yield from _parts_of(name)
+                yield ": "
+                yield from _parts_of(it)
+            yield "}" if value else "{}"
+        case list() | tuple():
+            begin, end = "[]" if isinstance(value, list) else "()"
+            for number, it in enumerate(value):
+                yield ", " if number else begin
+                yield from _parts_of(it)
+            yield end if value else begin + end
+        case _:
+            yield repr(value)

@@ -70,7 +70,7 @@ from areal_sc.workers.evaluated import (
 )
 from areal_sc.workers.group_runs import GroupRuns
 from areal_sc.workers.held_weights import HeldWeights
-from areal_sc.workers.played_groups import played_group
+from areal_sc.workers.played_groups import played_group, row_text
 from areal_sc.workers.row_texts import RowTexts
 from areal_sc.workers.trajectory_checks import checked_episode
 from areal_sc.workers.weight_broadcasts import cancel_broadcast, own_devices
@@ -389,7 +389,7 @@ class RolloutWorker(Worker):
 
     def _text_of(self, prompt: PromptReference) -> str:
         """The row of its dataset."""
-        return text_of(prompt.index, lambda it: str(self.sources.prompts(prompt.dataset)[it]))
+        return text_of(prompt.index, lambda it: row_text(self.sources.prompts(prompt.dataset)[it]))
 
     def _noted(
         self, rejection: Rejection, prompt_index: int, prompt: Mapping[str, Any] | None = None

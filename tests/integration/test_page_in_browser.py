@@ -172,3 +172,25 @@ async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], tmp_path: Path)
             await tab.press("Home")
             await tab.wait_for("!/first=/.test(location.hash)")
             assert tab.errors == []
+
+
+async def test_of_a_row_that_is_not_known_by_its_numbers_the_page_says_so(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    await make_run(folder)
+    with closing(JsonLines(folder.samples_path)) as lines:
+        lines.append(sample(2, group=2, num_tokens=NUM_TOKENS, reward=0.5))
+        lines.append(sample(2, group=2, num_tokens=NUM_TOKENS + 1, reward=0.5))
+    recorder = recorder_of(folder.path)
+    recorder.add_group(played(2, [trajectory(4, NUM_TOKENS)], [trajectory(5, NUM_TOKENS)]))
+    recorder.close()
+    doubts = {0: None, 1: "2 recorded rows of the group have", 2: "this row is not recorded"}
+    with page_of(folder.path) as page:
+        async with browser_tab(tmp_path / "browser") as tab:
+            await tab.open(page.link)
+            rows = page.get("/api/runs/0/rows")["rows"]
+            by_length = sorted(rows, key=lambda row: (row["num_tokens"], row["group"]))
+            for number, doubt in doubts.items():
+                await shows(tab, f"#/row?id={by_length[number]['offset']}")
+                await tab.wait_for("!!document.querySelector('main > :not([data-old]) .tokens')")
+                told = await tab.value("document.querySelector('main .complaint')?.innerText")
+                assert told == doubt or (doubt and told.startswith(doubt))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,8 +106,27 @@ def test_what_is_gone_is_told(tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(RunFolderError, match="gone"):
         groups.tokens(1, 0, 0, 0, None)
+    assert groups.of_group(1) == []
     groups.follow()
     assert groups.damage == ["records: the oldest 1 files are gone, as records.max_bytes wants it"]
+
+
+def test_what_is_kept_of_a_group_is_where_it_is(tmp_path: Path) -> None:
+    num_groups = 200
+    recorder = recorder_of(tmp_path)
+    group = played(1, *([trajectory(number)] for number in range(8))).group
+    long = structs.replace(group, prompt="word " * 400)
+    for number in range(num_groups):
+        its = played(number, *([trajectory(row)] for row in range(8)))
+        recorder.add_group(replace(its, group=structs.replace(long, group=number)))
+    recorder.close()
+    followed(tmp_path)  # what is made once
+    tracemalloc.start()
+    groups = followed(tmp_path)
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(groups.of_group(num_groups - 1)[0]["rows"]) == 8
+    assert kept_bytes < 1000 * num_groups
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -130,3 +150,11 @@ def test_a_character_of_several_tokens_stands_at_the_last_one(tmp_path: Path) ->
     assert tokenizer_of(tmp_path / "none", tmp_path) is not None
     (tmp_path / "tokenizer.json").write_text("{}")
     assert tokenizer_of(tmp_path) is None
+
+
+def test_a_byte_that_begins_no_character_leaves_the_next_token_as_it_is() -> None:
+    alphabet = {f"<0x{number:02X}>": number for number in range(256)} | {"a": 256}
+    tokenizer = Tokenizer(models.WordLevel(alphabet))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    assert texts_of(tokenizer, [0x41, 0xE2, 256, 256]) == ["A", "\ufffd", "a", "a"]
+    assert texts_of(tokenizer, [0x0A, *"€".encode(), 256]) == ["\n", "", "", "€", "a"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from recorded_groups import MEBI, played, recorder_of, trajectory
 
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
+from areal_sc.records import recorder as recorder_module
 from areal_sc.records.reading import rows, spans, trace_events
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_rows import RecordedRejection
@@ -144,6 +146,55 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(
     recorder.add_group(played(1, [trajectory(1)]))
     recorder.close()
     assert [it.levelno for it in caplog.records] == [logging.WARNING]
+
+
+def test_whatever_fails_ends_the_records_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_fail = threading.Event()
+
+    def fails(group: object) -> bytes:
+        may_fail.wait()
+        raise TypeError("no such value")
+
+    monkeypatch.setattr(recorder_module, "pack_group", fails)
+    recorder = recorder_of(tmp_path)
+    left = [played(number, [trajectory(number)]) for number in range(1, 9)]
+    groups = [weakref.ref(it) for it in left]
+    while left:
+        recorder.add_group(left.pop())
+    may_fail.set()
+    (thread,) = [it for it in threading.enumerate() if it.name == "records"]
+    thread.join()
+    assert not recorder.is_on
+    assert [it() for it in groups] == [None] * 8, "what nobody will write is not kept"
+    recorder.add_event("serving")
+    recorder.close()
+    (warning,) = [it for it in caplog.records if it.levelno >= logging.WARNING]
+    assert "records nothing more of what it does: TypeError: no such" in warning.getMessage()
+
+
+def test_the_tokens_that_wait_for_a_slow_disk_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, append = threading.Event(), record_files_module.append_or_undo
+
+    def slow(file: Any, content: bytes) -> None:
+        may_write.wait()
+        append(file, content)
+
+    monkeypatch.setattr(record_files_module, "append_or_undo", slow)
+    monkeypatch.setattr(recorder_module, "MAX_WAITING_TOKENS", 160)
+    recorder = recorder_of(tmp_path)
+    for number in range(1, 10):
+        recorder.add_group(played(number, [trajectory(number, 40)]))
+    recorder.add_event("serving")  # which is small
+    may_write.set()
+    while 10 not in {it.group for it in rows(tmp_path)}:  # what is written waits no more
+        recorder.add_group(played(10, [trajectory(10, 40)]))
+    recorder.close()
+    assert {it.group for it in rows(tmp_path)} == {1, 2, 3, 4, 5, 10}
+    assert [it.kind for it in spans(tmp_path)] == ["serving"]
 
 
 KILLED = """
