@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -50,7 +50,7 @@ class _AgentProcess:
 
     def __init__(self, process: OwnProcess) -> None:
         self.process = process
-        self.is_ending = False
+        self.ending: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._numbers = itertools.count()
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
@@ -59,7 +59,7 @@ class _AgentProcess:
 
     @property
     def is_usable(self) -> bool:
-        return not (self.is_ending or self._reading.done())
+        return not (self.ending or self._reading.done())
 
     def call(self, row: Any, session: dict[str, str]) -> tuple[int, asyncio.Future[list[Any]]]:
         """Its number, and its answer, which is a ConnectionError if the process ends."""
@@ -194,6 +194,7 @@ class AgentPool:
         )
         self._places = asyncio.Semaphore(config.num_processes)
         self._crews: dict[int, _Crew] = {}
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def run(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
@@ -223,9 +224,10 @@ class AgentPool:
     async def close(self) -> None:
         """Kills all processes; whatever still runs ends with an AgentError. Bounded."""
         self._own.kill_all()
-        for crew in self._crews.values():
+        for crew in list(self._crews.values()):
             for process in (*crew.idle, *filter(None, [crew.shared])):
                 await self._end(process)
+        await asyncio.gather(*self._endings)
 
     def _crew_of(self, agent: Any) -> _Crew:
         if id(agent) not in self._crews:
@@ -303,17 +305,26 @@ class AgentPool:
         number, answer = process.call(row, session)
         try:
             await asyncio.wait([answer], timeout=self.config.episode_timeout_s)
+            if not answer.done():
+                error = await self._late(crew, process, number, answer)
+                if not answer.done():  # the others lose their process, and are told so
+                    await self._end(process)
+                raise error
         except asyncio.CancelledError:
-            process.tell("cancel", number)
+            self._begin(self._cancel(process, number, answer))
             raise
-        if not answer.done():
-            error = await self._late(crew, process, number, answer)
-            if not answer.done():  # the others lose their process, and are told so
-                await self._end(process)
-            raise error
         if answer.exception():
             raise await self._died(crew, process)
         return crew.end_of(*answer.result())
+
+    async def _cancel(
+        self, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
+    ) -> None:
+        """Ends a call that nobody waits for, and its process if it goes on."""
+        process.tell("cancel", number)
+        await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
+        if not answer.done():
+            await self._end(process)
 
     async def _late(
         self, crew: _Crew, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
@@ -337,20 +348,30 @@ class AgentPool:
 
     async def _died(self, crew: _Crew, process: _AgentProcess) -> AgentError:
         """What to say of a call whose process has ended while it ran."""
-        if not process.is_ending:
-            process.is_ending = True
-            await self._leave(process.process)
-            await self._own.bury(process.process)
+        await self._end(process, has_ended=True)
         what = f"its process ended while it ran ({process.process.child.how})"
         return crew.error(f"{what}; see {self._own.log_path}", RejectionKind.agent_died)
 
-    async def _end(self, process: _AgentProcess) -> None:
-        if not process.is_ending:
-            process.is_ending = True
-            await self._leave(process.process)
-            await self._own.kill(process.process)
-        await process.stop()
+    async def _end(self, process: _AgentProcess, *, has_ended: bool = False) -> None:
+        """Returns when it has ended; goes on where whoever waits for it is cancelled.
 
-    async def _leave(self, process: OwnProcess) -> None:
-        if process.listener is not None:
-            await self._server.leave(process.listener)
+        Args:
+            has_ended: its connection says so.
+        """
+        if process.ending is None:
+            process.ending = self._begin(self._end_now(process, has_ended=has_ended))
+        await asyncio.shield(process.ending)
+
+    async def _end_now(self, process: _AgentProcess, *, has_ended: bool) -> None:
+        await process.stop()  # before its socket is closed, whose number another may get
+        try:
+            if process.process.listener is not None:
+                await self._server.leave(process.process.listener)
+        finally:
+            await (self._own.bury if has_ended else self._own.kill)(process.process)
+
+    def _begin(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return task

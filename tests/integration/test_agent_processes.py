@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -22,6 +24,7 @@ from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import Rejection
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.own_processes import OwnProcess, OwnProcesses
 from areal_sc.workflows.base import AgentReturn
 
 MODULE = '''
@@ -90,6 +93,22 @@ async def holds_the_loop(row, session):
     await asyncio.sleep(0.05)
     return 0.5
 
+def closes_its_sockets(row):
+    with open(row["path"], "w") as file:
+        file.write(str(os.getpid()))
+    os.closerange(3, 256)
+    hangs(row)
+
+async def swallows(row, session):
+    """Goes on, whatever it is told."""
+    while True:
+        with open(row["path"], "a") as file:
+            file.write("x")
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            pass
+
 async def ends_the_process(row, session):
     if row["x"] == 1:
         os._exit(3)
@@ -110,14 +129,14 @@ async def make_pool(tmp_path: Path) -> AsyncIterator[Callable[..., AgentPool]]:
     server = ForkServer("areal_sc.agents.process:run_own_process")
     pools, addresses = [], AgentServer("rollout/0")
 
-    def make(**settings: Any) -> AgentPool:
+    def make(isolation: str = "auto", **settings: Any) -> AgentPool:
         pool = AgentPool(
             server,
             addresses,
             AgentsConfig(**settings),
             log_path=tmp_path / "agent.log",
             sources=tmp_path / "run" / "sources",
-            isolation="auto",
+            isolation=isolation,
             hides=[tmp_path / "run"],
         )
         pools.append(pool)
@@ -322,6 +341,77 @@ def bare_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     link.symlink_to(Path(sys.executable).resolve())
     (tmp_path / "bare" / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}")
     return str(link)
+
+
+async def test_one_that_closes_its_connection_is_killed(
+    make_pool: Callable[..., AgentPool],
+    user: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("areal_sc.system.own_processes._EXIT_WAIT_S", 0.2)
+    path = tmp_path / "pid"
+    pool = make_pool(isolation="none")
+    cause = await cause_of(pool, user.closes_its_sockets, {"path": str(path)})
+    assert cause.startswith("agent_died")
+    async with asyncio.timeout(20):
+        while is_running(int(path.read_text())):  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def test_a_cancelled_one_that_goes_on_is_killed(
+    make_pool: Callable[..., AgentPool],
+    user: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", 0.2)
+    path, pool = tmp_path / "beats", make_pool()
+    run = asyncio.create_task(pool.run(user.swallows, {"path": str(path)}, session()))
+    async with asyncio.timeout(20):
+        while not path.exists():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+    run.cancel()
+    await asyncio.wait([run])
+    async with asyncio.timeout(20):
+        seen = -1
+        while (size := path.stat().st_size) != seen:
+            seen = size
+            await asyncio.sleep(0.5)
+
+
+async def test_a_process_that_begins_while_another_ends_is_heard(
+    make_pool: Callable[..., AgentPool], user: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed socket's number is given again: nobody may still wait for it."""
+    sockets: list[socket.socket] = []
+    pool = make_pool()
+    kill = OwnProcesses.kill
+
+    async def kill_and_take_its_number(own: OwnProcesses, process: OwnProcess) -> None:
+        fd = process.child.connection.fileno()
+        await kill(own, process)
+        sockets.extend(socket.socketpair())
+        assert fd in [one.fileno() for one in sockets]
+        sockets.sort(key=lambda one: one.fileno() != fd)
+        sockets[0].setblocking(False)
+        hears = asyncio.create_task(asyncio.get_running_loop().sock_recv(sockets[0], 9))
+        await asyncio.sleep(0)  # it waits
+        sockets[1].send(b"heard")
+        assert await asyncio.wait_for(hears, 10) == b"heard"
+
+    monkeypatch.setattr(OwnProcesses, "kill", kill_and_take_its_number)
+    await pool.run(AgentCommand(["echo", "1"]), {}, session())
+    assert sockets
+    for one in sockets:
+        one.close()
 
 
 async def test_another_interpreter_needs_no_areal_sc(
