@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.process import AGENT, Unpacker, pack
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
-from areal_sc.errors import AgentError, WorkflowError
+from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Narrowing
 from areal_sc.rewards.functions import name_of, place_of_definition
@@ -193,6 +194,7 @@ class AgentPool:
             hides=hides,
         )
         self._places = asyncio.Semaphore(config.num_processes)
+        self._num_taken = 0
         self._crews: dict[int, _Crew] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
@@ -209,16 +211,17 @@ class AgentPool:
                 its process ended while it ran.
             WorkflowError: the agent, or the row, cannot be given to another process.
             WorkerError: no process can be had; says nothing about the agent.
+            ConfigError: no process can be as the settings say.
         """
         crew = self._crew_of(agent)
         call = crew.wire_of(row), {"base_url": session.base_url, "api_key": session.api_key}
         if crew.runs_beside is None:
-            async with crew.starting:
+            async with crew.starting, self._place():
                 if crew.runs_beside is None:
-                    crew.idle.append(await self._start(crew))
+                    crew.idle.append(await self._start_in_place(crew))
         if crew.runs_beside and not is_alone:
             return await self._run_beside(crew, *call)
-        async with self._places:
+        async with self._place():
             return await self._run_alone(crew, *call)
 
     async def close(self) -> None:
@@ -246,15 +249,20 @@ class AgentPool:
     async def _start(self, crew: _Crew) -> _AgentProcess:
         """A process that has loaded the agent.
 
-        Raises: AgentError: it cannot be loaded. WorkflowError, WorkerError: as `run`.
+        Raises: AgentError: it cannot be loaded. WorkerError, ConfigError: as `run`.
         """
         spec = {**Narrowing()._asdict(), "python": crew.python}
         if self.config.network == AgentNetwork.session:
             spec["port"] = self._server.port
-        process = await self._own.start(spec)
+        try:
+            process = await self._own.start(spec)
+        except WorkflowError as error:
+            raise ConfigError(f"agents.network={self.config.network}: {error}") from error
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 kind, *rest = await process.ask(pack(["load", crew.reference]))
+            if kind == "failed":
+                raise crew.failed(rest[1])
         except TimeoutError:
             stacks = await self._own.stacks(process)
             await self._own.kill(process)
@@ -267,20 +275,41 @@ class AgentPool:
             what = f"its process ended while its module was imported ({process.child.how})"
             log = self._own.log_path
             raise crew.error(f"{what}; see {log}", RejectionKind.agent_died) from error
-        if kind == "failed":
-            await self._own.kill(process)
-            raise crew.failed(rest[1])
         has_session, crew.is_awaited = rest
         crew.runs_beside = has_session and crew.is_awaited
-        if process.listener is not None:
-            await self._server.serve_on(process.listener)
-        return _AgentProcess(process)
+        started = _AgentProcess(process)
+        try:
+            if process.listener is not None:
+                await self._server.serve_on(process.listener)
+        except BaseException:
+            await self._end(started)
+            raise
+        return started
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places in which agents run alone."""
+        async with self._places:
+            self._num_taken += 1
+            try:
+                yield
+            finally:
+                self._num_taken -= 1
+
+    async def _start_in_place(self, crew: _Crew) -> _AgentProcess:
+        """Starts a process; another agent's, which waits, ends if there would be too many."""
+        while True:
+            waiting = [one for one in self._crews.values() if one.idle]
+            num_processes = self._num_taken + sum(len(one.idle) for one in waiting)
+            if num_processes <= self.config.num_processes or not waiting:
+                return await self._start(crew)
+            await self._end(waiting[0].idle.pop(0))
 
     async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
-        process = crew.idle.pop() if crew.idle else await self._start(crew)
+        process = crew.idle.pop() if crew.idle else await self._start_in_place(crew)
         if not process.is_usable:  # it has ended between two episodes
             await self._end(process)
-            process = await self._start(crew)
+            process = await self._start_in_place(crew)
         is_sound = False
         try:
             number, answer = process.call(row, session)
@@ -289,8 +318,10 @@ class AgentPool:
                 raise await self._late(crew, process, number, answer)
             if answer.exception():
                 raise await self._died(crew, process)
-            is_sound = not (crew.runs_beside or isinstance(crew.agent, AgentCommand))
-            return crew.end_of(*answer.result())
+            kind, told, output, has_left = answer.result()
+            is_used_once = crew.runs_beside or isinstance(crew.agent, AgentCommand)
+            is_sound = not (is_used_once or has_left)
+            return crew.end_of(kind, told, output)
         finally:
             if is_sound:
                 crew.idle.append(process)
@@ -315,7 +346,8 @@ class AgentPool:
             raise
         if answer.exception():
             raise await self._died(crew, process)
-        return crew.end_of(*answer.result())
+        kind, told, output, _ = answer.result()
+        return crew.end_of(kind, told, output)
 
     async def _cancel(
         self, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
@@ -336,7 +368,7 @@ class AgentPool:
             await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
         if answer.done() and not answer.exception():
             match answer.result():
-                case ["failed", {"place": place, "frames": frames}, _]:
+                case ["failed", {"place": place, "frames": frames}, _, _]:
                     pass
         else:
             frames = await self._own.stacks(process.process)

@@ -28,7 +28,7 @@ from areal_sc.system.own_processes import OwnProcess, OwnProcesses
 from areal_sc.workflows.base import AgentReturn
 
 MODULE = '''
-import asyncio, os, random, sys, time
+import asyncio, os, random, subprocess, sys, threading, time
 
 VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 
@@ -77,6 +77,38 @@ def gives(row):
 
 async def never_awaited(row):
     return alone_and_awaited(row)
+
+def forks(row):
+    """Its child returns as it does."""
+    child = os.fork()
+    if child == 0:
+        if row["exits"]:
+            sys.exit(0)
+        return 0.0
+    os.waitpid(child, 0)
+    return 1.0
+
+async def forks_and_is_awaited(row):
+    return forks(row)
+
+def leaves(row):
+    """Something that goes on, or nothing."""
+    if row["what"] == "thread":
+        threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+    if row["what"] == "child":
+        left.append(subprocess.Popen(["sleep", "600"]))
+    return NUMBER
+
+left = []
+
+async def leaves_and_is_awaited(row):
+    if row["what"] == "task":
+        left.append(asyncio.ensure_future(swallows(row, None)))
+    if row["what"] == "nothing":
+        left.append(asyncio.ensure_future(asyncio.sleep(600)))
+        await asyncio.to_thread(time.sleep, 0)
+    await asyncio.sleep(0)
+    return leaves(row)
 
 def hangs(row):
     while True:
@@ -309,14 +341,14 @@ async def test_nothing_that_a_program_has_started_outlives_its_episode(
     end = await make_pool().run(AgentCommand(["sh", "-c", shell]), {}, session())
     assert end.reward == 1
     async with asyncio.timeout(20):
-        while is_anyone_sleeping():  # noqa: ASYNC110  # nothing tells of it
+        while is_anyone_sleeping("987654"):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
 
 
-def is_anyone_sleeping() -> bool:
+def is_anyone_sleeping(how_long: str) -> bool:
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
-            if command.read_bytes() == b"sleep\x00987654\x00":
+            if command.read_bytes() == f"sleep\0{how_long}\0".encode():
                 return True
     return False
 
@@ -356,6 +388,77 @@ async def test_one_that_closes_its_connection_is_killed(
     assert cause.startswith("agent_died")
     async with asyncio.timeout(20):
         while is_running(int(path.read_text())):  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_forked_child_does_not_answer_for_its_agent(
+    make_pool: Callable[..., AgentPool], user: ModuleType
+) -> None:
+    pool = make_pool()
+    for agent in (user.forks, user.forks_and_is_awaited):
+        for exits in (True, False):
+            assert (await pool.run(agent, {"exits": exits}, session())).reward == 1
+
+
+async def test_where_an_agent_has_left_something_the_next_episode_has_another_process(
+    make_pool: Callable[..., AgentPool], user: ModuleType, tmp_path: Path
+) -> None:
+    pool, path = make_pool(), str(tmp_path / "beats")
+    for agent, kinds in (
+        (user.leaves, ("thread", "child")),
+        (user.leaves_and_is_awaited, ("thread", "task")),
+    ):
+        for what in kinds:
+            numbers = [
+                (await pool.run(agent, {"what": it, "path": path}, session())).reward
+                for it in ("nothing", what, "nothing")
+            ]
+            assert numbers[0] == numbers[1] != numbers[2]
+
+
+async def test_no_more_processes_exist_than_agents_may_have(
+    make_pool: Callable[..., AgentPool], user: ModuleType
+) -> None:
+    pool = make_pool(num_processes=2)
+    for agent in (user.leaves, user.alone, user.gives, user.leaves):
+        with suppress(AgentError):
+            row = {"x": 1, "what": "none"}
+            await asyncio.gather(*(pool.run(agent, row, session()) for _ in range(3)))
+        assert 1 <= len(pool._own._running) <= 2
+
+
+async def test_no_network_of_its_own_is_a_matter_of_the_settings(
+    make_pool: Callable[..., AgentPool], user: ModuleType
+) -> None:
+    pool = make_pool(network="session", isolation="none")
+    pool._server.port = 1
+    with pytest.raises(ConfigError, match=r"agents\.network=session: .* needs namespaces"):
+        await pool.run(user.alone, {"x": 1}, session())
+
+
+async def test_a_process_whose_network_cannot_be_served_is_ended(
+    make_pool: Callable[..., AgentPool], user: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(network="session")
+    pool._server.port = 1024
+
+    async def refuse(listener: socket.socket) -> None:
+        raise WorkflowError("it is closed")
+
+    monkeypatch.setattr(pool._server, "serve_on", refuse)
+    with pytest.raises(WorkflowError, match="it is closed"):
+        await pool.run(user.alone, {"x": 1}, session())
+    assert not pool._own._running
+
+
+async def test_a_program_that_leaves_one_which_holds_its_output_has_ended(
+    make_pool: Callable[..., AgentPool],
+) -> None:
+    pool = make_pool(isolation="none")
+    end = await pool.run(AgentCommand(["sh", "-c", "sleep 987655 & echo 1"]), {}, session())
+    assert end.reward == 1
+    async with asyncio.timeout(20):
+        while is_anyone_sleeping("987655"):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
 
 
