@@ -454,7 +454,7 @@ async def test_a_process_whose_network_cannot_be_served_is_ended(
 async def test_a_program_that_leaves_one_which_holds_its_output_has_ended(
     make_pool: Callable[..., AgentPool],
 ) -> None:
-    pool = make_pool(isolation="none")
+    pool = make_pool(isolation="none", episode_timeout_s=20.0)
     end = await pool.run(AgentCommand(["sh", "-c", "sleep 987655 & echo 1"]), {}, session())
     assert end.reward == 1
     async with asyncio.timeout(20):
