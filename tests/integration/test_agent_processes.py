@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import os
 import shutil
 import socket
@@ -494,26 +495,25 @@ async def test_a_process_that_begins_while_another_ends_is_heard(
     make_pool: Callable[..., AgentPool], user: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A closed socket's number is given again: nobody may still wait for it."""
-    sockets: list[socket.socket] = []
-    pool = make_pool()
+    pool, pairs = make_pool(), list[tuple[socket.socket, socket.socket]]()
     kill = OwnProcesses.kill
 
     async def kill_and_take_its_number(own: OwnProcesses, process: OwnProcess) -> None:
         fd = process.child.connection.fileno()
         await kill(own, process)
-        sockets.extend(socket.socketpair())
-        assert fd in [one.fileno() for one in sockets]
-        sockets.sort(key=lambda one: one.fileno() != fd)
-        sockets[0].setblocking(False)
-        hears = asyncio.create_task(asyncio.get_running_loop().sock_recv(sockets[0], 9))
+        while not (pairs and fd in (one.fileno() for one in pairs[-1])):
+            pairs.append(socket.socketpair())
+        same, other = sorted(pairs[-1], key=lambda one: one.fileno() != fd)
+        same.setblocking(False)
+        hears = asyncio.create_task(asyncio.get_running_loop().sock_recv(same, 9))
         await asyncio.sleep(0)  # it waits
-        sockets[1].send(b"heard")
+        other.send(b"heard")
         assert await asyncio.wait_for(hears, 10) == b"heard"
 
     monkeypatch.setattr(OwnProcesses, "kill", kill_and_take_its_number)
     await pool.run(AgentCommand(["echo", "1"]), {}, session())
-    assert sockets
-    for one in sockets:
+    assert pairs
+    for one in itertools.chain(*pairs):
         one.close()
 
 
