@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final, TextIO
 
@@ -20,6 +21,8 @@ from areal_sc.sources.reference import Referable
 
 _MAX_OUTPUT_CHARS: Final = 1 << 20
 _SHOWN_CHARS: Final = 300
+_READ_GRACE_S: Final = 2.0
+"""After a program's end its own output is read in far less; what it left may write on."""
 
 
 class CommandFailed(Exception):
@@ -62,23 +65,24 @@ class AgentCommand(Referable):
 
         Raises: CommandFailed: its exit code is not 0. BadReward: there is no number.
         """
-        with subprocess.Popen(
+        text = as_json(row, "a program")
+        program = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as program:
-            assert program.stdin
-            assert program.stdout
-            assert program.stderr
-            errors: list[str] = []
-            threads = [
-                threading.Thread(target=_feed, args=(program.stdin, as_json(row, "a program"))),
-                threading.Thread(target=_tell, args=(program.stderr, sys.stderr, errors)),
-            ]
-            for thread in threads:
-                thread.start()
-            told: list[str] = []
-            _tell(program.stdout, sys.stdout, told)
-            for thread in threads:
-                thread.join()
+        )
+        told: list[str] = []
+        errors: list[str] = []
+        jobs = (
+            (_feed, program.stdin, text),
+            (_tell, program.stdout, sys.stdout, told),
+            (_tell, program.stderr, sys.stderr, errors),
+        )
+        threads = [threading.Thread(target=job, args=rest, daemon=True) for job, *rest in jobs]
+        for thread in threads:
+            thread.start()
+        program.wait()
+        deadline_s = time.monotonic() + _READ_GRACE_S
+        for thread in threads:  # what the program has left may hold its streams for ever
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         output = "".join(told)
         if program.returncode:
             last = "".join(errors).strip()[-_SHOWN_CHARS:]
@@ -107,13 +111,14 @@ def _tell(stream: IO[bytes], output: TextIO, told: list[str]) -> None:
     """Copies what a program writes, and keeps it, of a long text the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     num_chars = 0
-    while data := stream.read1(1 << 16):  # type: ignore[attr-defined]  # it is buffered
-        text = decoder.decode(data)
-        output.write(text)
-        told.append(text)
-        num_chars += len(text)
-        while num_chars - len(told[0]) > _MAX_OUTPUT_CHARS:
-            num_chars -= len(told.pop(0))
+    with stream:
+        while data := stream.read1(1 << 16):  # type: ignore[attr-defined]  # it is buffered
+            text = decoder.decode(data)
+            output.write(text)
+            told.append(text)
+            num_chars += len(text)
+            while num_chars - len(told[0]) > _MAX_OUTPUT_CHARS:
+                num_chars -= len(told.pop(0))
 
 
 def _last_number(output: str) -> float:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.process import AGENT, Unpacker, pack
 from areal_sc.agents.server import AgentServer
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
-from areal_sc.errors import AgentError, WorkflowError
+from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.base import Narrowing
 from areal_sc.rewards.functions import name_of, place_of_definition
@@ -50,7 +51,7 @@ class _AgentProcess:
 
     def __init__(self, process: OwnProcess) -> None:
         self.process = process
-        self.is_ending = False
+        self.ending: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[list[Any]]] = {}
         self._numbers = itertools.count()
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
@@ -59,7 +60,7 @@ class _AgentProcess:
 
     @property
     def is_usable(self) -> bool:
-        return not (self.is_ending or self._reading.done())
+        return not (self.ending or self._reading.done())
 
     def call(self, row: Any, session: dict[str, str]) -> tuple[int, asyncio.Future[list[Any]]]:
         """Its number, and its answer, which is a ConnectionError if the process ends."""
@@ -193,7 +194,9 @@ class AgentPool:
             hides=hides,
         )
         self._places = asyncio.Semaphore(config.num_processes)
+        self._num_taken = 0
         self._crews: dict[int, _Crew] = {}
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def run(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
@@ -208,24 +211,26 @@ class AgentPool:
                 its process ended while it ran.
             WorkflowError: the agent, or the row, cannot be given to another process.
             WorkerError: no process can be had; says nothing about the agent.
+            ConfigError: no process can be as the settings say.
         """
         crew = self._crew_of(agent)
         call = crew.wire_of(row), {"base_url": session.base_url, "api_key": session.api_key}
         if crew.runs_beside is None:
-            async with crew.starting:
+            async with crew.starting, self._place():
                 if crew.runs_beside is None:
-                    crew.idle.append(await self._start(crew))
+                    crew.idle.append(await self._start_in_place(crew))
         if crew.runs_beside and not is_alone:
             return await self._run_beside(crew, *call)
-        async with self._places:
+        async with self._place():
             return await self._run_alone(crew, *call)
 
     async def close(self) -> None:
         """Kills all processes; whatever still runs ends with an AgentError. Bounded."""
         self._own.kill_all()
-        for crew in self._crews.values():
+        for crew in list(self._crews.values()):
             for process in (*crew.idle, *filter(None, [crew.shared])):
                 await self._end(process)
+        await asyncio.gather(*self._endings)
 
     def _crew_of(self, agent: Any) -> _Crew:
         if id(agent) not in self._crews:
@@ -244,15 +249,20 @@ class AgentPool:
     async def _start(self, crew: _Crew) -> _AgentProcess:
         """A process that has loaded the agent.
 
-        Raises: AgentError: it cannot be loaded. WorkflowError, WorkerError: as `run`.
+        Raises: AgentError: it cannot be loaded. WorkerError, ConfigError: as `run`.
         """
         spec = {**Narrowing()._asdict(), "python": crew.python}
         if self.config.network == AgentNetwork.session:
             spec["port"] = self._server.port
-        process = await self._own.start(spec)
+        try:
+            process = await self._own.start(spec)
+        except WorkflowError as error:
+            raise ConfigError(f"agents.network={self.config.network}: {error}") from error
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 kind, *rest = await process.ask(pack(["load", crew.reference]))
+            if kind == "failed":
+                raise crew.failed(rest[1])
         except TimeoutError:
             stacks = await self._own.stacks(process)
             await self._own.kill(process)
@@ -265,20 +275,41 @@ class AgentPool:
             what = f"its process ended while its module was imported ({process.child.how})"
             log = self._own.log_path
             raise crew.error(f"{what}; see {log}", RejectionKind.agent_died) from error
-        if kind == "failed":
-            await self._own.kill(process)
-            raise crew.failed(rest[1])
         has_session, crew.is_awaited = rest
         crew.runs_beside = has_session and crew.is_awaited
-        if process.listener is not None:
-            await self._server.serve_on(process.listener)
-        return _AgentProcess(process)
+        started = _AgentProcess(process)
+        try:
+            if process.listener is not None:
+                await self._server.serve_on(process.listener)
+        except BaseException:
+            await self._end(started)
+            raise
+        return started
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places in which agents run alone."""
+        async with self._places:
+            self._num_taken += 1
+            try:
+                yield
+            finally:
+                self._num_taken -= 1
+
+    async def _start_in_place(self, crew: _Crew) -> _AgentProcess:
+        """Starts a process; another agent's, which waits, ends if there would be too many."""
+        while True:
+            waiting = [one for one in self._crews.values() if one.idle]
+            num_processes = self._num_taken + sum(len(one.idle) for one in waiting)
+            if num_processes <= self.config.num_processes or not waiting:
+                return await self._start(crew)
+            await self._end(waiting[0].idle.pop(0))
 
     async def _run_alone(self, crew: _Crew, row: Any, session: dict[str, str]) -> AgentReturn:
-        process = crew.idle.pop() if crew.idle else await self._start(crew)
+        process = crew.idle.pop() if crew.idle else await self._start_in_place(crew)
         if not process.is_usable:  # it has ended between two episodes
             await self._end(process)
-            process = await self._start(crew)
+            process = await self._start_in_place(crew)
         is_sound = False
         try:
             number, answer = process.call(row, session)
@@ -287,8 +318,10 @@ class AgentPool:
                 raise await self._late(crew, process, number, answer)
             if answer.exception():
                 raise await self._died(crew, process)
-            is_sound = not (crew.runs_beside or isinstance(crew.agent, AgentCommand))
-            return crew.end_of(*answer.result())
+            kind, told, output, has_left = answer.result()
+            is_used_once = crew.runs_beside or isinstance(crew.agent, AgentCommand)
+            is_sound = not (is_used_once or has_left)
+            return crew.end_of(kind, told, output)
         finally:
             if is_sound:
                 crew.idle.append(process)
@@ -303,17 +336,27 @@ class AgentPool:
         number, answer = process.call(row, session)
         try:
             await asyncio.wait([answer], timeout=self.config.episode_timeout_s)
+            if not answer.done():
+                error = await self._late(crew, process, number, answer)
+                if not answer.done():  # the others lose their process, and are told so
+                    await self._end(process)
+                raise error
         except asyncio.CancelledError:
-            process.tell("cancel", number)
+            self._begin(self._cancel(process, number, answer))
             raise
-        if not answer.done():
-            error = await self._late(crew, process, number, answer)
-            if not answer.done():  # the others lose their process, and are told so
-                await self._end(process)
-            raise error
         if answer.exception():
             raise await self._died(crew, process)
-        return crew.end_of(*answer.result())
+        kind, told, output, _ = answer.result()
+        return crew.end_of(kind, told, output)
+
+    async def _cancel(
+        self, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
+    ) -> None:
+        """Ends a call that nobody waits for, and its process if it goes on."""
+        process.tell("cancel", number)
+        await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
+        if not answer.done():
+            await self._end(process)
 
     async def _late(
         self, crew: _Crew, process: _AgentProcess, number: int, answer: asyncio.Future[list[Any]]
@@ -325,7 +368,7 @@ class AgentPool:
             await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
         if answer.done() and not answer.exception():
             match answer.result():
-                case ["failed", {"place": place, "frames": frames}, _]:
+                case ["failed", {"place": place, "frames": frames}, _, _]:
                     pass
         else:
             frames = await self._own.stacks(process.process)
@@ -337,20 +380,30 @@ class AgentPool:
 
     async def _died(self, crew: _Crew, process: _AgentProcess) -> AgentError:
         """What to say of a call whose process has ended while it ran."""
-        if not process.is_ending:
-            process.is_ending = True
-            await self._leave(process.process)
-            await self._own.bury(process.process)
+        await self._end(process, has_ended=True)
         what = f"its process ended while it ran ({process.process.child.how})"
         return crew.error(f"{what}; see {self._own.log_path}", RejectionKind.agent_died)
 
-    async def _end(self, process: _AgentProcess) -> None:
-        if not process.is_ending:
-            process.is_ending = True
-            await self._leave(process.process)
-            await self._own.kill(process.process)
-        await process.stop()
+    async def _end(self, process: _AgentProcess, *, has_ended: bool = False) -> None:
+        """Returns when it has ended; goes on where whoever waits for it is cancelled.
 
-    async def _leave(self, process: OwnProcess) -> None:
-        if process.listener is not None:
-            await self._server.leave(process.listener)
+        Args:
+            has_ended: its connection says so.
+        """
+        if process.ending is None:
+            process.ending = self._begin(self._end_now(process, has_ended=has_ended))
+        await asyncio.shield(process.ending)
+
+    async def _end_now(self, process: _AgentProcess, *, has_ended: bool) -> None:
+        await process.stop()  # before its socket is closed, whose number another may get
+        try:
+            if process.process.listener is not None:
+                await self._server.leave(process.process.listener)
+        finally:
+            await (self._own.bury if has_ended else self._own.kill)(process.process)
+
+    def _begin(self, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return task

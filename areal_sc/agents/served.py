@@ -7,18 +7,20 @@ Messages are lists in JSON, one a line, on a stream socket:
 
     ["load", reference]             -> ["loaded", takes a session, is awaited]
                                      | ["failed", null, failure, ""]
-    ["call", number, row, session]  -> ["value", number, reward, output]
-                                     | ["failed", number, failure, output]
+    ["call", number, row, session]  -> ["value", number, reward, output, has left something]
+                                     | ["failed", number, failure, output, has left something]
     ["cancel", number]              the call's task is cancelled; its answer says where it waited
 
-where a session is what `SessionAddress` takes, and a failure the attributes of an AgentError. The
-process ends with the connection, or by SIGKILL.
+where a session is what `SessionAddress` takes, and a failure the attributes of an AgentError. What
+an agent alone in its process has left there, tasks, threads or children, would go on with the key
+of the next episode. The process ends with the connection, or by SIGKILL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import glob
 import importlib
 import importlib.util
 import inspect
@@ -30,8 +32,11 @@ import signal
 import socket
 import sys
 import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -39,6 +44,8 @@ _MAX_LINE_BYTES: Final = 256 << 20
 _MAX_OUTPUT_CHARS: Final = 16 << 10
 _MAX_FRAMES: Final = 6
 _MAX_TEXT_CHARS: Final = 2000
+_END_GRACE_S: Final = 0.5
+"""What ends so soon after an agent's answer was not left by it."""
 _OWN_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -51,7 +58,7 @@ class SessionAddress:
         api_key: the episode's own.
     """
 
-    _clients: dict[str, Any] = {}  # noqa: RUF012  # one for all sessions of the process
+    _clients: dict[Any, Any] = {}  # noqa: RUF012  # one an event loop, for all sessions
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
@@ -59,17 +66,24 @@ class SessionAddress:
 
     @property
     def http_client(self) -> Any:
-        """An `AsyncClient` of httpx that all sessions of the process share.
+        """An `AsyncClient` of httpx that all sessions of the running event loop share.
 
         To make one takes as long as some answers: `AsyncOpenAI(..., http_client=...)` needs none of
-        its own then. It has no time limit. Raises: ImportError: there is no httpx.
+        its own then. It has no time limit, and no limit of connections. Raises: ImportError: there
+        is no httpx. RuntimeError: no event loop runs.
         """
-        # newer clients are built on httpx2, and take no other
-        name = "httpx2" if importlib.util.find_spec("httpx2") else "httpx"
-        if name not in self._clients:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            # newer clients are built on httpx2, and take no other
+            name = "httpx2" if importlib.util.find_spec("httpx2") else "httpx"
             httpx = importlib.import_module(name)
-            self._clients[name] = httpx.AsyncClient(timeout=None, follow_redirects=True)
-        return self._clients[name]
+            for past in [it for it in self._clients if it.is_closed()]:
+                del self._clients[past]
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+            self._clients[loop] = httpx.AsyncClient(
+                timeout=None, follow_redirects=True, limits=limits
+            )
+        return self._clients[loop]
 
     def variables(self) -> dict[str, str]:
         """The environment variables by which clients find the model."""
@@ -197,22 +211,58 @@ class _Calls:
         self._agent = agent
         self._decode = decode
         self._has_session = has_session
+        self.server: Any = None
+        self._pid = os.getpid()
+        self._threads = set(threading.enumerate())
+        self._children = _children()
 
     def answer(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
         """The answer of an agent that is not awaited."""
         kept = self._begin(session)
         try:
-            return ["value", number, reward_of(self._call(row, session)), kept[0]]
+            kind, told = "value", reward_of(self._call(row, session))
         except BaseException as error:  # the user's code: whatever it raises is its answer
-            return ["failed", number, failure_of(error), kept[0]]
+            kind, told = "failed", failure_of(error)
+        self._end_if_forked()
+        return [kind, number, told, kept[0], self._has_left_any()]
 
     async def answer_later(self, number: int, row: Any, session: dict[str, str]) -> list[Any]:
         """The answer of an agent that is awaited."""
         kept = self._begin(session)
+        executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
+        if self.is_alone:
+            asyncio.get_running_loop().set_default_executor(executor)
         try:
-            return ["value", number, reward_of(await self._call(row, session)), kept[0]]
+            kind, told = "value", reward_of(await self._call(row, session))
         except BaseException as error:  # the user's code: whatever it raises is its answer
-            return ["failed", number, failure_of(error), kept[0]]
+            kind, told = "failed", failure_of(error)
+        self._end_if_forked()
+        if not self.is_alone:
+            return [kind, number, told, kept[0], False]
+        has_left_tasks = await self._end_tasks()
+        executor.shutdown(wait=False, cancel_futures=True)
+        return [kind, number, told, kept[0], has_left_tasks or self._has_left_any()]
+
+    async def _end_tasks(self) -> bool:
+        """Cancels what an agent has begun, as `asyncio.run` does. Returns: some go on."""
+        left = asyncio.all_tasks() - {self.server, asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        return bool(left and (await asyncio.wait(left, timeout=_END_GRACE_S))[1])
+
+    def _has_left_any(self) -> bool:
+        """Whether threads or children go on that were not there when the agent was loaded."""
+        deadline_s = time.monotonic() + _END_GRACE_S
+        for thread in set(threading.enumerate()) - self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                return True
+        return bool(_children() - self._children)
+
+    def _end_if_forked(self) -> None:
+        """A child that the agent has forked, and that returns as it does, must not answer."""
+        if os.getpid() != self._pid:
+            os._exit(0)
 
     def _begin(self, session: dict[str, str]) -> list[str]:
         """Returns: where the text will be that the episode writes."""
@@ -230,14 +280,12 @@ class _Calls:
 
 async def _serve_tasks(connection: socket.socket, calls: _Calls) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
-    server, tasks = asyncio.current_task(), dict[int, Any]()
+    calls.server = asyncio.current_task()
+    tasks: dict[int, Any] = {}
 
     async def answer(number: int, row: Any, session: dict[str, str]) -> None:
         writer.write(_line(await calls.answer_later(number, row, session)))
         del tasks[number]
-        if calls.is_alone:  # as `asyncio.run` does with what an agent has begun
-            for left in asyncio.all_tasks() - {server, asyncio.current_task()}:
-                left.cancel()
 
     while line := await reader.readline():
         kind, number, *rest = json.loads(line)
@@ -245,6 +293,18 @@ async def _serve_tasks(connection: socket.socket, calls: _Calls) -> None:
             tasks[number] = asyncio.ensure_future(answer(number, *rest))
         elif number in tasks:
             tasks[number].cancel()
+
+
+def _children() -> set[str]:
+    """The processes that this one has started, and that have not been waited for."""
+    found: set[str] = set()
+    for path in glob.glob("/proc/self/task/*/children"):
+        try:
+            with open(path, encoding="ascii") as file:
+                found.update(file.read().split())
+        except OSError:  # the thread has ended
+            pass
+    return found
 
 
 def reward_of(returned: Any) -> Any:

@@ -13,14 +13,19 @@ from typing import Any, Final
 from areal_sc.agents.agent import AgentFunction, NamedAgent, check_agent, check_in_interpreter
 from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.session import SessionSettings
+from areal_sc.config.agent_settings import AgentNetwork
+from areal_sc.config.sandbox_settings import Isolation
 from areal_sc.config.schema import RolloutConfig
-from areal_sc.errors import AgentError, WorkflowError
+from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.functions import name_of
 from areal_sc.workflows.base import AgentReturn, AgentSession, EpisodeEngine, Trajectory, Workflow
 
 _ALONE_NEXT: Final = (RejectionKind.agent_timeout, RejectionKind.agent_died)
 """What an agent may have done to others, or others to it."""
+
+_WITHOUT_NETWORKS: Final = (Isolation.landlock, Isolation.none)
+"""Isolations in which no process has a network of its own."""
 
 
 class AgentWorkflow(Workflow):
@@ -91,6 +96,18 @@ class AgentWorkflow(Workflow):
             self.agent.check_row(row)
 
     def check_settings(self, config: RolloutConfig) -> None:
+        agents, isolation = config.agents, config.sandbox.isolation
+        if agents.episode_timeout_s >= config.group_timeout_s:
+            raise ConfigError(
+                "agents.episode_timeout_s: expected less than rollout.group_timeout_s="
+                f"{config.group_timeout_s:g}, in which a late agent still ends, got "
+                f"{agents.episode_timeout_s:g}"
+            )
+        if agents.network == AgentNetwork.session and isolation in _WITHOUT_NETWORKS:
+            raise ConfigError(
+                f"agents.network={agents.network}: a network of its own needs namespaces, which "
+                f"rollout.sandbox.isolation={isolation} does not give: set that to auto"
+            )
         if config.agents.python and not isinstance(self.agent, AgentCommand):
             check_in_interpreter(self.agent, config.agents.python)
 

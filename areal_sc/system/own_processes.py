@@ -173,13 +173,23 @@ class OwnProcesses:
     async def kill(self, process: OwnProcess) -> None:
         """Ends it, and all that it has started."""
         self._source.kill(process.child)
-        await self._end(process)
+        self._running.discard(process)
+        process.child.connection.close()
+        if process.listener is not None:
+            process.listener.close()
+        await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
+        if not process.child.ended.done():
+            log.error("%s_process pid=%d did not die of SIGKILL", self._role, process.child.pid)
 
     async def bury(self, process: OwnProcess) -> None:
-        """Notes the end of a process that nobody here has ended, and that is near."""
-        await self._end(process)
-        how = process.child.how
-        log.warning("%s_process pid=%d ended by itself: %s", self._role, process.child.pid, how)
+        """Notes the end of a process whose connection has ended, and kills it if it goes on."""
+        await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
+        pid, role = process.child.pid, self._role
+        if process.child.ended.done():
+            log.warning("%s_process pid=%d ended by itself: %s", role, pid, process.child.how)
+        else:
+            log.warning("%s_process pid=%d is killed: it closed its connection", role, pid)
+        await self.kill(process)
 
     def kill_all(self) -> None:
         """Each ends, those too that are being started; `kill` or `bury` still have to follow."""
@@ -196,8 +206,10 @@ class OwnProcesses:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 kind, *told = await process.first_reply()
-        except (ConnectionError, TimeoutError) as error:
+        except BaseException as error:
             await self.kill(process)
+            if not isinstance(error, ConnectionError | TimeoutError):
+                raise
             what = "ended at once" if isinstance(error, ConnectionError) else "was not ready"
             raise WorkerStartError(f"{self._name} {what}; see {self.log_path}") from error
         if kind == "unfit":
@@ -206,15 +218,6 @@ class OwnProcesses:
         process.pid, layer, why_not = told
         self._tell_isolation(layer, why_not)
         return process
-
-    async def _end(self, process: OwnProcess) -> None:
-        self._running.discard(process)
-        process.child.connection.close()
-        if process.listener is not None:
-            process.listener.close()
-        await asyncio.wait([process.child.ended], timeout=_EXIT_WAIT_S)
-        if not process.child.ended.done():
-            log.error("%s_process pid=%d did not die of SIGKILL", self._role, process.child.pid)
 
     def _tell_isolation(self, layer: str, why_not: str) -> None:
         """Once: what keeps them apart, or that nothing does."""

@@ -188,7 +188,7 @@ class WorkerEpisodeEngine:
         try:
             with self._waiting(f"the agent {name_of(agent)}"):
                 return await self._agent_pool.run(agent, row, session, is_alone=is_alone)
-        except WorkerError as error:
+        except (WorkerError, ConfigError) as error:
             self.failure = error
             raise
 

@@ -35,7 +35,7 @@ from areal_sc.engines.base import (
 )
 from areal_sc.engines.handle_base import GeneratorHandle
 from areal_sc.engines.tokenizer import check_ends
-from areal_sc.errors import EngineFailed, WorkerLost
+from areal_sc.errors import ConfigError, EngineFailed, WorkerLost
 from areal_sc.hub import local_model
 from areal_sc.metadata import (
     TRAJECTORY_FIELDS,
@@ -367,6 +367,8 @@ class RolloutWorker(Worker):
                 episode = await await_user_code(run, limit_s)
         except Raised as raised:
             episode = Rejection.of_episode(raised, limit_s)
+        if isinstance(engine.failure, ConfigError):  # it would be the same in another worker
+            raise engine.failure
         if engine.failure:
             raise EngineFailed(f"generation failed: {engine.failure!r}") from engine.failure
         if isinstance(episode, Rejection):

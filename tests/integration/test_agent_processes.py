@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
+import os
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -22,10 +25,11 @@ from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import Rejection
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.own_processes import OwnProcess, OwnProcesses
 from areal_sc.workflows.base import AgentReturn
 
 MODULE = '''
-import asyncio, os, random, sys, time
+import asyncio, os, random, subprocess, sys, threading, time
 
 VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 
@@ -75,6 +79,38 @@ def gives(row):
 async def never_awaited(row):
     return alone_and_awaited(row)
 
+def forks(row):
+    """Its child returns as it does."""
+    child = os.fork()
+    if child == 0:
+        if row["exits"]:
+            sys.exit(0)
+        return 0.0
+    os.waitpid(child, 0)
+    return 1.0
+
+async def forks_and_is_awaited(row):
+    return forks(row)
+
+def leaves(row):
+    """Something that goes on, or nothing."""
+    if row["what"] == "thread":
+        threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+    if row["what"] == "child":
+        left.append(subprocess.Popen(["sleep", "600"]))
+    return NUMBER
+
+left = []
+
+async def leaves_and_is_awaited(row):
+    if row["what"] == "task":
+        left.append(asyncio.ensure_future(swallows(row, None)))
+    if row["what"] == "nothing":
+        left.append(asyncio.ensure_future(asyncio.sleep(600)))
+        await asyncio.to_thread(time.sleep, 0)
+    await asyncio.sleep(0)
+    return leaves(row)
+
 def hangs(row):
     while True:
         time.sleep(60)
@@ -89,6 +125,22 @@ async def holds_the_loop(row, session):
         hangs(row)
     await asyncio.sleep(0.05)
     return 0.5
+
+def closes_its_sockets(row):
+    with open(row["path"], "w") as file:
+        file.write(str(os.getpid()))
+    os.closerange(3, 256)
+    hangs(row)
+
+async def swallows(row, session):
+    """Goes on, whatever it is told."""
+    while True:
+        with open(row["path"], "a") as file:
+            file.write("x")
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            pass
 
 async def ends_the_process(row, session):
     if row["x"] == 1:
@@ -110,14 +162,14 @@ async def make_pool(tmp_path: Path) -> AsyncIterator[Callable[..., AgentPool]]:
     server = ForkServer("areal_sc.agents.process:run_own_process")
     pools, addresses = [], AgentServer("rollout/0")
 
-    def make(**settings: Any) -> AgentPool:
+    def make(isolation: str = "auto", **settings: Any) -> AgentPool:
         pool = AgentPool(
             server,
             addresses,
             AgentsConfig(**settings),
             log_path=tmp_path / "agent.log",
             sources=tmp_path / "run" / "sources",
-            isolation="auto",
+            isolation=isolation,
             hides=[tmp_path / "run"],
         )
         pools.append(pool)
@@ -290,14 +342,14 @@ async def test_nothing_that_a_program_has_started_outlives_its_episode(
     end = await make_pool().run(AgentCommand(["sh", "-c", shell]), {}, session())
     assert end.reward == 1
     async with asyncio.timeout(20):
-        while is_anyone_sleeping():  # noqa: ASYNC110  # nothing tells of it
+        while is_anyone_sleeping("987654"):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
 
 
-def is_anyone_sleeping() -> bool:
+def is_anyone_sleeping(how_long: str) -> bool:
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
-            if command.read_bytes() == b"sleep\x00987654\x00":
+            if command.read_bytes() == f"sleep\0{how_long}\0".encode():
                 return True
     return False
 
@@ -322,6 +374,147 @@ def bare_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     link.symlink_to(Path(sys.executable).resolve())
     (tmp_path / "bare" / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}")
     return str(link)
+
+
+async def test_one_that_closes_its_connection_is_killed(
+    make_pool: Callable[..., AgentPool],
+    user: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("areal_sc.system.own_processes._EXIT_WAIT_S", 0.2)
+    path = tmp_path / "pid"
+    pool = make_pool(isolation="none")
+    cause = await cause_of(pool, user.closes_its_sockets, {"path": str(path)})
+    assert cause.startswith("agent_died")
+    async with asyncio.timeout(20):
+        while is_running(int(path.read_text())):  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_forked_child_does_not_answer_for_its_agent(
+    make_pool: Callable[..., AgentPool], user: ModuleType
+) -> None:
+    pool = make_pool()
+    for agent in (user.forks, user.forks_and_is_awaited):
+        for exits in (True, False):
+            assert (await pool.run(agent, {"exits": exits}, session())).reward == 1
+
+
+async def test_where_an_agent_has_left_something_the_next_episode_has_another_process(
+    make_pool: Callable[..., AgentPool], user: ModuleType, tmp_path: Path
+) -> None:
+    pool, path = make_pool(), str(tmp_path / "beats")
+    for agent, kinds in (
+        (user.leaves, ("thread", "child")),
+        (user.leaves_and_is_awaited, ("thread", "task")),
+    ):
+        for what in kinds:
+            numbers = [
+                (await pool.run(agent, {"what": it, "path": path}, session())).reward
+                for it in ("nothing", what, "nothing")
+            ]
+            assert numbers[0] == numbers[1] != numbers[2]
+
+
+async def test_no_more_processes_exist_than_agents_may_have(
+    make_pool: Callable[..., AgentPool], user: ModuleType
+) -> None:
+    pool = make_pool(num_processes=2)
+    for agent in (user.leaves, user.alone, user.gives, user.leaves):
+        with suppress(AgentError):
+            row = {"x": 1, "what": "none"}
+            await asyncio.gather(*(pool.run(agent, row, session()) for _ in range(3)))
+        assert 1 <= len(pool._own._running) <= 2
+
+
+async def test_no_network_of_its_own_is_a_matter_of_the_settings(
+    make_pool: Callable[..., AgentPool], user: ModuleType
+) -> None:
+    pool = make_pool(network="session", isolation="none")
+    pool._server.port = 1
+    with pytest.raises(ConfigError, match=r"agents\.network=session: .* needs namespaces"):
+        await pool.run(user.alone, {"x": 1}, session())
+
+
+async def test_a_process_whose_network_cannot_be_served_is_ended(
+    make_pool: Callable[..., AgentPool], user: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(network="session")
+    pool._server.port = 1024
+
+    async def refuse(listener: socket.socket) -> None:
+        raise WorkflowError("it is closed")
+
+    monkeypatch.setattr(pool._server, "serve_on", refuse)
+    with pytest.raises(WorkflowError, match="it is closed"):
+        await pool.run(user.alone, {"x": 1}, session())
+    assert not pool._own._running
+
+
+async def test_a_program_that_leaves_one_which_holds_its_output_has_ended(
+    make_pool: Callable[..., AgentPool],
+) -> None:
+    pool = make_pool(isolation="none", episode_timeout_s=20.0)
+    end = await pool.run(AgentCommand(["sh", "-c", "sleep 987655 & echo 1"]), {}, session())
+    assert end.reward == 1
+    async with asyncio.timeout(20):
+        while is_anyone_sleeping("987655"):  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def test_a_cancelled_one_that_goes_on_is_killed(
+    make_pool: Callable[..., AgentPool],
+    user: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("areal_sc.agents.pool.CANCEL_GRACE_S", 0.2)
+    path, pool = tmp_path / "beats", make_pool()
+    run = asyncio.create_task(pool.run(user.swallows, {"path": str(path)}, session()))
+    async with asyncio.timeout(20):
+        while not path.exists():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+    run.cancel()
+    await asyncio.wait([run])
+    async with asyncio.timeout(20):
+        seen = -1
+        while (size := path.stat().st_size) != seen:
+            seen = size
+            await asyncio.sleep(0.5)
+
+
+async def test_a_process_that_begins_while_another_ends_is_heard(
+    make_pool: Callable[..., AgentPool], user: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed socket's number is given again: nobody may still wait for it."""
+    pool, pairs = make_pool(), list[tuple[socket.socket, socket.socket]]()
+    kill = OwnProcesses.kill
+
+    async def kill_and_take_its_number(own: OwnProcesses, process: OwnProcess) -> None:
+        fd = process.child.connection.fileno()
+        await kill(own, process)
+        while not (pairs and fd in (one.fileno() for one in pairs[-1])):
+            pairs.append(socket.socketpair())
+        same, other = sorted(pairs[-1], key=lambda one: one.fileno() != fd)
+        same.setblocking(False)
+        hears = asyncio.create_task(asyncio.get_running_loop().sock_recv(same, 9))
+        await asyncio.sleep(0)  # it waits
+        other.send(b"heard")
+        assert await asyncio.wait_for(hears, 10) == b"heard"
+
+    monkeypatch.setattr(OwnProcesses, "kill", kill_and_take_its_number)
+    await pool.run(AgentCommand(["echo", "1"]), {}, session())
+    assert pairs
+    for one in itertools.chain(*pairs):
+        one.close()
 
 
 async def test_another_interpreter_needs_no_areal_sc(

@@ -11,22 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.scripts import agents, episodes
+from integration.scripts import agents, episodes, own_sessions
 
-from areal_sc import AgentCommand, AgentWorkflow, Trajectory, Workflow
-from areal_sc.workflows.base import EpisodeEngine
-
-
-class OpensASession(Workflow):
-    """Does by itself what an agent would."""
-
-    async def run_episode(
-        self, prompt: dict[str, Any], engine: EpisodeEngine
-    ) -> list[Trajectory] | None:
-        async with engine.open_session(max_turns=8) as session:
-            end = await engine.run_agent(agents.does, prompt, session, is_alone=True)
-            assert isinstance(end.reward, float)
-            return session.trajectories(end.reward, discount=0.9)
+from areal_sc import AgentCommand, AgentWorkflow
+from areal_sc.errors import ConfigError
 
 
 def test_agents_are_trained_or_have_a_cause(
@@ -52,7 +40,7 @@ def test_agents_are_trained_or_have_a_cause(
             assert found == 2 * [*wrong.values()].count(cause), counted
 
         answers = rows[-1:]
-        own = rollout.rollout_batch(answers, OpensASession())
+        own = rollout.rollout_batch(answers, own_sessions.OpensASession())
         assert [row.reward for row in own.rows] == [0.5, 0.5]
 
         shell = "import sys; sys.path.insert(0, sys.argv[1]); import agents, json"
@@ -91,3 +79,20 @@ def test_an_agent_can_be_left_with_the_model_alone(
         rows = [{"prompt": "a", "port": other.getsockname()[1]}]
         batch = rollout.rollout_batch(rows, AgentWorkflow(agents.sees_the_model_alone))
         assert [row.reward for row in batch.rows] == [float(network == "session")] * 2
+
+
+def test_a_network_that_agents_cannot_have_ends_the_run(
+    start_rollout: Callable[..., Any], chat_model: Path
+) -> None:
+    """Which no check has seen: the workflow is the user's own."""
+    settings = (
+        f"actor.path={chat_model}",
+        "agents.network=session",
+        "rollout.sandbox.isolation=none",
+    )
+    rows = [{"prompt": "a", "does": "answers"}]
+    with (
+        start_rollout(*settings) as rollout,
+        pytest.raises(ConfigError, match=r"agents\.network=session: .* needs namespaces"),
+    ):
+        rollout.rollout_batch(rows, own_sessions.OpensASession())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,7 +15,8 @@ from areal_sc.agents.agent import NamedAgent
 from areal_sc.agents.command import AgentCommand
 from areal_sc.agents.served import SessionAddress
 from areal_sc.agents.workflow import AgentWorkflow
-from areal_sc.config.agent_settings import AgentsConfig
+from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
+from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.sources.reference import ObjectReference, reference_of, resolve
@@ -143,13 +145,14 @@ def test_a_worker_finds_the_agent_where_the_script_did(
     assert (again.agent.command, again.agent.reward) == (["node", "x.js"], reward)
 
 
-def test_sessions_of_a_process_share_a_client(
+async def test_sessions_of_a_loop_share_a_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of the httpx on which the newest clients are built."""
     for name in ("httpx", "httpx2"):
         (tmp_path / f"{name}.py").write_text(
             "class AsyncClient:\n    def __init__(self, **settings): self.settings = settings\n"
+            "class Limits:\n    def __init__(self, **limits): self.limits = limits\n"
         )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(SessionAddress, "_clients", {})
@@ -160,6 +163,40 @@ def test_sessions_of_a_process_share_a_client(
     assert type(first.http_client).__module__ == "httpx2"
     assert first.http_client.settings["timeout"] is None
     del sys.modules["httpx2"]
+
+
+async def test_all_sessions_may_wait_for_the_model_at_once_and_by_any_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More of them than httpx has connections if nobody says otherwise."""
+    monkeypatch.setattr(SessionAddress, "_clients", {})
+    num_calls, num_waiting, all_wait = 120, 0, asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_waiting
+        await reader.readuntil(b"\r\n\r\n")
+        num_waiting += 1
+        if num_waiting == num_calls:
+            all_wait.set()
+        await all_wait.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    session = SessionAddress(f"http://127.0.0.1:{port}", "key")
+
+    async def call(num_calls: int) -> list[int]:
+        calls = (session.http_client.get(session.base_url) for _ in range(num_calls))
+        codes = [one.status_code for one in await asyncio.gather(*calls)]
+        await session.http_client.aclose()
+        return codes
+
+    async with server, asyncio.timeout(20):
+        assert await call(num_calls) == [200] * num_calls
+        for _ in range(2):
+            assert await asyncio.to_thread(asyncio.run, call(1)) == [200]
+    assert len(SessionAddress._clients) == 2, "that of a past loop is gone"
 
 
 def test_what_is_no_agent_is_told_at_once() -> None:
@@ -200,3 +237,21 @@ def test_another_interpreter_is_tried_before_the_run(tmp_path: Path) -> None:
             workflow.check_settings(config)
     AgentWorkflow(AgentCommand(["sh"])).check_settings(config)  # it is no Python's
     AgentWorkflow(agent).check_settings(RolloutConfig(path="m"))
+
+
+def test_settings_that_no_agent_can_have_are_told_before_the_run() -> None:
+    late = RolloutConfig(path="m", group_timeout_s=900.0)
+    with pytest.raises(
+        ConfigError, match=r"agents\.episode_timeout_s: .* less than .*=900, .* 900"
+    ):
+        AgentWorkflow(agent).check_settings(late)
+    for isolation in ("none", "landlock"):
+        config = RolloutConfig(
+            path="m",
+            agents=AgentsConfig(network=AgentNetwork.session),
+            sandbox=SandboxConfig(isolation=Isolation(isolation)),
+        )
+        with pytest.raises(ConfigError, match=rf"isolation={isolation} does not give"):
+            AgentWorkflow(agent).check_settings(config)
+    config.sandbox.isolation = Isolation.auto
+    AgentWorkflow(agent).check_settings(config)
