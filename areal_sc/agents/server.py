@@ -137,7 +137,8 @@ class AgentServer:
         lost: CallRefused | None = None
         try:
             url = f"http://{_HOST}:{self.port}/v1"
-            yield OpenSession(url, self._keys.key_of(number), session)
+            with session.raising():
+                yield OpenSession(url, self._keys.key_of(number), session)
         except BaseException as error:
             lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
             raise

@@ -25,6 +25,7 @@ from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledTo
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.workflows.chat import checked_message
 from areal_sc.workflows.chat_format import Message
@@ -199,6 +200,8 @@ class Session:
 
     Attributes:
         counts: how often each of `COUNTED` was noticed.
+        failure: of the engine or of this package, in a call; what the agent made of it says
+            nothing about the agent.
     """
 
     def __init__(
@@ -208,6 +211,7 @@ class Session:
         settings: SessionSettings | None = None,
     ) -> None:
         self.counts = Counter[str]()
+        self.failure: Exception | None = None
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
@@ -266,6 +270,21 @@ class Session:
         begun.note_delivered()
         return answer
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Around the use of the session; raises its `failure`, though the agent may have caught it.
+
+        A cancellation goes before.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.failure is not None:
+                raise self.failure from error
+            raise
+        if self.failure is not None:
+            raise self.failure
+
     def end(self, why: CallRefused | None = None) -> None:
         """Takes no more calls, and cancels those that run.
 
@@ -316,11 +335,12 @@ class Session:
             self._forget(begun, refused)
         except PromptTooLong as error:
             self._forget(begun, _too_long(str(error)))
-        except (WorkflowError, UnicodeError) as error:
+        except (WorkflowError, UnicodeError, RecursionError) as error:
             self._forget(begun, CallRefused(400, "invalid_call", str(error)))
-        except Exception as error:  # the engine's; the worker has noted it, and ends the episode
+        except Exception as error:  # no fault of the agent
             logger.exception("a call of an agent failed")
-            told = f"the engine failed, and the episode will run again: {error!r:.300}"
+            self.failure = error
+            told = f"the engine failed, so this episode is not trained: {error!r:.300}"
             self._forget(begun, CallRefused(503, "engine_failed", told))
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
@@ -387,15 +407,25 @@ class Session:
         return after.node
 
     def _sampling(self, call: ModelCall) -> GenerationConfig:
-        """The run's, with what an agent may say."""
+        """The run's, with what an agent may say.
+
+        Raises: WorkflowError: no engine ends an answer by its strings.
+        """
         run = self._run_sampling
+        stop = [*run.stop, *call.stop]
+        if call.stop:
+            if not are_stop_strings(stop):
+                own = f", with those of generation.stop, {run.stop}" if run.stop else ""
+                raise WorkflowError(f"stop: expected {STOP_STRINGS}{own}, got {call.stop!r:.200}")
+            if problem := special_token_in(self._engine.tokenizer, call.stop):
+                raise WorkflowError(f"stop: {problem}")
         for name, value in call.sampling.items():
             own = getattr(run, name, 0.0)
             if value != own:
                 self.counts["other_sampling"] += 1
                 _tell_of_sampling(name, own)
         most = min(run.max_new_tokens, call.max_tokens or run.max_new_tokens)
-        return replace(run, max_new_tokens=most, stop=[*run.stop, *call.stop])
+        return replace(run, max_new_tokens=most, stop=stop)
 
 
 def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:
