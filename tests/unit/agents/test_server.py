@@ -310,8 +310,12 @@ async def test_there_is_no_thread_before_a_session_or_behind_the_end() -> None:
 
 async def test_an_episode_whose_engine_failed_fails_though_its_agent_goes_on() -> None:
     engine = engine_for(templates.QWEN)  # it has nothing to say
-    with pytest.raises(IndexError):
+
+    async def episode() -> None:
         async with serving(engine) as (opened, _), client_of(opened) as client:
             assert (await post(client, asks("hi")))[0] == 503
             engine.will_say("hello<|im_end|>")
             assert (await post(client, asks("hi")))[0] == 200
+
+    with pytest.raises(IndexError, match="pop from empty list"):
+        await episode()

@@ -305,6 +305,8 @@ async def test_a_discounted_reward_is_trained_in_a_row_for_each_return() -> None
     assert [row.reward for row in rows] == [3.0]
     with pytest.raises(WorkflowError, match=r"names of models .* got \['judge'\]"):
         session.trajectories({"judge": 1.0})
+    with pytest.raises(WorkflowError, match=r"expected a number, .* got \{\}"):
+        session.trajectories({})
 
 
 async def test_roles_have_rewards_of_their_own() -> None:
@@ -569,11 +571,28 @@ async def test_arguments_too_deep_to_be_read_are_refused() -> None:
 
 async def test_a_failure_that_the_agent_has_caught_is_raised_in_the_end() -> None:
     session = session_of(engine_for(templates.QWEN))
-    with pytest.raises(IndexError, match="pop from empty list"), session.raising():
-        with pytest.raises(CallRefused, match="the engine failed"):
-            await session.begin(Agent(session, "hi").call).answer()
+    with (
+        pytest.raises(IndexError, match="pop from empty list"),
+        session.raising(),
+        pytest.raises(CallRefused, match="the engine failed"),
+    ):
+        await session.begin(Agent(session, "hi").call).answer()
     with pytest.raises(IndexError) as raised, session.raising():
         raise ValueError("what the agent made of it")
     assert isinstance(raised.value.__cause__, ValueError)
     with pytest.raises(asyncio.CancelledError), session.raising():
         raise asyncio.CancelledError
+
+
+async def test_half_a_character_in_a_tool_call_is_an_answer_of_the_model() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    text = weather_call("\ud83d")  # as its escape
+    engine.will_say(f"{text}<|im_end|>", "fine<|im_end|>")
+    agent = Agent(session, "hi there", [TOOL])
+    answer = await agent.turn("what?")
+    assert (answer.turn.content, answer.turn.tool_calls) == (text, ())
+    await agent.turn()
+    assert session.counts["refused"] == 0
+    assert len(session.trajectories(1.0)) == 1
+    check_trained(engine, session.trajectories(1.0))
