@@ -44,6 +44,7 @@ from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SESSION_ENDED, Session, SessionCall, SessionSettings, anew
 from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.errors import WorkerError
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -65,6 +66,8 @@ _RETRY_COUNT: Final = "x-stainless-retry-count"
 _BACKLOG: Final = 1024
 """Connections that may come in one instant; a thousand agents may begin together."""
 _SHUTDOWN_S: Final = 1.0
+_START_TIMEOUT_S: Final = 60.0
+_END_TIMEOUT_S: Final = 10.0
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
 
@@ -126,7 +129,8 @@ class AgentServer:
     ) -> AsyncIterator[OpenSession]:
         """A session, until the block ends. Its calls are generated on the caller's event loop.
 
-        Raises: OSError: there is no free port.
+        Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
+            session tries it again.
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="agent server")
@@ -155,7 +159,9 @@ class AgentServer:
         await asyncio.wait([self._starting])
         if self._thread and self._is_ending:
             self._soon(self._is_ending.set)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _END_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("the thread of agents' calls hangs, and is left behind")
 
     def _soon(self, call: Callable[[], None]) -> None:
         """Has the thread's loop make a call, unless it has ended with all sessions."""
@@ -188,11 +194,24 @@ class AgentServer:
 
     async def _start(self) -> None:
         started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started)), name="agents", daemon=True
-        )
-        self._thread.start()
-        self.port = await asyncio.wrap_future(started)
+
+        def run() -> None:
+            try:
+                with asyncio.Runner() as runner:
+                    runner.run(self._serve(started))
+            except BaseException as error:  # the thread's end: whoever waits is told
+                if started.done():
+                    raise
+                started.set_exception(RuntimeError(repr(error)))
+
+        try:
+            self._thread = threading.Thread(target=run, name="agents", daemon=True)
+            self._thread.start()
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                self.port = await asyncio.wrap_future(started)
+        except Exception as error:
+            self._starting = None
+            raise WorkerError(f"no address for agents could be opened: {error!r}") from error
         logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self.port)
 
     async def _serve(self, started: Future[int]) -> None:
@@ -205,12 +224,8 @@ class AgentServer:
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
         )
-        try:
-            await runner.setup()
-            await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
-        except OSError as error:
-            started.set_exception(error)
-            return
+        await runner.setup()
+        await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
         self._loop, self._runner = asyncio.get_running_loop(), runner
         self._is_ending = asyncio.Event()
         started.set_result(runner.addresses[0][1])

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.errors import WorkerError
 
 SAMPLING = GenerationConfig(max_new_tokens=64)
 LIMIT_S = 60.0
@@ -319,3 +321,45 @@ async def test_an_episode_whose_engine_failed_fails_though_its_agent_goes_on() -
 
     with pytest.raises(IndexError, match="pop from empty list"):
         await episode()
+
+
+async def test_a_start_that_failed_is_the_workers_failure_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>")
+    server = AgentServer("rollout-0")
+
+    def no_file() -> asyncio.AbstractEventLoop:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.events, "new_event_loop", no_file)
+        episode = replace(engine).episode
+        episode._agents = server
+        with pytest.raises(WorkerError, match="Too many open files") as raised:
+            async with asyncio.timeout(LIMIT_S), episode.open_session():
+                pass
+        assert episode.failure is raised.value
+        await server.close()
+    async with (
+        server.open(engine, SAMPLING, SessionSettings()) as opened,
+        client_of(opened) as client,
+    ):
+        assert (await post(client, asks("hi")))[0] == 200
+    await server.close()
+
+
+async def test_the_end_does_not_wait_for_a_thread_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("areal_sc.agents.server._END_TIMEOUT_S", 0.01)
+    server, goes_on = AgentServer("rollout-0"), threading.Event()
+    async with server.open(engine_for(templates.QWEN), SAMPLING, SessionSettings()):
+        server._soon(goes_on.wait)
+    async with asyncio.timeout(LIMIT_S):
+        await server.close()
+    assert "is left behind" in caplog.text
+    goes_on.set()
+    assert server._thread
+    await asyncio.to_thread(server._thread.join)
