@@ -257,9 +257,11 @@ class AgentServer:
             session.counts["refused"] += 1
             raise
         retried = request.headers.get("Idempotency-Key")
+        digest = _digest(dialect.path, body)
         begun = session.begin(
             call,
-            key=f"key {retried}" if retried else _digest(dialect.path, body),
+            digest=digest,
+            key=f"key {retried}" if retried else digest,
             is_retry=bool(retried) or request.headers.get(_RETRY_COUNT, "0") != "0",
         )
         with begun.client():
@@ -366,13 +368,18 @@ class _EngineOnItsLoop:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Raises: CallRefused: 413 or 408: the body is too large, or does not come."""
+    """Raises: CallRefused: 413, 408 or 400: the body is too large, does not come, or is broken."""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise CallRefused(
             413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes"
+        ) from error
+    except web.RequestPayloadError as error:
+        told = request.headers.get("Content-Encoding", "none")
+        raise CallRefused(
+            400, "invalid_encoding", f"the body is not of its Content-Encoding, {told:.80}"
         ) from error
     except TimeoutError as error:
         raise CallRefused(

@@ -87,6 +87,7 @@ class SessionCall:
     """A call of the agent, for which one or more clients wait.
 
     Attributes:
+        digest: of what the client sent.
         answer_id: unique in the run.
         created_s: Unix time.
         model: that the call named.
@@ -94,7 +95,8 @@ class SessionCall:
         after: the call that it goes on from.
     """
 
-    def __init__(self, call: ModelCall) -> None:
+    def __init__(self, call: ModelCall, digest: str) -> None:
+        self.digest = digest
         self.answer_id = secrets.token_hex(16)
         self.created_s = int(time.time())
         self.model = call.model
@@ -222,20 +224,31 @@ class Session:
         self._num_tool_calls = 0
         self._ended: CallRefused | None = None
 
-    def begin(self, call: ModelCall, *, key: str = "", is_retry: bool = False) -> SessionCall:
+    def begin(
+        self, call: ModelCall, *, digest: str = "", key: str = "", is_retry: bool = False
+    ) -> SessionCall:
         """Begins a call, or finds the one that this is a retry of.
 
         Agents may ask the same again and want another sample. So it is a retry if the client says
         so, or if nobody has got, or waits for, the answer of the call before.
 
         Args:
+            digest: of what the client sent.
             key: equal for calls that may be retries of each other; "": of none.
             is_retry: the client says so.
-        Raises: CallRefused: the session has ended, or takes no more calls now, or at all.
+        Raises: CallRefused: the session has ended, or takes no more calls now, or at all; or the
+            key is of a call with another digest.
         """
         if self._ended:
             raise anew(self._ended)
         same = self._by_key.setdefault(key, []) if key else []
+        if same and same[0].digest != digest:
+            self.counts["refused"] += 1
+            raise CallRefused(
+                400,
+                "idempotency_key_reused",
+                "Idempotency-Key: it came with another body before: expected one for each call",
+            )
         left = next((it for it in same if it.is_left), None)
         if earlier := left or (same[-1] if is_retry and same else None):
             self.counts["retries"] += 1
@@ -251,7 +264,7 @@ class Session:
                 f"{MAX_RUNNING_CALLS} calls of the episode run: expected no more beside each other",
                 retry_after_s=_COME_AGAIN_S,
             )
-        begun = SessionCall(call)
+        begun = SessionCall(call, digest)
         self._calls.append(begun)
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")

@@ -363,3 +363,35 @@ async def test_the_end_does_not_wait_for_a_thread_that_hangs(
     goes_on.set()
     assert server._thread
     await asyncio.to_thread(server._thread.join)
+
+
+async def test_a_key_of_idempotency_is_of_one_body_under_one_path() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>")
+    key = {"Idempotency-Key": "one"}
+    async with serving(engine) as (opened, session), client_of(opened) as client:
+        assert (await post(client, asks("hi"), key))[0] == 200
+        status, body = await post(client, asks("another question"), key)
+        assert (status, body["error"]["code"]) == (400, "idempotency_key_reused")
+        assert body["error"]["message"].startswith("Idempotency-Key: ")
+        async with client.post("messages", json=asks("hi"), headers=key) as response:
+            assert response.status == 400
+        assert (await post(client, asks("hi"), key))[0] == 200
+        assert (session.counts["refused"], session.counts["retries"]) == (2, 1)
+        check_trained(engine, opened.trajectories(1.0))
+
+
+async def test_a_body_that_is_not_of_its_encoding_is_refused_in_the_form_of_its_dialect() -> None:
+    async with serving(engine_for(templates.QWEN)) as (opened, session):
+        told = []
+        for path in ("chat/completions", "messages"):
+            headers = {"Content-Encoding": "gzip"}
+            async with (  # a client each, as the connection breaks behind the answer
+                client_of(opened) as client,
+                client.post(path, data=b"{}", headers=headers) as response,
+            ):
+                assert response.status == 400
+                told.append(await response.json())
+        assert told[0]["error"]["code"] == "invalid_encoding"
+        assert told[1]["type"] == "error"
+        assert session.counts["refused"] == 2
