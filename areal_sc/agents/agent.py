@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,10 +62,7 @@ class NamedAgent(Referable):
             if not file.is_file():
                 raise WorkflowError(f"agent {name!r}: there is no file {file}")
             return cls(f"{file}:{function}", file.parent)
-        try:
-            spec = importlib.util.find_spec(location)
-        except ImportError:
-            spec = None
+        spec = _found(location)
         if spec is None or spec.origin is None:
             raise WorkflowError(f"agent {name!r}: there is no module {location}; {_EXPECTED}")
         root = Path(spec.origin).resolve()
@@ -76,6 +74,22 @@ class NamedAgent(Referable):
         """To the function itself."""
         folder = None if self.search_path is None else str(self.search_path)
         return ObjectReference(self.target, search_path=folder)
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """Where a module is; its packages are not imported."""
+    first, *further = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    name = first
+    for part in further:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec
 
 
 def check_agent(agent: Any) -> None:

@@ -46,7 +46,8 @@ class ModelCall:
         max_tokens: most tokens of the answer; None: as the run's sampling says.
         sampling: temperature, top_p and the like as the client asks, by their names in
             `GenerationConfig`. The run's own win; what differs is counted.
-        model: that the client names; it is told back, and means nothing.
+        model: that the client names: the role of the agent, by which rewards may be given. It is
+            told back, and chooses no other model.
         wants_logprobs: of the sampled tokens.
         wants_reasoning: the client reads what the model has thought.
         wants_usage: a streamed answer tells its numbers of tokens, where that is the client's

@@ -55,10 +55,12 @@ def returns_of(
     named it, and goes back over those calls alone; calls of other names then have no return. By
     answer, calls without one have 0.
 
-    Raises: WorkflowError: a name is neither an answer's nor a model's.
+    Raises: WorkflowError: there is no reward, or a name is neither an answer's nor a model's.
     """
     if not isinstance(reward, Mapping):
         return _discounted(calls, {calls[-1].answer_id: reward} if calls else {}, discount)
+    if not reward:
+        raise WorkflowError("rewards: expected a number, or one for each model or answer, got {}")
     # clients show an id behind a word of their dialect: chatcmpl-ID, resp_ID
     by_id = {_WORD_BEFORE_ID.sub("", name): value for name, value in reward.items()}
     if by_id.keys() <= {call.answer_id for call in calls}:

@@ -42,8 +42,10 @@ from areal_sc.agents.dialects.messages import AnthropicMessages
 from areal_sc.agents.dialects.responses import Responses
 from areal_sc.agents.keys import SessionKeys
 from areal_sc.agents.rows import Rewards
-from areal_sc.agents.session import SESSION_ENDED, Session, SessionCall, SessionSettings, anew
+from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, anew
+from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.errors import WorkerError
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -65,6 +67,8 @@ _RETRY_COUNT: Final = "x-stainless-retry-count"
 _BACKLOG: Final = 1024
 """Connections that may come in one instant; a thousand agents may begin together."""
 _SHUTDOWN_S: Final = 1.0
+_START_TIMEOUT_S: Final = 60.0
+_END_TIMEOUT_S: Final = 10.0
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
 
@@ -126,7 +130,8 @@ class AgentServer:
     ) -> AsyncIterator[OpenSession]:
         """A session, until the block ends. Its calls are generated on the caller's event loop.
 
-        Raises: OSError: there is no free port.
+        Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
+            session tries it again.
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="agent server")
@@ -137,7 +142,8 @@ class AgentServer:
         lost: CallRefused | None = None
         try:
             url = f"http://{_HOST}:{self.port}/v1"
-            yield OpenSession(url, self._keys.key_of(number), session)
+            with session.raising():
+                yield OpenSession(url, self._keys.key_of(number), session)
         except BaseException as error:
             lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
             raise
@@ -154,7 +160,9 @@ class AgentServer:
         await asyncio.wait([self._starting])
         if self._thread and self._is_ending:
             self._soon(self._is_ending.set)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _END_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("the thread of agents' calls hangs, and is left behind")
 
     def _soon(self, call: Callable[[], None]) -> None:
         """Has the thread's loop make a call, unless it has ended with all sessions."""
@@ -187,11 +195,24 @@ class AgentServer:
 
     async def _start(self) -> None:
         started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started)), name="agents", daemon=True
-        )
-        self._thread.start()
-        self.port = await asyncio.wrap_future(started)
+
+        def run() -> None:
+            try:
+                with asyncio.Runner() as runner:
+                    runner.run(self._serve(started))
+            except BaseException as error:  # the thread's end: whoever waits is told
+                if started.done():
+                    raise
+                started.set_exception(RuntimeError(repr(error)))
+
+        try:
+            self._thread = threading.Thread(target=run, name="agents", daemon=True)
+            self._thread.start()
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                self.port = await asyncio.wrap_future(started)
+        except Exception as error:
+            self._starting = None
+            raise WorkerError(f"no address for agents could be opened: {error!r}") from error
         logger.info("agents reach this worker at http://%s:%d/v1", _HOST, self.port)
 
     async def _serve(self, started: Future[int]) -> None:
@@ -204,12 +225,8 @@ class AgentServer:
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
         )
-        try:
-            await runner.setup()
-            await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
-        except OSError as error:
-            started.set_exception(error)
-            return
+        await runner.setup()
+        await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
         self._loop, self._runner = asyncio.get_running_loop(), runner
         self._is_ending = asyncio.Event()
         started.set_result(runner.addresses[0][1])
@@ -241,9 +258,11 @@ class AgentServer:
             session.counts["refused"] += 1
             raise
         retried = request.headers.get("Idempotency-Key")
+        digest = _digest(dialect.path, body)
         begun = session.begin(
             call,
-            key=f"key {retried}" if retried else _digest(dialect.path, body),
+            digest=digest,
+            key=f"key {retried}" if retried else digest,
             is_retry=bool(retried) or request.headers.get(_RETRY_COUNT, "0") != "0",
         )
         with begun.client():
@@ -350,13 +369,18 @@ class _EngineOnItsLoop:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Raises: CallRefused: 413 or 408: the body is too large, or does not come."""
+    """Raises: CallRefused: 413, 408 or 400: the body is too large, does not come, or is broken."""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise CallRefused(
             413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes"
+        ) from error
+    except web.RequestPayloadError as error:
+        told = request.headers.get("Content-Encoding", "none")
+        raise CallRefused(
+            400, "invalid_encoding", f"the body is not of its Content-Encoding, {told:.80}"
         ) from error
     except TimeoutError as error:
         raise CallRefused(

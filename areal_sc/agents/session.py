@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,10 +22,11 @@ from typing import Any, Final
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall, SampledToken
 from areal_sc.agents.history import CallHistory, CallPlace
 from areal_sc.agents.rows import AgentRows, Rewards, TrainedCall, returns_of, rows_of
+from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings, special_token_in
 from areal_sc.errors import PromptTooLong, WorkflowError
 from areal_sc.workflows.chat import checked_message
-from areal_sc.workflows.chat_format import Message
 from areal_sc.workflows.chat_turn import (
     OTHER_TOOLS,
     NextTurn,
@@ -82,115 +81,6 @@ class SessionSettings:
             raise WorkflowError(f"max_turns: expected 0 or more, got {self.max_turns}")
 
 
-class SessionCall:
-    """A call of the agent, for which one or more clients wait.
-
-    Attributes:
-        answer_id: unique in the run.
-        created_s: Unix time.
-        model: that the call named.
-        node: what it came to; None: it runs, or failed.
-        after: the call that it goes on from.
-    """
-
-    def __init__(self, call: ModelCall) -> None:
-        self.answer_id = secrets.token_hex(16)
-        self.created_s = int(time.time())
-        self.model = call.model
-        self.node: TurnNode | None = None
-        self.after: SessionCall | None = None
-        self._was_delivered = False
-        self._num_sending = 0
-        self._num_clients = 0
-        self._text = ""
-        self._changed = asyncio.Event()
-        self._answer: asyncio.Future[ModelAnswer] = asyncio.get_running_loop().create_future()
-
-    @property
-    def message(self) -> Message:
-        """The model's answer."""
-        assert self.node is not None
-        return self.node.turn.message
-
-    @property
-    def num_messages(self) -> int:
-        """How many messages the conversation has with the answer."""
-        assert self.node is not None
-        return self.node.num_messages
-
-    @property
-    def is_delivered(self) -> bool:
-        """Whether a client has the answer, or is about to have it."""
-        return self._was_delivered or self._num_sending > 0
-
-    @property
-    def is_left(self) -> bool:
-        """Whether no client has the answer, or waits for it."""
-        return not (self.is_delivered or self._num_clients)
-
-    @contextmanager
-    def client(self) -> Iterator[None]:
-        """Around what a client has of the call, from its beginning on."""
-        self._num_clients += 1
-        try:
-            yield
-        finally:
-            self._num_clients -= 1
-
-    async def texts(self) -> AsyncIterator[str]:
-        """The content while it is sampled, piece by piece; ends when the call does."""
-        num_given = 0
-        while True:
-            if added := self._text[num_given:]:
-                num_given += len(added)
-                yield added
-            elif self._answer.done():
-                return
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def answer(self) -> ModelAnswer:
-        """The whole answer; the call goes on for a retry, though this client may go.
-
-        Raises: CallRefused: there is none.
-        """
-        return await asyncio.shield(self._answer)
-
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """Around sending the last byte of the answer, whose client may be done before it ends.
-
-        Where that raises, the answer counts as lost, unless another client has it.
-        """
-        self._num_sending += 1
-        try:
-            yield
-            self.note_delivered()
-        finally:
-            self._num_sending -= 1
-
-    def note_delivered(self) -> None:
-        """A client has the answer."""
-        self._was_delivered = True
-
-    def add_text(self, text: str) -> None:
-        """Takes the next piece of the answer's content."""
-        self._text += text
-        self._changed.set()
-
-    def finish(self, answer: ModelAnswer | CallRefused) -> None:
-        """Gives all clients what they wait for; the first word counts."""
-        if self._answer.done():
-            return
-        self._changed.set()
-        if isinstance(answer, ModelAnswer):
-            self._answer.set_result(answer)
-        else:
-            self._answer.set_exception(answer)
-            self._answer.exception()  # maybe nobody waits for it
-
-
 class Session:
     """What an agent asks of the model in one episode. Belongs to one event loop.
 
@@ -199,6 +89,8 @@ class Session:
 
     Attributes:
         counts: how often each of `COUNTED` was noticed.
+        failure: of the engine or of this package, in a call; what the agent made of it says
+            nothing about the agent.
     """
 
     def __init__(
@@ -208,6 +100,7 @@ class Session:
         settings: SessionSettings | None = None,
     ) -> None:
         self.counts = Counter[str]()
+        self.failure: Exception | None = None
         self._engine = engine
         self._run_sampling = sampling
         self._settings = settings or SessionSettings()
@@ -218,20 +111,31 @@ class Session:
         self._num_tool_calls = 0
         self._ended: CallRefused | None = None
 
-    def begin(self, call: ModelCall, *, key: str = "", is_retry: bool = False) -> SessionCall:
+    def begin(
+        self, call: ModelCall, *, digest: str = "", key: str = "", is_retry: bool = False
+    ) -> SessionCall:
         """Begins a call, or finds the one that this is a retry of.
 
         Agents may ask the same again and want another sample. So it is a retry if the client says
         so, or if nobody has got, or waits for, the answer of the call before.
 
         Args:
+            digest: of what the client sent.
             key: equal for calls that may be retries of each other; "": of none.
             is_retry: the client says so.
-        Raises: CallRefused: the session has ended, or takes no more calls now, or at all.
+        Raises: CallRefused: the session has ended, or takes no more calls now, or at all; or the
+            key is of a call with another digest.
         """
         if self._ended:
             raise anew(self._ended)
         same = self._by_key.setdefault(key, []) if key else []
+        if same and same[0].digest != digest:
+            self.counts["refused"] += 1
+            raise CallRefused(
+                400,
+                "idempotency_key_reused",
+                "Idempotency-Key: it came with another body before: expected one for each call",
+            )
         left = next((it for it in same if it.is_left), None)
         if earlier := left or (same[-1] if is_retry and same else None):
             self.counts["retries"] += 1
@@ -247,7 +151,7 @@ class Session:
                 f"{MAX_RUNNING_CALLS} calls of the episode run: expected no more beside each other",
                 retry_after_s=_COME_AGAIN_S,
             )
-        begun = SessionCall(call)
+        begun = SessionCall(call, digest)
         self._calls.append(begun)
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
@@ -265,6 +169,21 @@ class Session:
             answer = await begun.answer()
         begun.note_delivered()
         return answer
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Around the use of the session; raises its `failure`, though the agent may have caught it.
+
+        A cancellation goes before.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.failure is not None:
+                raise self.failure from error
+            raise
+        if self.failure is not None:
+            raise self.failure
 
     def end(self, why: CallRefused | None = None) -> None:
         """Takes no more calls, and cancels those that run.
@@ -316,11 +235,12 @@ class Session:
             self._forget(begun, refused)
         except PromptTooLong as error:
             self._forget(begun, _too_long(str(error)))
-        except (WorkflowError, UnicodeError) as error:
+        except (WorkflowError, UnicodeError, RecursionError) as error:
             self._forget(begun, CallRefused(400, "invalid_call", str(error)))
-        except Exception as error:  # the engine's; the worker has noted it, and ends the episode
+        except Exception as error:  # no fault of the agent
             logger.exception("a call of an agent failed")
-            told = f"the engine failed, and the episode will run again: {error!r:.300}"
+            self.failure = error
+            told = f"the engine failed, so this episode is not trained: {error!r:.300}"
             self._forget(begun, CallRefused(503, "engine_failed", told))
 
     def _forget(self, begun: SessionCall, why: CallRefused) -> None:
@@ -387,15 +307,27 @@ class Session:
         return after.node
 
     def _sampling(self, call: ModelCall) -> GenerationConfig:
-        """The run's, with what an agent may say."""
+        """The run's, with what an agent may say.
+
+        Raises: WorkflowError: no engine ends an answer by its strings.
+        """
         run = self._run_sampling
+        stop = [*run.stop, *call.stop]
+        if call.stop:
+            if not are_stop_strings(stop):
+                beside = f", with those of generation.stop, {run.stop}" if run.stop else ""
+                raise WorkflowError(
+                    f"stop: expected {STOP_STRINGS}{beside}, got {call.stop!r:.200}"
+                )
+            if problem := special_token_in(self._engine.tokenizer, call.stop):
+                raise WorkflowError(f"stop: {problem}")
         for name, value in call.sampling.items():
             own = getattr(run, name, 0.0)
             if value != own:
                 self.counts["other_sampling"] += 1
                 _tell_of_sampling(name, own)
         most = min(run.max_new_tokens, call.max_tokens or run.max_new_tokens)
-        return replace(run, max_new_tokens=most, stop=[*run.stop, *call.stop])
+        return replace(run, max_new_tokens=most, stop=stop)
 
 
 def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:

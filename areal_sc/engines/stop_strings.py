@@ -24,6 +24,17 @@ def are_stop_strings(stop: Any) -> bool:
     )
 
 
+def special_token_in(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> str:
+    """Which special token stands in one of the strings, and what to do about it; "": none."""
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and any(token.content in string for string in strings):
+            return (
+                f"{token.content!r} is a special token of the model, which is no part of an "
+                "answer's text: give its id to generation.stop_token_ids"
+            )
+    return ""
+
+
 class StopStrings:
     """Reads one answer's tokens.
 
@@ -33,13 +44,9 @@ class StopStrings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.strings = tuple(strings)
         added = tokenizer.added_tokens_decoder
-        self._special = {token_id: token for token_id, token in added.items() if token.special}
-        for token in self._special.values():
-            if any(token.content in string for string in self.strings):
-                raise ConfigError(
-                    f"generation.stop: {token.content!r} is a special token of the model, which is "
-                    "no part of an answer's text: give its id to generation.stop_token_ids"
-                )
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        if problem := special_token_in(tokenizer, strings):
+            raise ConfigError(f"generation.stop: {problem}")
         self._longest = max(map(len, self.strings))
         self._text = TokenText(tokenizer, skips_special=True)
         self._tail = ""  # end of the text before what is read: a stop may begin in it

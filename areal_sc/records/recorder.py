@@ -46,7 +46,7 @@ KEPT_EVERY: Final = 16
 """One of so many groups is remarkable, by its number: so a thinned history stays."""
 _MAX_WAITING: Final = 1024
 MAX_WAITING_TOKENS: Final = 4 << 20
-"""Of the groups that wait: some hundred MiB."""
+"""Groups that wait have about so many tokens at most: some hundred MiB."""
 _FAR_BEHIND: Final = "a record is lost: the thread that writes them is far behind"
 _SPANS_PER_BLOCK: Final = 4096
 _CLOSE_LIMIT_S: Final = 3.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, Final
@@ -179,7 +179,18 @@ class WorkerEpisodeEngine:
         if self._agent_pool is not None:
             max_turns = max_turns or self._agent_pool.config.max_turns
         settings = SessionSettings(rows, history, max_turns, chat_template_arguments)
-        return self._agents.open(self, self._sampling, settings)
+        return self._session(self._agents, settings)
+
+    @asynccontextmanager
+    async def _session(
+        self, agents: AgentServer, settings: SessionSettings
+    ) -> AsyncIterator[AgentSession]:
+        try:
+            async with agents.open(self, self._sampling, settings) as session:
+                yield session
+        except WorkerError as error:
+            self.failure = error
+            raise
 
     async def run_agent(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False

@@ -283,6 +283,8 @@ def _json(text: str) -> tuple[Any, str]:
     text = text.lstrip()
     try:
         value, end = _READ_JSON(text)
+        # Python reads NaN, Infinity and halves of characters, which no client can be sent
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise _Broken(f"no JSON: {error}") from error
     return value, text[end:]

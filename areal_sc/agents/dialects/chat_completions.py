@@ -182,6 +182,8 @@ class _Assistant(Struct, tag_field="role", tag="assistant"):
     content: _Content | None = None
     tool_calls: list[_CallSaid] | None = None
     reasoning_content: str | None = None
+    function_call: None = None
+    audio: None = None
 
     def as_message(self) -> Message:
         message: Message = {"role": "assistant", "content": _joined(self.content or "")}

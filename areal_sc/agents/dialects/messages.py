@@ -116,6 +116,7 @@ class _ToolUseBlock(Struct, tag="tool_use"):
 class _ToolResultBlock(Struct, tag="tool_result"):
     tool_use_id: str
     content: str | list[_AnthropicText] = ""
+    is_error: bool = False
 
 
 class _UserTurn(Struct, tag_field="role", tag="user"):
@@ -131,7 +132,7 @@ class _UserTurn(Struct, tag_field="role", tag="user"):
             if texts:
                 yield {"role": "user", "content": _joined(texts)}
                 texts.clear()
-            content = _joined(block.content)
+            content = ("Error: " if block.is_error else "") + _joined(block.content)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         if texts or not blocks:
             yield {"role": "user", "content": _joined(texts)}

@@ -13,7 +13,8 @@ import pytest
 from scripted_engine import ScriptedEngine, check_trained
 
 from areal_sc.agents.calls import CallRefused, ModelCall
-from areal_sc.agents.session import Session, SessionCall, SessionSettings
+from areal_sc.agents.session import Session, SessionSettings
+from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
 from areal_sc.workflows.chat_format import Message

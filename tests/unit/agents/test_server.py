@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, OnTokens
+from areal_sc.errors import WorkerError
 
 SAMPLING = GenerationConfig(max_new_tokens=64)
 LIMIT_S = 60.0
@@ -306,3 +308,90 @@ async def test_there_is_no_thread_before_a_session_or_behind_the_end() -> None:
         status, body = await call
         assert (status, body["error"]["code"]) == (410, "session_lost")
     assert threads() == []
+
+
+async def test_an_episode_whose_engine_failed_fails_though_its_agent_goes_on() -> None:
+    engine = engine_for(templates.QWEN)  # it has nothing to say
+
+    async def episode() -> None:
+        async with serving(engine) as (opened, _), client_of(opened) as client:
+            assert (await post(client, asks("hi")))[0] == 503
+            engine.will_say("hello<|im_end|>")
+            assert (await post(client, asks("hi")))[0] == 200
+
+    with pytest.raises(IndexError, match="pop from empty list"):
+        await episode()
+
+
+async def test_a_start_that_failed_is_the_workers_failure_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>")
+    server = AgentServer("rollout-0")
+
+    def no_file() -> asyncio.AbstractEventLoop:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.events, "new_event_loop", no_file)
+        episode = replace(engine).episode
+        episode._agents = server
+        with pytest.raises(WorkerError, match="Too many open files") as raised:
+            async with asyncio.timeout(LIMIT_S), episode.open_session():
+                pass
+        assert episode.failure is raised.value
+        await server.close()
+    async with (
+        server.open(engine, SAMPLING, SessionSettings()) as opened,
+        client_of(opened) as client,
+    ):
+        assert (await post(client, asks("hi")))[0] == 200
+    await server.close()
+
+
+async def test_the_end_does_not_wait_for_a_thread_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("areal_sc.agents.server._END_TIMEOUT_S", 0.01)
+    server, goes_on = AgentServer("rollout-0"), threading.Event()
+    async with server.open(engine_for(templates.QWEN), SAMPLING, SessionSettings()):
+        server._soon(goes_on.wait)
+    async with asyncio.timeout(LIMIT_S):
+        await server.close()
+    assert "is left behind" in caplog.text
+    goes_on.set()
+    assert server._thread
+    await asyncio.to_thread(server._thread.join)
+
+
+async def test_a_key_of_idempotency_is_of_one_body_under_one_path() -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>")
+    key = {"Idempotency-Key": "one"}
+    async with serving(engine) as (opened, session), client_of(opened) as client:
+        assert (await post(client, asks("hi"), key))[0] == 200
+        status, body = await post(client, asks("another question"), key)
+        assert (status, body["error"]["code"]) == (400, "idempotency_key_reused")
+        assert body["error"]["message"].startswith("Idempotency-Key: ")
+        async with client.post("messages", json=asks("hi"), headers=key) as response:
+            assert response.status == 400
+        assert (await post(client, asks("hi"), key))[0] == 200
+        assert (session.counts["refused"], session.counts["retries"]) == (2, 1)
+        check_trained(engine, opened.trajectories(1.0))
+
+
+async def test_a_body_that_is_not_of_its_encoding_is_refused_in_the_form_of_its_dialect() -> None:
+    async with serving(engine_for(templates.QWEN)) as (opened, session):
+        told = []
+        for path in ("chat/completions", "messages"):
+            headers = {"Content-Encoding": "gzip"}
+            async with (  # a client each, as the connection breaks behind the answer
+                client_of(opened) as client,
+                client.post(path, data=b"{}", headers=headers) as response,
+            ):
+                assert response.status == 400
+                told.append(await response.json())
+        assert told[0]["error"]["code"] == "invalid_encoding"
+        assert told[1]["type"] == "error"
+        assert session.counts["refused"] == 2

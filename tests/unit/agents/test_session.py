@@ -13,7 +13,8 @@ import pytest
 from scripted_engine import ScriptedEngine, check_trained, engine_for
 
 from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
-from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionCall, SessionSettings
+from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
+from areal_sc.agents.session_call import SessionCall
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.chat_format import Message
@@ -305,6 +306,8 @@ async def test_a_discounted_reward_is_trained_in_a_row_for_each_return() -> None
     assert [row.reward for row in rows] == [3.0]
     with pytest.raises(WorkflowError, match=r"names of models .* got \['judge'\]"):
         session.trajectories({"judge": 1.0})
+    with pytest.raises(WorkflowError, match=r"expected a number, .* got \{\}"):
+        session.trajectories({})
 
 
 async def test_roles_have_rewards_of_their_own() -> None:
@@ -534,3 +537,63 @@ async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     assert [it.logprob for it in answer.tokens] == session.trajectories(1.0)[0].behavior_logprobs[
         -len(answer.tokens) :
     ]
+
+
+@pytest.mark.parametrize(
+    ("stop", "problem"),
+    [
+        (("<|im_end|>",), r"stop: '<\|im_end\|>' is a special token"),
+        (("",), "stop: expected at most 16 strings of 1 to 64 characters"),
+        (("x" * 65,), "stop: expected at most 16 strings of 1 to 64 characters"),
+        (tuple(map(str, range(16))), r"with those of generation.stop, \['!'\], got"),
+    ],
+)
+async def test_strings_by_which_no_answer_can_end_are_refused(
+    stop: tuple[str, ...], problem: str
+) -> None:
+    engine = engine_for(templates.QWEN)
+    session = Session(engine, replace(SAMPLING, stop=["!"]))
+    with pytest.raises(CallRefused, match=problem) as refused:
+        await session.begin(ModelCall((user("hi"),), stop=stop)).answer()
+    assert (refused.value.status, refused.value.code) == (400, "invalid_call")
+    with session.raising():  # it is no failure
+        assert engine.sent == []
+
+
+async def test_arguments_too_deep_to_be_read_are_refused() -> None:
+    session = session_of(engine_for(templates.QWEN))
+    function = {"name": "weather", "arguments": f'{{"city": {"[" * 10_000}{"]" * 10_000}}}'}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
+    with pytest.raises(CallRefused) as refused:
+        await session.begin(ModelCall((user("hi"), said, user("so")))).answer()
+    assert (refused.value.status, refused.value.code) == (400, "invalid_call")
+    assert session.failure is None
+
+
+async def test_a_failure_that_the_agent_has_caught_is_raised_in_the_end() -> None:
+    session = session_of(engine_for(templates.QWEN))
+    with (
+        pytest.raises(IndexError, match="pop from empty list"),
+        session.raising(),
+        pytest.raises(CallRefused, match="the engine failed"),
+    ):
+        await session.begin(Agent(session, "hi").call).answer()
+    with pytest.raises(IndexError) as raised, session.raising():
+        raise ValueError("what the agent made of it")
+    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(asyncio.CancelledError), session.raising():
+        raise asyncio.CancelledError
+
+
+async def test_half_a_character_in_a_tool_call_is_an_answer_of_the_model() -> None:
+    engine = engine_for(templates.QWEN)
+    session = session_of(engine)
+    text = weather_call("\ud83d")  # as its escape
+    engine.will_say(f"{text}<|im_end|>", "fine<|im_end|>")
+    agent = Agent(session, "hi there", [TOOL])
+    answer = await agent.turn("what?")
+    assert (answer.turn.content, answer.turn.tool_calls) == (text, ())
+    await agent.turn()
+    assert session.counts["refused"] == 0
+    assert len(session.trajectories(1.0)) == 1
+    check_trained(engine, session.trajectories(1.0))

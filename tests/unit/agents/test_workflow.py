@@ -255,3 +255,18 @@ def test_settings_that_no_agent_can_have_are_told_before_the_run() -> None:
             AgentWorkflow(agent).check_settings(config)
     config.sandbox.isolation = Isolation.auto
     AgentWorkflow(agent).check_settings(config)
+
+
+def test_a_name_is_found_without_an_import_of_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "unimported_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit(3)")
+    (package / "agents.py").write_text("def run(row): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = NamedAgent.find("unimported_package.agents:run")
+    assert found.search_path == tmp_path
+    for name in ("unimported_package.none:run", ".agents:run", "__main__.x:run"):
+        with pytest.raises(WorkflowError, match="there is no module"):
+            NamedAgent.find(name)

@@ -143,3 +143,14 @@ def test_a_call_that_nothing_can_read_is_a_problem(call: str, problem: str) -> N
 @pytest.mark.parametrize("text", ["", "areal_first then areal_second", "call:areal_first{akey:1}"])
 def test_an_unknown_form_is_none(text: str) -> None:
     assert find_format(text) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "1e999", r'"\ud83d"', r'["a", {"\ud83d": 1}]']
+)
+def test_what_only_python_takes_for_json_is_no_call(value: str) -> None:
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {{"city": {value}}}}}\n</tool_call>'
+    read = format_for(templates.QWEN).read(text, [WEATHER])
+    assert (read.calls, read.content) == ((), text)
+    assert "no JSON" in read.problems[0]
+    read.problems[0].encode()

@@ -140,3 +140,10 @@ def test_developer_is_another_name_of_system() -> None:
     (message,) = CHAT.read({"messages": [said]}).messages
     assert message == RESPONSES.read({"input": [said]}).messages[0]
     assert message["role"] == "system"
+
+
+@pytest.mark.parametrize("field", ["function_call", "audio"])
+def test_what_an_assistant_cannot_have_said_is_refused(field: str) -> None:
+    said = {"role": "assistant", "content": "so", field: {"id": "x", "name": "f"}}
+    with pytest.raises(CallRefused, match=field):
+        ChatCompletions().read({"messages": [said, {"role": "user", "content": "hi"}]})

@@ -79,7 +79,7 @@ def test_a_whole_history_is_read() -> None:
                 ],
             },
             {"role": "tool", "tool_call_id": "x", "content": "7"},
-            {"role": "tool", "tool_call_id": "y", "content": "8"},
+            {"role": "tool", "tool_call_id": "y", "content": "Error: 8"},
             {"role": "tool", "tool_call_id": "z", "content": ""},
             {"role": "user", "content": "So?"},
             {"role": "assistant", "content": "It is 7."},

@@ -1,0 +1,124 @@
+"""One call of an agent, and the clients that wait for it. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from areal_sc.agents.calls import CallRefused, ModelAnswer, ModelCall
+from areal_sc.workflows.chat_format import Message
+from areal_sc.workflows.chat_turn import TurnNode
+
+
+class SessionCall:
+    """A call of the agent, for which one or more clients wait.
+
+    Attributes:
+        digest: of what the client sent.
+        answer_id: unique in the run.
+        created_s: Unix time.
+        model: that the call named.
+        node: what it came to; None: it runs, or failed.
+        after: the call that it goes on from.
+    """
+
+    def __init__(self, call: ModelCall, digest: str) -> None:
+        self.digest = digest
+        self.answer_id = secrets.token_hex(16)
+        self.created_s = int(time.time())
+        self.model = call.model
+        self.node: TurnNode | None = None
+        self.after: SessionCall | None = None
+        self._was_delivered = False
+        self._num_sending = 0
+        self._num_clients = 0
+        self._text = ""
+        self._changed = asyncio.Event()
+        self._answer: asyncio.Future[ModelAnswer] = asyncio.get_running_loop().create_future()
+
+    @property
+    def message(self) -> Message:
+        """The model's answer."""
+        assert self.node is not None
+        return self.node.turn.message
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages the conversation has with the answer."""
+        assert self.node is not None
+        return self.node.num_messages
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a client has the answer, or is about to have it."""
+        return self._was_delivered or self._num_sending > 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no client has the answer, or waits for it."""
+        return not (self.is_delivered or self._num_clients)
+
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """Around what a client has of the call, from its beginning on."""
+        self._num_clients += 1
+        try:
+            yield
+        finally:
+            self._num_clients -= 1
+
+    async def texts(self) -> AsyncIterator[str]:
+        """The content while it is sampled, piece by piece; ends when the call does."""
+        num_given = 0
+        while True:
+            if added := self._text[num_given:]:
+                num_given += len(added)
+                yield added
+            elif self._answer.done():
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def answer(self) -> ModelAnswer:
+        """The whole answer; the call goes on for a retry, though this client may go.
+
+        Raises: CallRefused: there is none.
+        """
+        return await asyncio.shield(self._answer)
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Around sending the last byte of the answer, whose client may be done before it ends.
+
+        Where that raises, the answer counts as lost, unless another client has it.
+        """
+        self._num_sending += 1
+        try:
+            yield
+            self.note_delivered()
+        finally:
+            self._num_sending -= 1
+
+    def note_delivered(self) -> None:
+        """A client has the answer."""
+        self._was_delivered = True
+
+    def add_text(self, text: str) -> None:
+        """Takes the next piece of the answer's content."""
+        self._text += text
+        self._changed.set()
+
+    def finish(self, answer: ModelAnswer | CallRefused) -> None:
+        """Gives all clients what they wait for; the first word counts."""
+        if self._answer.done():
+            return
+        self._changed.set()
+        if isinstance(answer, ModelAnswer):
+            self._answer.set_result(answer)
+        else:
+            self._answer.set_exception(answer)
+            self._answer.exception()  # maybe nobody waits for it
