@@ -64,7 +64,7 @@ class SimulatedWorker:
             calls.PING.served_by(_nothing),
             calls.SHUTDOWN.served_by(_nothing),
             calls.SWEEP.served_by(self.sweep),
-            calls.ADOPTED_SHARDS.served_by(_no_shards),
+            calls.ADOPTED_SHARDS.served_by(_none),
             calls.INITIALIZE_ENGINE.served_by(_nothing),
             calls.RUN_GROUP.served_by(self.run_group),
             calls.UPDATE_WEIGHTS.served_by(self.update_weights),
@@ -73,7 +73,7 @@ class SimulatedWorker:
             rank_methods.INITIALIZE_RANK.served_by(self.initialize),
             rank_methods.COMPUTE.served_by(self.seal),
             rank_methods.SEAL_WEIGHTS.served_by(self.seal),
-            rank_methods.TRY_LOSS.served_by(_nothing),
+            rank_methods.TRY_LOSS.served_by(_none),
             rank_methods.UPDATE.served_by(_update),
         ]
 
@@ -127,7 +127,7 @@ class SimulatedWorker:
         return self.last_sequence
 
 
-async def _no_shards(_: None) -> tuple[str, ...]:
+async def _none(_: None) -> tuple[str, ...]:
     return ()
 
 
