@@ -117,7 +117,7 @@ async def test_a_tool_loop_is_one_row_of_what_was_sent_and_sampled() -> None:
     check_trained(engine, rows)
 
 
-async def test_subagents_and_a_compacted_history_are_a_tree_trained_once() -> None:
+async def test_branches_and_a_compacted_history_are_a_tree_trained_once() -> None:
     """Two agents go on from one answer, beside each other; then the history is made shorter."""
     engine = engine_for(templates.QWEN)
     session = session_of(engine)
