@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final, Protocol
 
 import msgspec
@@ -121,8 +120,12 @@ class RecordedTokens:
 
 def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     """What the head tells of a row."""
-    sampled = (v for v, is_trained in zip(row.versions, row.loss_mask, strict=True) if is_trained)
-    runs = tuple((int(version), sum(1 for _ in its)) for version, its in groupby(sampled))
+    sampled = np.asarray(row.versions)[np.asarray(row.loss_mask, bool)]
+    begins = np.flatnonzero(sampled[1:] != sampled[:-1]) + 1
+    ends = [*begins.tolist(), len(sampled)] if len(sampled) else []
+    runs = tuple(
+        (int(sampled[begin]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)
+    )
     metrics = {name: float(value) for name, value in row.metrics.items()}
     return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
 

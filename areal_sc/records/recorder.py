@@ -2,7 +2,10 @@
 
 consumes     played groups and spans, from any thread of the process
 waits for    the disk, in its own thread; who records something never waits
-unblocked by the next group or span, the passing of `FLUSH_S`, or `close`
+unblocked by the passing of `FLUSH_S`, or `close`
+
+What has come meanwhile is written at once: a thread that woke for each span would take the
+interpreter's lock from the engine some hundred times a step.
 
 A record is lost rather than that a run waits for it: one that comes when the thread is far behind,
 what a killed process has not written yet, and, with one warning, all that follows a failure to
@@ -12,11 +15,11 @@ write, for example because the disk is full.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,12 +42,12 @@ from areal_sc.user_code import describe
 logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 1.0
-"""Spans are on the disk so long after their end."""
+"""Time between two writes."""
 SPANS_BYTES: Final = 64 << 20
 """Limit of the records of a process that has no rows: some million spans."""
 KEPT_EVERY: Final = 16
 """One of so many groups is remarkable, by its number: so a thinned history stays."""
-_MAX_WAITING: Final = 1024
+_MAX_WAITING: Final = 1 << 16
 MAX_WAITING_TOKENS: Final = 4 << 20
 """Groups that wait have about so many tokens at most: some hundred MiB."""
 _FAR_BEHIND: Final = "a record is lost: the thread that writes them is far behind"
@@ -91,7 +94,8 @@ class Recorder:
         self._process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = folder is not None and config.keep is not KeepRecords.none
-        self._waiting: queue.Queue[PlayedGroup | RecordedSpan | None] = queue.Queue(_MAX_WAITING)
+        self._waiting = deque[PlayedGroup | RecordedSpan]()
+        self._is_closing = threading.Event()
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -123,6 +127,8 @@ class Recorder:
         Args:
             versions: the first and the last one.
         """
+        if not self.is_on:
+            return
         first, last = versions
         self._put(
             RecordedSpan(
@@ -157,72 +163,51 @@ class Recorder:
         with self._starting:
             self.is_on = False
             thread = self._thread
-        if thread is not None and thread.is_alive():
-            try:
-                self._waiting.put(None, timeout=_CLOSE_LIMIT_S)
-            except queue.Full:
-                return
+        self._is_closing.set()
+        if thread is not None:
             thread.join(_CLOSE_LIMIT_S)
 
     def _put(self, record: PlayedGroup | RecordedSpan) -> bool:
         """Whether it waits now."""
-        if not self.is_on:
-            return False
         if self._thread is None:
             with self._starting:
                 if self._thread is None and self.is_on:
                     name = "records"
                     self._thread = threading.Thread(target=self._write, name=name, daemon=True)
                     self._thread.start()
-        try:
-            self._waiting.put_nowait(record)
-        except queue.Full:
+        if len(self._waiting) >= _MAX_WAITING:
             logger.debug(_FAR_BEHIND)
             return False
+        self._waiting.append(record)
         return True
 
     def _write(self) -> None:
         assert self._files is not None, "nothing is recorded without a folder"
         try:
             with closing(self._files):
-                self._write_all()
+                while not self._is_closing.wait(FLUSH_S):
+                    self._write_waiting()
+                self._write_waiting()
         except Exception as error:  # a disk, or a value that nobody has thought of
             self.is_on = False
             what = describe(error)
             logger.warning("%s records nothing more of what it does: %s", self._process, what)
         finally:
-            with suppress(queue.Empty):
-                while True:
-                    self._waiting.get_nowait()
+            self._waiting.clear()
 
-    def _write_all(self) -> None:
+    def _write_waiting(self) -> None:
         spans: list[RecordedSpan] = []
-        flush_s = 0.0
-        while True:
-            try:
-                limit_s = max(0.0, flush_s - time.monotonic()) if spans else None
-                record = self._waiting.get(timeout=limit_s)
-            except queue.Empty:
-                self._write_spans(spans)
-                continue
+        for _ in range(len(self._waiting)):
+            record = self._waiting.popleft()
             if isinstance(record, RecordedSpan):
-                if not spans:
-                    flush_s = time.monotonic() + FLUSH_S
                 spans.append(record)
-                if len(spans) >= _SPANS_PER_BLOCK or time.monotonic() > flush_s:
-                    self._write_spans(spans)
-            elif record is not None:
-                self._write_group(record)
-                with self._counting:
-                    self._num_waiting_tokens -= record.num_tokens
-            else:
-                self._write_spans(spans)
-                return
-
-    def _write_spans(self, spans: list[RecordedSpan]) -> None:
-        if spans:
-            self._append(Series.spans, b"", pack_spans(spans))
-            spans.clear()
+                continue
+            self._write_group(record)
+            with self._counting:
+                self._num_waiting_tokens -= record.num_tokens
+        for first in range(0, len(spans), _SPANS_PER_BLOCK):
+            part = spans[first : first + _SPANS_PER_BLOCK]
+            self._append(Series.spans, b"", pack_spans(part))
 
     def _write_group(self, played: PlayedGroup) -> None:
         rows = [

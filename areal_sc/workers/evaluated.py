@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -122,5 +123,4 @@ def episode_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
 def version_spans(trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
     """(version, number of trained tokens that it sampled) of a checked row, ascending."""
     sampled = np.asarray(trajectory.versions)[np.asarray(trajectory.loss_mask)]
-    versions, counts = np.unique(sampled, return_counts=True)
-    return tuple(zip(versions.tolist(), counts.tolist(), strict=True))
+    return tuple(sorted(Counter(sampled.tolist()).items()))

@@ -81,13 +81,13 @@ def _problem(row: Any, *, is_trained: bool) -> str:
     if len(set(lengths.values())) != 1:
         return f"the trajectory's fields differ in length: {lengths}"
     for name, dtype in TRAJECTORY_FIELDS.items():
-        values = _as_array(getattr(row, name), dtype)
-        if values.ndim != 1 or not _holds(values, dtype):
+        held = _held(_as_array(getattr(row, name), dtype), dtype)
+        if held is None or held.ndim != 1:
             return f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
-        setattr(row, name, values.astype(dtype))
-    if not np.any(row.loss_mask):
+        setattr(row, name, held)
+    if True not in row.loss_mask:
         return "the trajectory has no trained token (loss_mask)"
-    if is_trained and not np.all(np.greater(row.temperatures, 0)):
+    if is_trained and np.asarray(row.temperatures).min() <= 0:
         return (
             f"the trajectory has tokens of temperature {min(row.temperatures):g}, expected finite "
             "numbers above 0: a greedy answer (0) is no sample of the policy and cannot be "
@@ -131,24 +131,31 @@ def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) 
             return f"field {name!r} is no array: {error}"
         if values.shape != shape:
             return f"field {name!r} has the shape {values.shape}, expected {shape}"
-        if not _holds(values, field.dtype):
+        held = _held(values, field.dtype)
+        if held is None:
             return f"field {name!r} is not what {field.dtype} can hold: a value would be changed"
-        arrays[name] = values.astype(field.dtype)
+        arrays[name] = held
     row.fields = arrays
     return ""
 
 
-def _holds(values: Any, dtype: str) -> bool:
+def _held(values: Any, dtype: str) -> Any:
+    """The values as an array of this dtype; None if it cannot hold them."""
+    if values.dtype == dtype and values.dtype.kind in "bi":
+        return values
     if values.size == 0:
-        return True
+        return values.astype(dtype)
     if dtype == "float32":
-        with np.errstate(over="ignore"):
-            return values.dtype.kind in "fiub" and bool(np.isfinite(values.astype("float32")).all())
-    if dtype == "bool":
-        return values.dtype.kind in "fiub" and bool(((values == 0) | (values == 1)).all())
-    if values.dtype.kind not in "iub":  # nothing is rounded
-        return False
-    return bool(values.min() >= np.iinfo(dtype).min and values.max() <= np.iinfo(dtype).max)
+        if values.dtype.kind not in "fiub":
+            return None
+        with np.errstate(over="ignore"):  # what is too large becomes infinite
+            held = values.astype(dtype)
+        return held if np.isfinite(held).all() else None
+    # nothing is rounded; true and false may also be told by the numbers 1 and 0
+    if values.dtype.kind not in ("fiub" if dtype == "bool" else "iub"):
+        return None
+    held = values.astype(dtype)
+    return held if (held == values).all() else None
 
 
 def _is_finite(value: Any) -> bool:

@@ -218,7 +218,7 @@ def test_what_a_killed_process_has_written_is_read(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"writes\n"
         files = tmp_path / "records"
-        while sum(it.path.stat().st_size for it in record_files(files)) < 100_000:
+        while sum(it.path.stat().st_size for it in record_files(files)) < 200_000:
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
     recorder = recorder_of(tmp_path)  # the next life
