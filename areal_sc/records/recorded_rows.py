@@ -121,10 +121,12 @@ class RecordedTokens:
 def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     """What the head tells of a row."""
     sampled = np.asarray(row.versions)[np.asarray(row.loss_mask, bool)]
-    begins = np.flatnonzero(sampled[1:] != sampled[:-1]) + 1
-    ends = [*begins.tolist(), len(sampled)] if len(sampled) else []
+    begins = [0, *((sampled[1:] != sampled[:-1]).nonzero()[0] + 1).tolist()]
+    ends = [*begins[1:], len(sampled)]
     runs = tuple(
-        (int(sampled[begin]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)
+        (int(sampled[begin]), end - begin)
+        for begin, end in zip(begins, ends, strict=True)
+        if end > begin
     )
     metrics = {name: float(value) for name, value in row.metrics.items()}
     return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)

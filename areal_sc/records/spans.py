@@ -18,7 +18,7 @@ _LEVEL: Final = 1
 _ABOUT: Final = 4
 
 
-class RecordedSpan(Struct, frozen=True, kw_only=True):
+class RecordedSpan(Struct, frozen=True, kw_only=True, gc=False):
     """Something that a process did, from one moment to another.
 
     Attributes:

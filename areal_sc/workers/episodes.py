@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, Final
+
+from msgspec import Struct
 
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
@@ -32,8 +34,7 @@ from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
 OWN_CODE: Final = "the workflow's own code, or a tool"
 
 
-@dataclass(eq=False)
-class EpisodeWait:
+class EpisodeWait(Struct, eq=False, gc=False):
     """What an episode waits for, or has waited for.
 
     Attributes:

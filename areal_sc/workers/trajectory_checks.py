@@ -80,11 +80,14 @@ def _problem(row: Any, *, is_trained: bool) -> str:
     lengths = {name: len(getattr(row, name)) for name in TRAJECTORY_FIELDS}
     if len(set(lengths.values())) != 1:
         return f"the trajectory's fields differ in length: {lengths}"
-    for name, dtype in TRAJECTORY_FIELDS.items():
-        held = _held(_as_array(getattr(row, name), dtype), dtype)
-        if held is None or held.ndim != 1:
-            return f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
-        setattr(row, name, held)
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
+        for name, dtype in TRAJECTORY_FIELDS.items():
+            held = _held(_as_array(getattr(row, name), dtype), dtype)
+            if held is None or held.ndim != 1:
+                return (
+                    f"the trajectory's {name} are not what {dtype} can hold: one would be changed"
+                )
+            setattr(row, name, held)
     if True not in row.loss_mask:
         return "the trajectory has no trained token (loss_mask)"
     if is_trained and np.asarray(row.temperatures).min() <= 0:
@@ -131,7 +134,8 @@ def _problem_of_fields(row: Trajectory, declared: Mapping[str, TensorMetadata]) 
             return f"field {name!r} is no array: {error}"
         if values.shape != shape:
             return f"field {name!r} has the shape {values.shape}, expected {shape}"
-        held = _held(values, field.dtype)
+        with np.errstate(over="ignore"):
+            held = _held(values, field.dtype)
         if held is None:
             return f"field {name!r} is not what {field.dtype} can hold: a value would be changed"
         arrays[name] = held
@@ -148,8 +152,7 @@ def _held(values: Any, dtype: str) -> Any:
     if dtype == "float32":
         if values.dtype.kind not in "fiub":
             return None
-        with np.errstate(over="ignore"):  # what is too large becomes infinite
-            held = values.astype(dtype)
+        held = values.astype(dtype)
         return held if np.isfinite(held).all() else None
     # nothing is rounded; true and false may also be told by the numbers 1 and 0
     if values.dtype.kind not in ("fiub" if dtype == "bool" else "iub"):
