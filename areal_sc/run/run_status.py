@@ -94,6 +94,7 @@ class RoleStatus(msgspec.Struct):
         total_steps: of the run; None: it does not say.
         lineage: of the weights; None: it trains none.
         num_open, num_finished: groups that are queued or run; that gave rows. None: it has none.
+        agents_url: where agents outside find the run; "": nowhere.
     """
 
     looked: float
@@ -102,6 +103,7 @@ class RoleStatus(msgspec.Struct):
     lineage: int | None = None
     num_open: int | None = None
     num_finished: int | None = None
+    agents_url: str = ""
     waits: list[Wait] = []
     agents: list[AgentStatus] = []
     workers: list[WorkerStatus] = []
