@@ -21,6 +21,9 @@ BACKLOG: Final = 1024
 """Connections that may come in one instant; a thousand agents may begin together."""
 RETRY_COUNT: Final = "x-stainless-retry-count"
 """What the clients of OpenAI and Anthropic say: 0, or which try it is."""
+DELIVERY: Final = "x-areal-delivery"
+"""Names an answer that is passed on, so that it can be said at `UNDELIVERED` that this failed."""
+UNDELIVERED: Final = "/undelivered"
 _BODY_TIMEOUT_S: Final = 60.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

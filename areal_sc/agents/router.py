@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import logging
+import secrets
 import socket
 import sys
 from collections.abc import Iterator
@@ -35,9 +37,11 @@ from areal_sc.agents.calls import CallRefused
 from areal_sc.agents.claims import ENDS, EPISODES, check_run_key, id_of, named_by, no_episode
 from areal_sc.agents.http import (
     BACKLOG,
+    DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
     RETRY_COUNT,
+    UNDELIVERED,
     answer_of,
     key_in,
     no_session,
@@ -46,7 +50,7 @@ from areal_sc.agents.http import (
     refusing,
 )
 from areal_sc.agents.keys import SessionKeys, SessionName
-from areal_sc.agents.routes import AgentsAt, Opened, Opening, Routes
+from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
 from areal_sc.log import setup_logging
 from areal_sc.system.process import (
     allow_open_files,
@@ -59,7 +63,7 @@ from areal_sc.transport.sockets.interface import family_of
 logger = logging.getLogger(__name__)
 
 NEWS_S: Final = 10.0
-"""So long a call waits for what has become of a worker that cannot be reached."""
+"""A call waits so long for what has become of a worker that cannot be reached."""
 _COME_AGAIN_S: Final = 1.0
 _CONNECT_S: Final = 10.0
 _PORT_S: Final = 5.0
@@ -81,6 +85,7 @@ class Router:
         self._client = client
         self._news = asyncio.Event()
         self._last_claimed = ""
+        self._passing = set[asyncio.Task[None]]()
 
     def application(self) -> web.Application:
         """All that is served."""
@@ -135,30 +140,55 @@ class Router:
         """Raises: CallRefused: 410 or 503: the worker is gone, or cannot be reached."""
         at = self._place_of(name)
         body = await read_body(request)
-        response: web.StreamResponse | None = None
+        headers = {**_told_by(request), DELIVERY: secrets.token_hex(8)}
         try:
-            async with self._post(at, path, _told_by(request), body) as answer:
-                told = {it: answer.headers[it] for it in _ANSWERED if it in answer.headers}
-                response = web.StreamResponse(status=answer.status, headers=told)
-                response.content_length = answer.content_length
+            answer = await self._post(at, path, headers, body)
+        except (aiohttp.ClientError, OSError) as error:
+            logger.info("worker=%s cannot be reached: %r", name.worker, error)
+            raise await self._gone(name) from error
+        told = {it: answer.headers[it] for it in _ANSWERED if it in answer.headers}
+        response = web.StreamResponse(status=answer.status, headers=told)
+        response.content_length = answer.content_length
+        # a client that has all of it may go away at once, which cancels this, but not the passing
+        passing = asyncio.create_task(self._pass_back(request, answer, response, at, headers))
+        self._passing.add(passing)
+        passing.add_done_callback(self._passing.discard)
+        await asyncio.shield(passing)
+        return response
+
+    async def _pass_back(
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        at: AgentsAt,
+        headers: dict[str, str],
+    ) -> None:
+        """Sends an answer to the client; if it cannot have the whole, its worker is told."""
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
+        try:
+            async with answer:
                 await response.prepare(request)
                 async for part in answer.content.iter_any():
                     await response.write(part)
-                await response.write_eof()
-                return response
         except (aiohttp.ClientError, OSError) as error:
-            logger.info("worker=%s an answer was not passed on: %r", name.worker, error)
-            if response is None or not response.prepared:
-                raise await self._gone(name) from error
+            logger.info("an answer was not passed on: %r", error)
             if request.transport is not None:
                 request.transport.abort()  # the client must not take what it has for the whole
-            return response
+            with suppress(aiohttp.ClientError, OSError):
+                async with self._post(at, UNDELIVERED, headers, b""):
+                    pass
+        else:
+            with suppress(aiohttp.ClientError, OSError):
+                await response.write_eof()
 
     def _post(
         self, at: AgentsAt, path: str, headers: dict[str, str], body: bytes
     ) -> aiohttp.client._RequestContextManager:
         seal: Any = aiohttp.Fingerprint(bytes.fromhex(at.fingerprint)) if at.fingerprint else True
-        return self._client.post(f"{at.url}{path}", data=body, headers=headers, ssl=seal)
+        data = io.BytesIO(body)
+        return self._client.post(f"{at.url}{path}", data=data, headers=headers, ssl=seal)
 
     def _place_of(self, name: SessionName) -> AgentsAt:
         """Raises: CallRefused: 410 or 503: the session is lost, or its worker is not known yet."""
@@ -196,7 +226,7 @@ async def _serve() -> None:
     )
     if not (line := await _whole_line(told)):
         return
-    opening = msgspec.json.decode(line, type=Opening)
+    opening = msgspec.json.decode(line, type=RouterStart)
     connector = aiohttp.TCPConnector(limit=0)
     limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=limits) as client:
@@ -211,10 +241,10 @@ async def _serve() -> None:
         try:
             listener = await _listener(opening)
         except OSError as error:
-            tell_starter(msgspec.json.encode(Opened(problem=error.strerror or str(error))))
+            tell_starter(msgspec.json.encode(RouterStarted(problem=error.strerror or str(error))))
             return
         await web.SockSite(runner, listener).start()
-        tell_starter(msgspec.json.encode(Opened(listener.getsockname()[1])))
+        tell_starter(msgspec.json.encode(RouterStarted(listener.getsockname()[1])))
         try:
             while line := await _whole_line(told):
                 router.take(msgspec.json.decode(line, type=Routes))
@@ -228,7 +258,7 @@ async def _whole_line(told: asyncio.StreamReader) -> bytes:
     return line if line.endswith(b"\n") else b""
 
 
-async def _listener(opening: Opening) -> socket.socket:
+async def _listener(opening: RouterStart) -> socket.socket:
     """Raises: OSError: the address cannot be had."""
     loop = asyncio.get_running_loop()
     port, give_up_s = opening.port, loop.time() + _PORT_S

@@ -30,7 +30,7 @@ class Routes(Struct, frozen=True):
     lost: dict[str, str]
 
 
-class Opening(Struct, frozen=True):
+class RouterStart(Struct, frozen=True):
     """The first line on the standard input of the process; each later one is `Routes`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Opening(Struct, frozen=True):
     routes: Routes
 
 
-class Opened(Struct, frozen=True):
+class RouterStarted(Struct, frozen=True):
     """The only line on its standard output. `problem`: why it does not listen."""
 
     port: int = 0

@@ -39,9 +39,11 @@ from areal_sc.agents.certificate import make_certificate
 from areal_sc.agents.claims import Claims, Offer
 from areal_sc.agents.http import (
     BACKLOG,
+    DELIVERY,
     DIALECTS,
     MAX_BODY_BYTES,
     RETRY_COUNT,
+    UNDELIVERED,
     Handler,
     decoded,
     key_in,
@@ -279,6 +281,7 @@ class AgentServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for dialect in self._dialects:
             app.router.add_post(dialect.path, self._handler(dialect))
+        app.router.add_post(UNDELIVERED, refusing(self._note_undelivered))
         self._claims.add_routes(app.router)
         paths = ", ".join(f"POST {dialect.path}" for dialect in self._dialects)
         app.router.add_route("*", "/{path:.*}", refuse_path(paths))
@@ -358,7 +361,7 @@ class AgentServer:
             request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
 
         async def send() -> None:
-            with begun.delivering():
+            with begun.delivering(request.headers.get(DELIVERY, "")):
                 await response.prepare(request)
                 await response.write_eof(rest)
 
@@ -373,6 +376,10 @@ class AgentServer:
         self._sending.discard(task)
         if not task.cancelled() and (error := task.exception()):
             logger.debug("a client went away before its answer was sent: %r", error)
+
+    async def _note_undelivered(self, request: web.Request) -> web.StreamResponse:
+        self._session_of(request).note_undelivered(request.headers.get(DELIVERY, ""))
+        return web.Response()
 
     def _session_of(self, request: web.Request) -> Session:
         """Raises: CallRefused: 401, 409 or 410: the request has no key, or none of an open one."""

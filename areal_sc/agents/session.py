@@ -235,6 +235,11 @@ class Session:
         told = {f"agent/{name}": float(number) for name, number in counted.items()}
         return rows_of(nodes, returns, AgentRows(self._settings.rows), {**told, **(metrics or {})})
 
+    def note_undelivered(self, delivery: str) -> None:
+        """As of the call that it is of."""
+        for call in self._calls:
+            call.note_undelivered(delivery)
+
     def check_reward(self, reward: Rewards) -> None:
         """Raises: WorkflowError: no answer was delivered, or a reward is of no call."""
         if not (trained := _trained(self._calls)):
@@ -349,7 +354,7 @@ class Session:
 
 
 def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
-    """Those whose answers were delivered."""
+    """The calls whose answers were delivered."""
     return [
         TrainedCall(it.answer_id, it.model, it.node) for it in calls if it.is_delivered and it.node
     ]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import stat
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +32,9 @@ class Outside:
 
     def post(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
         """Status, and what the body says; 0: there is no connection."""
-        data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
+        data = (
+            body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
+        )
         headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
         request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
         try:

@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from areal_sc.agents.keys import SessionKeys
-from areal_sc.agents.routes import AgentsAt, Opened, Opening, Routes
+from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.events import StepEvent
@@ -140,7 +140,7 @@ class RunAddress:
         self._process = process
         secret = keys.sessions_secret
         routes = Routes(self._at, self._lost)
-        await self._tell(Opening(secret.hex(), self._host, port, not self._port, routes))
+        await self._tell(RouterStart(secret.hex(), self._host, port, not self._port, routes))
         if (opened := await _heard(process)) is None:
             what = f"the process of the run's address did not come up in {START_LIMIT_S:g} s"
             raise WorkerStartError.with_log(what, path, log_tail(path))
@@ -189,7 +189,7 @@ class RunAddress:
         except ArealError as error:  # what becomes of it will be noted
             logger.info("worker=%s does not say where its sessions are: %s", member.name, error)
 
-    async def _tell(self, words: Opening | Routes) -> None:
+    async def _tell(self, words: RouterStart | Routes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -199,14 +199,14 @@ class RunAddress:
             pass  # it has ended: who looks after it notices
 
 
-async def _heard(process: Process) -> Opened | None:
+async def _heard(process: Process) -> RouterStarted | None:
     """What the process says when it listens; None: nothing in time."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_LIMIT_S):
             while line := await process.stdout.readline():
                 if found := re.search(re.escape(SAYS) + rb"(.*)\n", line):
-                    return msgspec.json.decode(found[1], type=Opened)
+                    return msgspec.json.decode(found[1], type=RouterStarted)
     except TimeoutError:
         process.kill()
     return None
