@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
 from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
-from areal_sc.system.process import SAYS
+from areal_sc.system.process import heard_from
 
 SECRET = b"s" * 32
 LIMIT_S = 60.0
 
 
-@dataclass
 class RouterProcess:
-    """It serves at `127.0.0.1:port`."""
+    """It serves at `url`."""
 
-    process: Process
-    port: int
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._write(RouterStart(SECRET.hex(), "127.0.0.1", 0, True, Routes({}, {})))
+        assert process.stdout is not None
+        told = heard_from(process.stdout, LIMIT_S)
+        self.port = msgspec.json.decode(told, type=RouterStarted).port
+        self.url = f"http://127.0.0.1:{self.port}"
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def tell(self, up: Mapping[str, AgentsAt], lost: Mapping[str, str]) -> None:
+    def tell(self, up: Mapping[str, AgentsAt], lost: Mapping[str, str]) -> None:
         """Workers are elsewhere, or lost."""
-        await _write(self.process, Routes(dict(up), dict(lost)))
+        self._write(Routes(dict(up), dict(lost)))
+
+    def _write(self, words: RouterStart | Routes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(words) + b"\n")
+        self._process.stdin.flush()
 
 
-async def _write(process: Process, words: RouterStart | Routes) -> None:
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(words) + b"\n")
-    await process.stdin.drain()
-
-
-async def told_by(process: Process) -> RouterStarted:
-    assert process.stdout is not None
-    async with asyncio.timeout(LIMIT_S):
-        while not (line := await process.stdout.readline()).startswith(SAYS):
-            assert line, "the process has ended"
-    return msgspec.json.decode(line.removeprefix(SAYS), type=RouterStarted)
-
-
-@asynccontextmanager
-async def router_for(up: Mapping[str, AgentsAt], port: int = 0) -> AsyncIterator[RouterProcess]:
-    """The process, until the block ends."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "areal_sc.agents.router"), stdin=PIPE, stdout=PIPE
-    )
-    try:
-        routes = Routes(dict(up), {})
-        await _write(process, RouterStart(SECRET.hex(), "127.0.0.1", port, not port, routes))
-        started = await told_by(process)
-        assert not started.problem
-        yield RouterProcess(process, started.port)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        async with asyncio.timeout(LIMIT_S):
-            assert await process.wait() == 0
+@contextmanager
+def router_process() -> Iterator[RouterProcess]:
+    """The process, which knows no worker; until the block ends."""
+    command = [sys.executable, "-m", "areal_sc.agents.router"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        try:
+            yield RouterProcess(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(LIMIT_S) == 0

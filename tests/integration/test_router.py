@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 import chat_templates as templates
 import pytest
-from integration.router_process import LIMIT_S, SECRET, RouterProcess, router_for
+from integration.router_process import LIMIT_S, SECRET, RouterProcess, router_process
 from scripted_engine import ScriptedEngine, engine_for
 
 from areal_sc.agents.http import MAX_BODY_BYTES
@@ -33,6 +34,12 @@ ASKED = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    with router_process() as process:
+        yield process
+
+
 class Run:
     """Two workers with an open session each, and the address before them.
 
@@ -40,12 +47,12 @@ class Run:
         sessions: by worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, router: RouterProcess) -> None:
+        self.router = router
         self.engines: dict[str, ScriptedEngine] = {}
         self.servers: dict[str, AgentServer] = {}
         self.sessions: dict[str, OpenSession] = {}
         self.at: dict[str, AgentsAt] = {}
-        self.router: RouterProcess
         self.client: aiohttp.ClientSession
 
     async def post(
@@ -69,8 +76,8 @@ class Run:
 
 
 @asynccontextmanager
-async def running(interface: Interface = LOOPBACK) -> AsyncIterator[Run]:
-    run = Run()
+async def running(router: RouterProcess, interface: Interface = LOOPBACK) -> AsyncIterator[Run]:
+    run = Run(router)
     async with AsyncExitStack() as stack:
         for name in ("rollout/0", "rollout/1"):
             engine = run.engines[name] = engine_for(templates.QWEN)
@@ -79,14 +86,16 @@ async def running(interface: Interface = LOOPBACK) -> AsyncIterator[Run]:
             opened = server.open(engine, SAMPLING, SessionSettings())
             run.sessions[name] = await stack.enter_async_context(opened)
             run.at[name] = await server.reachable(interface)
-        run.router = await stack.enter_async_context(router_for(run.at))
-        run.client = await stack.enter_async_context(aiohttp.ClientSession(run.router.url))
+        router.tell(run.at, {})
+        run.client = await stack.enter_async_context(aiohttp.ClientSession(router.url))
         yield run
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_a_key_leads_to_its_worker_in_the_clear_on_loopback_alone(host: str) -> None:
-    async with running(Interface(host, "127.0.0.1")) as run:
+async def test_a_key_leads_to_its_worker_in_the_clear_on_loopback_alone(
+    router: RouterProcess, host: str
+) -> None:
+    async with running(router, Interface(host, "127.0.0.1")) as run:
         scheme = "http://" if host == "127.0.0.1" else "https://"
         assert all(at.url.startswith(scheme) for at in run.at.values())
         for number, (name, session) in enumerate(run.sessions.items()):
@@ -99,19 +108,22 @@ async def test_a_key_leads_to_its_worker_in_the_clear_on_loopback_alone(host: st
             assert len(session.trajectories(1.0)) == 2
 
 
-async def test_a_certificate_that_is_not_the_workers_gets_no_key() -> None:
-    async with running(Interface("0.0.0.0", "127.0.0.1")) as run:
+# what a TLS connection leaves that its client has refused
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_certificate_that_is_not_the_workers_gets_no_key(router: RouterProcess) -> None:
+    async with running(router, Interface("0.0.0.0", "127.0.0.1")) as run:
         first, second = run.at.values()
-        await run.router.tell({"rollout/0": AgentsAt("a1", first.url, second.fingerprint)}, {})
+        run.router.tell({"rollout/0": AgentsAt("a1", first.url, second.fingerprint)}, {})
         asked = run.post(CHAT, ASKED, run.sessions["rollout/0"].api_key)
         calling = asyncio.create_task(asked)
-        await run.router.tell({}, {"rollout/0": "it is another one"})
+        run.router.tell({}, {"rollout/0": "it is another one"})
         assert await calling == (410, "session_lost")
         assert run.engines["rollout/0"].sent == []
+    gc.collect()
 
 
-async def test_strangers_get_nothing() -> None:
-    async with running() as run:
+async def test_strangers_get_nothing(router: RouterProcess) -> None:
+    async with running(router) as run:
         name = SessionName("rollout/0", "a1", 1)
         key, foreign = run.sessions["rollout/0"].api_key, SessionKeys(b"o" * 32)
         wrong = ["", "x", key[:-1], key + "0", key.upper(), foreign.key_of(name), foreign.run_key]
@@ -129,8 +141,8 @@ async def test_strangers_get_nothing() -> None:
         assert [engine.sent for engine in run.engines.values()] == [[], []]
 
 
-async def test_paths_and_ids_lead_nowhere_else() -> None:
-    async with running() as run:
+async def test_paths_and_ids_lead_nowhere_else(router: RouterProcess) -> None:
+    async with running(router) as run:
         inner = run.at["rollout/0"].url.rpartition(":")[2]
         for told in (
             *("..", "%2e", "../../v1/chat/completions", "rollout.0.a1", "rollout.0.a1.1.1"),
@@ -139,8 +151,17 @@ async def test_paths_and_ids_lead_nowhere_else() -> None:
         ):
             got = await run.post(f"/episodes/{told}/reward", {"reward": 1}, KEYS.run_key)
             assert got[0] == 404, (told, got)
-        for path in ("/undelivered", "/v1/models", "/", "/episodes/", "//episodes", "/v1/../v1"):
-            assert await run.post(path, {}, KEYS.run_key) == (404, "unknown_path"), path
+        for path in (
+            "/undelivered",
+            "/v1/models",
+            "/",
+            "/episodes/",
+            "//episodes",
+            "/x/../episodes",
+        ):
+            head = f"POST {path} HTTP/1.1", "Host: x", f"x-api-key: {KEYS.run_key}"
+            raw = "\r\n".join((*head, "Content-Length: 0", "Connection: close", "", ""))
+            assert b" 404 " in await run.sent(raw.encode()), path
         for name, expected in (
             ("rollout.0.a1.7", (404, "unknown_episode")),
             ("rollout.0.a1.1", (409, "session_ended")),  # open, but not offered
@@ -151,8 +172,8 @@ async def test_paths_and_ids_lead_nowhere_else() -> None:
             assert got == expected
 
 
-async def test_what_is_smuggled_in_a_request_is_no_request() -> None:
-    async with running() as run:
+async def test_what_is_smuggled_in_a_request_is_no_request(router: RouterProcess) -> None:
+    async with running(router) as run:
         run.engines["rollout/0"].will_say("0<|im_end|>")
         run.engines["rollout/1"].will_say("1<|im_end|>")
         keys = [session.api_key for session in run.sessions.values()]
@@ -182,9 +203,11 @@ async def test_what_is_smuggled_in_a_request_is_no_request() -> None:
         assert run.engines["rollout/1"].sent == []
 
 
-async def test_the_page_of_another_site_gets_nothing_and_may_read_nothing() -> None:
+async def test_the_page_of_another_site_gets_nothing_and_may_read_nothing(
+    router: RouterProcess,
+) -> None:
     """It has no key: a browser sends none by itself, and asks before it sends a header."""
-    async with running() as run:
+    async with running(router) as run:
         origin = {"Origin": "http://evil.example", "Host": "evil.example"}
         assert await run.post("/episodes", b"{}", **origin) == (401, "invalid_api_key")
         asks = {**origin, "Access-Control-Request-Method": "POST"}
@@ -194,8 +217,10 @@ async def test_the_page_of_another_site_gets_nothing_and_may_read_nothing() -> N
             assert not [name for name in answer.headers if name.startswith("Access-Control")]
 
 
-async def test_a_stream_passes_through_as_it_comes_and_breaks_off_with_its_worker() -> None:
-    async with running() as run:
+async def test_a_stream_passes_through_as_it_comes_and_breaks_off_with_its_worker(
+    router: RouterProcess,
+) -> None:
+    async with running(router) as run:
         name, session = next(iter(run.sessions.items()))
         hold_midway(run.engines[name])
         run.engines[name].will_say("hello<|im_end|>")
@@ -238,23 +263,26 @@ def _abort_all(runner: Any) -> Any:
     return abort
 
 
-async def test_a_worker_that_dies_is_waited_for_until_its_script_says_so() -> None:
-    async with running() as run:
+async def test_a_worker_that_dies_is_waited_for_until_its_script_says_so(
+    router: RouterProcess,
+) -> None:
+    async with running(router) as run:
         key = run.sessions["rollout/0"].api_key
         await run.servers["rollout/0"].close()
         calling = asyncio.create_task(run.post(CHAT, ASKED, key))
         others = {"rollout/1": run.at["rollout/1"]}
-        await run.router.tell(others, {"rollout/0": "signal 9 (SIGKILL)"})
+        run.router.tell(others, {"rollout/0": "signal 9 (SIGKILL)"})
         assert await calling == (410, "session_lost")
         headers = {"Authorization": f"Bearer {key}"}
         async with run.client.post(CHAT, json=ASKED, headers=headers) as answer:
             assert "signal 9 (SIGKILL)" in (await answer.json())["error"]["message"]
         # the next life of the worker says the same of the key, and so does the address
-        await run.router.tell({**others, "rollout/0": AgentsAt("b2", others["rollout/1"].url)}, {})
+        run.router.tell({**others, "rollout/0": AgentsAt("b2", others["rollout/1"].url)}, {})
         assert await run.post(CHAT, ASKED, key) == (410, "session_lost")
 
 
 async def test_an_answer_that_its_client_did_not_take_is_not_trained(
+    router: RouterProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = threading.Event()
@@ -265,7 +293,7 @@ async def test_an_answer_that_its_client_did_not_take_is_not_trained(
 
     note_undelivered = Session.note_undelivered
     monkeypatch.setattr(Session, "note_undelivered", note)
-    async with running() as run:
+    async with running(router) as run:
         session, engine = run.sessions["rollout/0"], run.engines["rollout/0"]
         hold_midway(engine)
         engine.will_say("hello<|im_end|>", "short<|im_end|>")
@@ -283,9 +311,9 @@ async def test_an_answer_that_its_client_did_not_take_is_not_trained(
         assert row.metrics["agent/undelivered"] == 1.0
 
 
-async def test_an_episode_is_claimed_and_ended_once() -> None:
+async def test_an_episode_is_claimed_and_ended_once(router: RouterProcess) -> None:
     config = AgentsConfig(idle_timeout_s=600.0)
-    async with running() as run:
+    async with running(router) as run:
         assert await run.post("/episodes", {}, KEYS.run_key) == (429, "no_episode")
         waits = {
             name: asyncio.create_task(server.wait_outside(session.api_key, {"q": name}, config))
@@ -343,9 +371,9 @@ async def test_an_episode_is_claimed_and_ended_once() -> None:
     [({"idle_timeout_s": 0.2}, "agent_idle"), ({"episode_timeout_s": 0.2}, "agent_timeout")],
 )
 async def test_an_agent_outside_has_limits_from_its_claim_on(
-    limits: dict[str, float], kind: str
+    router: RouterProcess, limits: dict[str, float], kind: str
 ) -> None:
-    async with running() as run:
+    async with running(router) as run:
         server, session = run.servers["rollout/0"], run.sessions["rollout/0"]
         waiting = asyncio.create_task(
             server.wait_outside(session.api_key, {}, AgentsConfig(**limits))

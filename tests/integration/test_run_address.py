@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -79,21 +85,105 @@ def online(tmp_path: Path, chat_model: Path) -> Callable[..., Any]:
     )
 
 
-def test_try(online: Callable[..., Any]) -> None:
-    with online() as run:
+def test_agents_outside_are_trained_and_lose_what_a_worker_had_with_it(
+    online: Callable[..., Any],
+) -> None:
+    with online("rollout.num_workers=2") as run:
         outside = Outside(run)
-        print(outside.url, outside.key)
+        assert stat.S_IMODE(outside.path.stat().st_mode) == 0o600
         episodes = outside.claimed(4)
-        assert outside.claim() is None
+        assert outside.claim() is None  # the staleness bound admits no more
+        workers = {it["id"]: it["id"].rpartition(".")[0] for it in episodes}
+        assert len(set(workers.values())) == 2
+        first = [it for it in episodes if it["id"].startswith("rollout.0.")]
+        second = [it for it in episodes if it["id"].startswith("rollout.1.")]
         for episode in episodes:
-            status, told = outside.ask(episode)
-            print(status, told)
-            assert status == 200
-            print(outside.end(episode, "reward", {"reward": 1.0}))
-        for episode in outside.claimed(4):
-            outside.ask(episode)
-            outside.end(episode, "reward", {"reward": 0.5})
+            assert set(episode["row"]) == {"question"}
+            assert outside.ask(episode)[0] == 200
+        assert outside.end(first[0], "reward", {"reward": 1.0})[0] == 200
+        assert outside.end(first[0], "reward", {"reward": 1.0}) == (409, "session_ended")
+        assert outside.end(first[1], "reject", {"reason": "it is boring"})[0] == 200
+
+        os.kill(run.worker_pid("rollout/1"), signal.SIGKILL)
+        status, told = outside.ask(second[0])
+        assert (status, told["error"]["code"]) == (410, "session_lost"), told
+        assert "SIGKILL" in told["error"]["message"]
+        assert outside.end(second[1], "reward", {"reward": 1.0}) == (410, "session_lost")
+
+        for episode in outside.claimed(6):  # the group of the dead worker again, and the next step
+            assert outside.ask(episode)[0] == 200
+            assert outside.end(episode, "reward", {"reward": 0.5})[0] == 200
         run.finish()
-        print(run.story())
+        assert run.summary()["rejected_episodes"] == {"agent_rejected": 1}
+        assert run.summary()["num_rows_trained"] == 7
         run.wait_until_gone()
-        assert not outside.path.exists()
+    assert not outside.path.exists()
+    for path in run.run_dir.rglob("*"):
+        keys = outside.key, *(it["api_key"] for it in episodes)
+        assert not path.is_file() or not any(key.encode() in path.read_bytes() for key in keys)
+
+
+def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., Any]) -> None:
+    with online() as first:
+        outside = Outside(first)
+        episodes = outside.claimed(4)
+        assert outside.ask(episodes[0])[0] == 200
+        shown = subprocess.run(
+            [sys.executable, "-m", "areal_sc", "status", str(first.run_dir)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert f"{outside.url}/v1" in shown
+        assert outside.key not in shown
+
+        first.send(signal.SIGKILL)
+        first.wait()
+        while outside.ask(episodes[0])[0]:  # it ends with its script
+            time.sleep(0.02)
+        with online() as second:
+            second.wait_until(lambda: outside.ask(episodes[1])[0] == 200, "the address")
+            assert Outside(second).__dict__ == outside.__dict__
+            assert outside.claim() is None
+            for episode in episodes:
+                assert outside.ask(episode)[0] == 200
+                assert outside.end(episode, "reward", {"reward": 1.0})[0] == 200
+            for episode in outside.claimed(4):
+                assert outside.ask(episode)[0] == 200
+                assert outside.end(episode, "reward", {"reward": 0.5})[0] == 200
+            second.finish()
+            assert second.summary()["num_rows_trained"] == 8
+            second.wait_until_gone()
+
+
+def test_nobody_comes_for_long_and_the_run_waits(online: Callable[..., Any]) -> None:
+    """Neither the limit of a group nor that of waiting for one ends it."""
+    with online("total_steps=1", "rollout.group_timeout_s=1", "agents.idle_timeout_s=1") as run:
+        outside = Outside(run)
+        left = outside.claimed(1)[0]
+        assert outside.ask(left)[0] == 200
+        bad = {"reward": "x"}
+        gone = 410, "session_lost"
+        run.wait_until(lambda: outside.end(left, "reward", bad) == gone, "the idle limit")
+        time.sleep(1.5)
+        for episode in outside.claimed(3):
+            assert outside.ask(episode)[0] == 200
+            assert outside.end(episode, "reward", {"reward": 1.0})[0] == 200
+        run.finish()
+        assert run.summary()["rejected_episodes"] == {"agent_idle": 1}
+
+
+def test_a_script_without_agents_outside_has_no_address(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=1") as run:
+        run.finish()
+        assert not (run.run_dir / "logs" / "agents.log").exists()
+
+
+def test_an_address_that_another_process_has_is_named(online: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with online(f"agents.bind=127.0.0.1:{port}") as run:
+            assert run.wait() != 0
+            assert f"agents.bind: 127.0.0.1, port {port}, cannot be listened on" in run.output
