@@ -45,9 +45,8 @@ async def collect(client: aiohttp.ClientSession) -> None:
         await (await client.post(f"/episodes/{episode['id']}/{end}", json=body)).read()
 
 
-async def collect_all(run_dir: str) -> None:
-    """Many agents at the address that the run folder tells."""
-    told = json.loads(Path(run_dir, "agents.json").read_text())
+async def collect_all(told: dict[str, str]) -> None:
+    """Many agents at the address of a run. Args: told: by `agents.json` of its folder."""
     url, headers = told["url"].removesuffix("/v1"), {"Authorization": f"Bearer {told['key']}"}
     async with aiohttp.ClientSession(url, headers=headers) as client:
         try:
@@ -58,7 +57,7 @@ async def collect_all(run_dir: str) -> None:
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["collect"]:
-        asyncio.run(collect_all(argv[1]))
+        asyncio.run(collect_all(json.loads(Path(argv[1], "agents.json").read_text())))
     else:
         train(argv, OnlineWorkflow(), evaluation_workflow=LookUp())
 

@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 NEWS_S: Final = 10.0
 """A call waits so long for what has become of a worker that cannot be reached."""
 _COME_AGAIN_S: Final = 1.0
+_CLAIM_S: Final = 10.0
 _CONNECT_S: Final = 10.0
 _PORT_S: Final = 5.0
 """The process of a script that was killed leaves its port in far less."""
@@ -121,12 +122,14 @@ class Router:
         check_run_key(self._keys, request)
         await read_body(request)
         for worker, at in list(self._in_turn()):
-            with suppress(aiohttp.ClientError, OSError):
-                async with self._post(at, EPISODES, _told_by(request), b"") as answer:
-                    if answer.status == 200:
-                        self._last_claimed = worker
-                        url = f"{request.scheme}://{request.host}/v1"
-                        return answer_of({**await answer.json(), "base_url": url})
+            with suppress(aiohttp.ClientError, OSError):  # it is gone, or does not answer in time
+                async with asyncio.timeout(_CLAIM_S):
+                    answer = await self._post(at, EPISODES, _told_by(request), b"")
+                    found = await answer.json()
+                if answer.status == 200:
+                    self._last_claimed = worker
+                    url = f"{request.scheme}://{request.host}/v1"
+                    return answer_of({**found, "base_url": url})
         raise no_episode()
 
     def _in_turn(self) -> Iterator[tuple[str, AgentsAt]]:

@@ -20,6 +20,7 @@ import pytest
 from integration.run_process import SCRIPTS, RunProcess, tiny_run
 
 ONLINE = SCRIPTS / "online_run.py"
+ROUTER = "-m areal_sc.agents.router"
 LIMIT_S = 120.0
 SETTINGS = (
     *("total_steps=2", "rollout.train_batch_groups=2", "rollout.group_size=2"),
@@ -110,7 +111,8 @@ def test_agents_outside_are_trained_and_lose_what_a_worker_had_with_it(
         assert "SIGKILL" in told["error"]["message"]
         assert outside.end(second[1], "reward", {"reward": 1.0}) == (410, "session_lost")
 
-        for episode in outside.claimed(6):  # the group of the dead worker again, and the next step
+        for _ in range(6):  # the group of the dead worker again, and the next step
+            (episode,) = outside.claimed(1)
             assert outside.ask(episode)[0] == 200
             assert outside.end(episode, "reward", {"reward": 0.5})[0] == 200
         run.finish()
@@ -145,6 +147,9 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
             second.wait_until(lambda: outside.ask(episodes[1])[0] == 200, "the address")
             assert Outside(second).__dict__ == outside.__dict__
             assert outside.claim() is None
+            (router,) = (pid for pid, it in second.processes().items() if ROUTER in it)
+            os.kill(router, signal.SIGKILL)
+            second.wait_until(lambda: outside.post("/episodes")[0] == 429, "the address again")
             for episode in episodes:
                 assert outside.ask(episode)[0] == 200
                 assert outside.end(episode, "reward", {"reward": 1.0})[0] == 200

@@ -147,6 +147,8 @@ class RunAddress:
         if opened.problem:
             where = f"{self._host}, port {port}"
             raise ConfigError(f"agents.bind: {where}, cannot be listened on: {opened.problem}")
+        if port and opened.port != port:
+            logger.warning("agents.bind: port %d is another process's, so it moves", port)
         self._bound = opened.port
         host = socket.gethostname() if self._host in (*EVERYWHERE, "::") else bracketed(self._host)
         self.url = f"http://{host}:{opened.port}/v1"
