@@ -130,6 +130,8 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
         outside = Outside(first)
         episodes = outside.claimed(4)
         assert outside.ask(episodes[0])[0] == 200
+        status = first.run_dir / "status.json"
+        first.wait_until(lambda: outside.url in status.read_text(), "the address in the status")
         shown = subprocess.run(
             [sys.executable, "-m", "areal_sc", "status", str(first.run_dir)],
             capture_output=True,
@@ -162,7 +164,7 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
 
 
 def test_nobody_comes_for_long_and_the_run_waits(online: Callable[..., Any]) -> None:
-    """Neither the limit of a group nor that of waiting for one ends it."""
+    """The limit of a group does not count, and that of an idle agent counts from its claim."""
     with online("total_steps=1", "rollout.group_timeout_s=1", "agents.idle_timeout_s=1") as run:
         outside = Outside(run)
         left = outside.claimed(1)[0]

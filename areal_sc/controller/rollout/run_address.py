@@ -189,7 +189,7 @@ class RunAddress:
         try:
             self._at[member.name] = await self._workers.call_named(member.name, AGENTS_AT, None)
         except ArealError as error:  # what becomes of it will be noted
-            logger.info("worker=%s does not say where its sessions are: %s", member.name, error)
+            logger.warning("worker=%s does not say where its sessions are: %s", member.name, error)
 
     async def _tell(self, words: RouterStart | Routes) -> None:
         assert self._process is not None
