@@ -13,11 +13,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.run_process import SCRIPTS, RunProcess, tiny_run
+from integration.run_process import SCRIPTS, tiny_run
+
+from areal_sc import OnlineWorkflow
+from areal_sc.errors import ConfigError
 
 ONLINE = SCRIPTS / "online_run.py"
 ROUTER = "-m areal_sc.agents.router"
@@ -31,9 +35,11 @@ SETTINGS = (
 class Outside:
     """An agent outside, which knows `agents.json` alone."""
 
-    def __init__(self, run: RunProcess) -> None:
-        self.path = run.run_dir / "agents.json"
-        run.wait_until(self.path.exists, "agents.json")
+    def __init__(self, run_dir: Path) -> None:
+        self.path, give_up_s = run_dir / "agents.json", time.monotonic() + LIMIT_S
+        while not self.path.exists():
+            assert time.monotonic() < give_up_s, "there is no address"
+            time.sleep(0.02)
         told = json.loads(self.path.read_text())
         self.url, self.key = told["url"].removesuffix("/v1"), told["key"]
 
@@ -76,7 +82,7 @@ class Outside:
     def end(self, episode: dict[str, Any], how: str, body: Any) -> tuple[int, str]:
         """The status, and the code of what is wrong."""
         status, told = self.post(f"/episodes/{episode['id']}/{how}", body)
-        return status, told["error"]["code"] if "error" in told else ""
+        return status, told["error"]["code"] if told and "error" in told else ""
 
 
 @pytest.fixture
@@ -90,7 +96,7 @@ def test_agents_outside_are_trained_and_lose_what_a_worker_had_with_it(
     online: Callable[..., Any],
 ) -> None:
     with online("rollout.num_workers=2") as run:
-        outside = Outside(run)
+        outside = Outside(run.run_dir)
         assert stat.S_IMODE(outside.path.stat().st_mode) == 0o600
         episodes = outside.claimed(4)
         assert outside.claim() is None  # the staleness bound admits no more
@@ -127,7 +133,7 @@ def test_agents_outside_are_trained_and_lose_what_a_worker_had_with_it(
 
 def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., Any]) -> None:
     with online() as first:
-        outside = Outside(first)
+        outside = Outside(first.run_dir)
         episodes = outside.claimed(4)
         assert outside.ask(episodes[0])[0] == 200
         status = first.run_dir / "status.json"
@@ -147,7 +153,7 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
             time.sleep(0.02)
         with online() as second:
             second.wait_until(lambda: outside.ask(episodes[1])[0] == 200, "the address")
-            assert Outside(second).__dict__ == outside.__dict__
+            assert Outside(second.run_dir).__dict__ == outside.__dict__
             assert outside.claim() is None
             (router,) = (pid for pid, it in second.processes().items() if ROUTER in it)
             os.kill(router, signal.SIGKILL)
@@ -163,34 +169,43 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
             second.wait_until_gone()
 
 
-def test_nobody_comes_for_long_and_the_run_waits(online: Callable[..., Any]) -> None:
+def test_nobody_comes_for_long_and_the_run_waits(
+    start_rollout: Callable[..., Any], chat_model: Path, scheduler: Any
+) -> None:
     """The limit of a group does not count, and that of an idle agent counts from its claim."""
-    with online("total_steps=1", "rollout.group_timeout_s=1", "agents.idle_timeout_s=1") as run:
-        outside = Outside(run)
-        left = outside.claimed(1)[0]
-        assert outside.ask(left)[0] == 200
-        bad = {"reward": "x"}
-        gone = 410, "session_lost"
-        run.wait_until(lambda: outside.end(left, "reward", bad) == gone, "the idle limit")
+
+    def collect() -> None:
+        outside = Outside(Path(scheduler.config.run_dir))
         time.sleep(1.5)
-        for episode in outside.claimed(3):
+        left, *others = outside.claimed(4)
+        for episode in others:
             assert outside.ask(episode)[0] == 200
             assert outside.end(episode, "reward", {"reward": 1.0})[0] == 200
-        run.finish()
-        assert run.summary()["rejected_episodes"] == {"agent_idle": 1}
+        give_up_s = time.monotonic() + LIMIT_S
+        while (told := outside.end(left, "reward", {"reward": "x"})) == (400, "invalid_reward"):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.05)
+        assert told in ((410, "session_lost"), (0, ""))  # the batch is there, so the run ends
+
+    limits = "rollout.group_timeout_s=1", "agents.idle_timeout_s=3"
+    settings = f"actor.path={chat_model}", "rollout.group_size=2", *limits
+    with ThreadPoolExecutor(1) as outside:
+        with start_rollout(
+            f"actor.path={chat_model}", "rollout.group_size=2", *settings
+        ) as rollout:
+            collecting = outside.submit(collect)
+            batch = rollout.rollout_batch([{"question": "a"}] * 2, OnlineWorkflow())
+            assert [row.reward for row in batch.rows] == [1.0] * 3
+            assert rollout.rejections.by_cause() == {"agent_idle": 1}
+        collecting.result()
 
 
-def test_a_script_without_agents_outside_has_no_address(
-    tmp_path: Path, tiny_model_folder: Path
+def test_an_address_that_another_process_has_is_named(
+    start_rollout: Callable[..., Any], chat_model: Path
 ) -> None:
-    with tiny_run(tmp_path / "run", tiny_model_folder, "total_steps=1") as run:
-        run.finish()
-        assert not (run.run_dir / "logs" / "agents.log").exists()
-
-
-def test_an_address_that_another_process_has_is_named(online: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with online(f"agents.bind=127.0.0.1:{port}") as run:
-            assert run.wait() != 0
-            assert f"agents.bind: 127.0.0.1, port {port}, cannot be listened on" in run.output
+        settings = f"actor.path={chat_model}", f"agents.bind=127.0.0.1:{port}"
+        named = f"agents.bind: 127.0.0.1, port {port}, cannot be listened on"
+        with start_rollout(*settings) as rollout, pytest.raises(ConfigError, match=named):
+            rollout.rollout_batch([{"question": "a"}], OnlineWorkflow())
