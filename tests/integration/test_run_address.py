@@ -21,6 +21,7 @@ import pytest
 from integration.run_process import SCRIPTS, tiny_run
 
 from areal_sc import OnlineWorkflow
+from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.errors import ConfigError
 
 ONLINE = SCRIPTS / "online_run.py"
@@ -165,8 +166,10 @@ def test_a_script_that_was_killed_gets_its_address_back(online: Callable[..., An
                 assert outside.ask(episode)[0] == 200
                 assert outside.end(episode, "reward", {"reward": 0.5})[0] == 200
             second.finish()
-            assert second.summary()["num_rows_trained"] == 8
             second.wait_until_gone()
+    groups: list[GroupAccount] = []
+    read_account(first.run_dir / "ledger", groups.append)
+    assert [(it.outcome, it.attempt) for it in groups] == [("trained", 0)] * 4
 
 
 def test_nobody_comes_for_long_and_the_run_waits(
