@@ -69,8 +69,9 @@ class WeightWorker(SimulatedWorker):
         self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead)
         return self.plane.store.last_sequence
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
-        return ShardReference(self.name, self.address, await self._held.copy(wanted))
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
+        ids = await self._held.copy(wanted)
+        return tuple(ShardReference(self.name, self.address, shard_id) for shard_id in ids)
 
     async def update_weights(self, weights: WeightsReference) -> None:
         """Reads and compares all values."""

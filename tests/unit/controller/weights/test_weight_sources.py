@@ -122,7 +122,7 @@ class Cluster:
             return None
         self.copied.append((member.name, shard.node_id))
         self._num_shards += 1
-        return ShardReference(member.name, "address", f"life.{self._num_shards}")
+        return (ShardReference(member.name, "address", f"life.{self._num_shards}"),)
 
     async def finish(self, *names: str) -> None:
         """What these workers do ends well."""
