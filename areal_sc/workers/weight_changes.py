@@ -156,7 +156,7 @@ def values_of(tensor: torch.Tensor) -> Values:
 
 def _guessed_bytes(pairs: Iterable[tuple[Values, Values]]) -> float:
     guessed = 0.0
-    for old, new in pairs:
+    for old, new in (pair for pair in pairs if len(pair[1])):
         step = max(1, len(new) // _NUM_LOOKED_AT) | 1  # odd, as rows are of even lengths
         is_changed = old[::step] != new[::step]
         guessed += float(is_changed.mean()) * len(new) * (1 + new.itemsize)

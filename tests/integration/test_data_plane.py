@@ -260,7 +260,10 @@ def check_weights(read: list[tuple[str, torch.Tensor]], version: int) -> None:
     assert values["empty"].numel() == 0
 
 
-def copy_of(weights: WeightsReference, keeper: Worker, shard_id: str) -> WeightsReference:
+def copy_of(
+    weights: WeightsReference, keeper: Worker, shard_ids: Sequence[str]
+) -> WeightsReference:
+    (shard_id,) = shard_ids
     shard = ShardReference(keeper.plane.store.node_id, keeper.address, shard_id)
     return replace(weights, shards=(shard,))
 
@@ -322,5 +325,5 @@ async def test_a_copy_that_fails_gives_its_memory_back(
         assert store.num_shards == store.num_bytes == 0
         gc.collect()  # what the traceback has kept
         newer = sealed_weights(ranks, 2)
-        shard_id = await held.copy(CopyWeights(newer, whole_folder))  # in the same memory
-        check_weights(await held.read(copy_of(newer, keeper, shard_id)), 2)
+        shard_ids = await held.copy(CopyWeights(newer, whole_folder))  # in the same memory
+        check_weights(await held.read(copy_of(newer, keeper, shard_ids)), 2)
