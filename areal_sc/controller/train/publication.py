@@ -60,8 +60,8 @@ class PublicationTimes:
         publish_meet_s: forming weight groups.
         publish_seal_s: copying into the stores, or writing the folder.
         publish_broadcast_s: broadcasting.
-        published_bytes: that rank 0 broadcast, or that the ranks sealed for one who pulls: what has
-            changed, where that is published.
+        published_bytes: that rank 0 broadcast, or that whoever pulls gets: what has changed, where
+            that is published.
         failed_broadcasts: after which the weights were pulled.
     """
 
