@@ -32,6 +32,9 @@ MAX_SHARE: Final = 0.5
 values have changed then."""
 
 _STEP: Final = 255
+_AT_A_TIME: Final = 1024 * _STEP
+"""Values that are compared, or changed, at one time: the caches hold what that needs."""
+
 _HEADER: Final = np.dtype(np.uint64)
 _HEADER_BYTES: Final = 3 * _HEADER.itemsize
 _NUM_LOOKED_AT: Final = 1024
@@ -75,18 +78,23 @@ def seal_changes(store: TensorStore, old: str, new: str, num_threads: int) -> st
 
 def encode(old: Values, new: Values) -> Bytes:
     """What makes the new values of the old ones, both [numel]."""
-    is_sent = old != new
-    is_sent[::_STEP] = True
-    positions = np.flatnonzero(is_sent)
-    if len(positions) * (1 + new.itemsize) < new.nbytes:
-        sent = new[positions]
-        gaps = np.diff(positions, prepend=0).astype(np.uint8)
-    else:
-        sent, gaps = new, np.empty(0, np.uint8)
-    header = np.array([len(new), len(sent), zlib.crc32(new.data)], _HEADER)
-    num_bytes = _HEADER_BYTES + sent.nbytes + len(gaps)
-    padding = np.zeros(-num_bytes % _HEADER.itemsize, np.uint8)
-    return np.concatenate([header.view(np.uint8), sent.view(np.uint8), gaps, padding])
+    sent, gaps = [new[:0]], [np.empty(0, np.uint8)]
+    last = 0
+    for start in range(0, len(new), _AT_A_TIME):
+        part = new[start : start + _AT_A_TIME]
+        is_sent = old[start : start + _AT_A_TIME] != part
+        is_sent[::_STEP] = True
+        positions = np.flatnonzero(is_sent)
+        sent.append(part[positions])
+        gaps.append(np.diff(positions, prepend=last - start).astype(np.uint8))
+        last = start + int(positions[-1])
+    num_sent = sum(map(len, sent))
+    if num_sent * (1 + new.itemsize) >= new.nbytes:
+        sent, gaps, num_sent = [new], [], len(new)
+    header = np.array([len(new), num_sent, zlib.crc32(new.data)], _HEADER)
+    strings = [it.view(np.uint8) for it in (header, *sent, *gaps)]
+    strings.append(np.zeros(-sum(map(len, strings)) % _HEADER.itemsize, np.uint8))
+    return np.concatenate(strings)
 
 
 def apply(encoded: Bytes, values: Values) -> None:
@@ -104,8 +112,7 @@ def apply(encoded: Bytes, values: Values) -> None:
             end = _HEADER_BYTES + num_sent * values.itemsize
             sent = encoded[_HEADER_BYTES:end].view(values.dtype)
             if num_gaps:
-                gaps = encoded[end : end + num_gaps]
-                part[np.cumsum(gaps, dtype=np.int64)] = sent
+                _put(part, sent, encoded[end : end + num_gaps])
             else:
                 part[:] = sent
             if len(part) != numel or zlib.crc32(part.data) != checksum:
@@ -118,6 +125,15 @@ def apply(encoded: Bytes, values: Values) -> None:
         raise ProtocolError(
             f"changes of weights say nothing of {len(left)} of {len(values)} values"
         )
+
+
+def _put(values: Values, sent: Values, gaps: Bytes) -> None:
+    last = 0
+    for start in range(0, len(gaps), _AT_A_TIME):
+        positions = np.cumsum(gaps[start : start + _AT_A_TIME], dtype=np.int64)
+        positions += last
+        values[positions] = sent[start : start + _AT_A_TIME]
+        last = int(positions[-1])
 
 
 def apply_all(

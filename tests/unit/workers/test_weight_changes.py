@@ -14,7 +14,7 @@ from areal_sc.errors import ProtocolError
 from areal_sc.transport.shards.store import TensorStore
 from areal_sc.workers.weight_changes import apply, apply_all, encode, seal_changes, values_of
 
-NUM_VALUES = 20_000
+NUM_VALUES = 600_000
 
 
 def pair(share: float, dtype: str = "u2", numel: int = NUM_VALUES) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +109,7 @@ def test_whatever_bytes_come_they_make_the_new_bits_or_an_error() -> None:
 
 
 def store() -> TensorStore:
-    return TensorStore("train/0", "life", max_bytes=1 << 20)
+    return TensorStore("train/0", "life", max_bytes=1 << 24)
 
 
 def sealed(of: TensorStore, values: np.ndarray) -> str:
