@@ -41,7 +41,7 @@ _NUM_LOOKED_AT: Final = 1024
 """Values of a part by which it is guessed how many have changed: that costs nearly nothing."""
 
 Values = npt.NDArray[np.unsignedinteger[Any]]
-"""[numel] of a width: values of a parameter, of which only the bits count."""
+"""[numel] values of a parameter, of which only the bits count."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,17 +49,13 @@ logger = logging.getLogger(__name__)
 
 
 def seal_changes(store: TensorStore, old: str, new: str, num_threads: int) -> str:
-    """Seals what two shards of weights differ in, and returns the id of the new shard.
+    """Seals what has changed between two shards of the same parameters.
 
     Args:
         num_threads: that compare, at the most.
-    Returns: "": it is too much, or the store has no room for it.
+    Returns: the id of the new shard; "": there is too much of it, or no room.
     """
     before, after = store.tensors(old), store.tensors(new)
-    if [(n, len(t), t.dtype) for n, t in before.items()] != [
-        (n, len(t), t.dtype) for n, t in after.items()
-    ]:
-        return ""
     pairs = [(values_of(before[name]), values_of(tensor)) for name, tensor in after.items()]
     num_bytes = sum(values.nbytes for _, values in pairs)
     if _guessed_bytes(pairs) > MAX_SHARE * num_bytes:

@@ -8,6 +8,9 @@ waits for    a source that is free, or the copy that another worker of the node 
 unblocked by the end of a pull, however it ends. One that takes long counts as ended: its source
              serves the next one beside it
 
+Where versions are published as what has changed, too, each node keeps a copy: the next one is made
+of it. A copy is handed on with the changes that it was made by.
+
 A source is given when it is free, so there is no fixed tree, and whoever is slow or dead holds up
 only those who pull from it. A pull that fails is repeated from another source, in the end from the
 trainers. A copy is one sealed shard of one policy, so nothing is ever mixed.
