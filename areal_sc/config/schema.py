@@ -198,6 +198,14 @@ class WeightUpdateConfig(Section):
         256 << 20, "weights sent at one time; at most two such buckets exist", ge=1
     )
     step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
+    whole_every_steps: int = setting(
+        1, "steps between versions that other nodes pull whole, not as what has changed", ge=1
+    )
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether versions are published as what has changed, too."""
+        return self.whole_every_steps > 1 and self.method is WeightUpdateMethod.pull
 
 
 @dataclass

@@ -42,6 +42,8 @@ _FUSED_LOGIT_COPIES = 2
 """Where torch compiles what is done with them: as they are, and their gradient."""
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
+_CHANGES_VERSIONS = 1
+"""What has changed takes at most half a version, once as it is made and once as it is sealed."""
 _MEMORY_SNAPSHOTS = 2
 """One is being written while the one before is still needed."""
 
@@ -165,6 +167,7 @@ class TrainHandle:
             )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
         num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
+        num_versions += _CHANGES_VERSIONS if self.config.weight_update.has_changes else 0
         held_share = share if held_share is None else held_share
         state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * held_share
         num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_every_steps else 0

@@ -8,7 +8,8 @@ from contextlib import suppress
 from areal_sc.config.fields import value_at
 from areal_sc.config.loading.presets import preset_warnings
 from areal_sc.config.ppo_settings import BehaviorWeight, ClipCenter, NormScope
-from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine
+from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine, WeightUpdateMethod
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ModelError
 from areal_sc.hub import cached_model, local_model
 from areal_sc.sizing.model_folder import read_model_shape
@@ -41,6 +42,16 @@ _IDLE = (
         "all parameters are trained",
     ),
     ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),
+    *(
+        ("weight_update.method", method, ["weight_update.whole_every_steps"], "only pull has them")
+        for method in (WeightUpdateMethod.collective, WeightUpdateMethod.disk)
+    ),
+    (
+        "scheduler.type",
+        SchedulerType.local,
+        ["weight_update.whole_every_steps"],
+        "no worker is on another node than the trainers",
+    ),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
         "rollout.soft_length.limit_tokens",

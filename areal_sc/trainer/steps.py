@@ -139,6 +139,7 @@ class Step:
             max_staleness=self._rollout.config.max_staleness,
             **of_groups(batch, before, now),
             controller_bytes=new("controller_bytes"),
+            published_bytes=new("published_bytes"),
             workflow=self._rollout.batch_metrics,
             train=stats,
             counters=now,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,19 @@ from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operations
 
 
+class Published(NamedTuple):
+    """Weights that a rank has sealed.
+
+    Attributes:
+        policy: (lineage, version).
+        whole, changes: ids of shards; "" where there are no changes.
+    """
+
+    policy: tuple[int, int]
+    whole: str
+    changes: str
+
+
 class Rank(Worker):
     """One rank of a model.
 
@@ -23,6 +37,7 @@ class Rank(Worker):
         position: its share of the rows, once it has joined the others.
         number: among all ranks.
         weights_root: `weight_update.folder`, for method `disk`.
+        published: what this life of it has sealed last.
         world_size: of all ranks; 0 until it has joined them.
         num_computed: times that it was asked to compute a field of rows.
         num_computing: of these calls, those that go on.
@@ -40,6 +55,7 @@ class Rank(Worker):
         self.position = RankPosition(0, is_head=True)
         self.number = self.world_size = 0
         self.weights_root = Path(self.handle.config.weight_update.folder).absolute()
+        self.published: Published | None = None
         self.num_computed = self.num_computing = 0
 
     async def join_ranks(self, args: rank_methods.InitializeRank) -> RankPosition:

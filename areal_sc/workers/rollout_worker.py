@@ -248,11 +248,11 @@ class RolloutWorker(Worker):
                 self._weights.keep_only(weights)
                 logger.info("policy_version=%d", weights.version)
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
         async with self._one_update:
-            shard_id = await self._weights.copy(wanted)
+            ids = await self._weights.copy(wanted)
         logger.info("policy_version=%d is served to others", wanted.weights.version)
-        return ShardReference(self.spec.name, self.address, shard_id)
+        return tuple(ShardReference(self.spec.name, self.address, shard_id) for shard_id in ids)
 
     async def _update(self, weights: WeightsReference) -> None:
         async def read() -> list[tuple[str, torch.Tensor]]:
@@ -298,7 +298,7 @@ class RolloutWorker(Worker):
         if self._engine is None:
             return {}
         own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
-        return {**own, **self._group_counters}
+        return {**own, **self._group_counters, **self._weights.counters}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""

@@ -55,6 +55,7 @@ PROMISED = {
     "train_tensor_parallel --engine megatron": {"megatron_tensor2_step_vs_handwritten"},
     "train_mfu": {"0.5b_step_s", "7b_layers_tokens_per_s"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
+    "weight_changes": {"changed_5_bytes_vs_whole", "changed_100_s_vs_whole"},
     "weight_update --engine local": {"pull_publish_s", "disk_total_s"},
     "weight_update --engine sglang": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},
 }

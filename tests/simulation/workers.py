@@ -313,12 +313,12 @@ class SimulatedRolloutWorker(SimulatedWorker):
                 if [shard.shard_id for shard in weights.shards] != [self._copy]:
                     self.store.remove(self._copy)
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
         async with self._one_update:
             self.store.remove(self._copy)
             await self._pull(wanted.weights)
             self._copy = self.store.put_copy(wanted.weights.policy)
-            return ShardReference(self.name, self.address, self._copy)
+            return (ShardReference(self.name, self.address, self._copy),)
 
     async def _update(self, weights: WeightsReference) -> None:
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"

@@ -425,6 +425,14 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "checkpoint.keep_best=accuracy",
             "checkpoint.keep_best=accuracy has no effect with evaluation.every_steps=0",
         ),
+        (
+            "weight_update.whole_every_steps=9 weight_update.method=collective scheduler.type=ray",
+            "weight_update.whole_every_steps=9 has no effect with weight_update.method=collective",
+        ),
+        (
+            "weight_update.whole_every_steps=9",
+            "weight_update.whole_every_steps=9 has no effect with scheduler.type=local",
+        ),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),
         (
