@@ -294,6 +294,8 @@ class TrainController(Controller):
         check_trains(self.config, self.role)
         if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
+        if advances:  # else it is part of a step that goes on
+            await self.standstill.hold()
         named = await self._work.readable(rows, indices)
         shares = self._work.named(*named)
         return await self._update(shares, loss, list(named), (), advances=advances)
