@@ -34,7 +34,7 @@ from areal_sc.run.run_status import (
     RunStatus,
     ScaleAnswer,
 )
-from areal_sc.run.wishes import ScaleWish, RunWishes, take_answered
+from areal_sc.run.wishes import RunWishes, ScaleWish, take_answered
 from areal_sc.system.durable import own_file
 from areal_sc.system.json_lines import to_json
 from areal_sc.system.process import machine_id

@@ -12,7 +12,7 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import StepLost
-from areal_sc.run.wishes import PauseWish, ScaleWish, RunWishes
+from areal_sc.run.wishes import PauseWish, RunWishes, ScaleWish
 
 PAUSE = RunWishes(pause=PauseWish(since=0.0, by="a test"))
 SHORT = {"group_timeout_s": 60.0, "weight_step_timeout_s": 10.0}
