@@ -125,5 +125,3 @@ def test_a_wish_for_workers_is_answered_once(monkeypatch: pytest.MonkeyPatch) ->
             assert (number, "at least 1" in refusal) == (0, True)
 
     run_virtual(play())
-
-
