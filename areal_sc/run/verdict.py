@@ -167,7 +167,7 @@ def _paused(status: RunStatus, wish: PauseWish, now: float) -> str:
     roles = status.roles.values()
     num_running = sum(role.num_running or 0 for role in roles)
     is_still = any(role.is_held for role in roles) and not num_running
-    runs = f"{num_running} episodes or groups run" if num_running else "a step is in progress"
+    runs = f"{num_running} groups run" if num_running else "a step is in progress"
     return (
         f"By {wish.by}, {short_duration(now - wish.since)} ago. "
         f"{'Nothing is computed' if is_still else f'It still ends what goes on: {runs}'}; "
