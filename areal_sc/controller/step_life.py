@@ -20,6 +20,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import Final
 
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.errors import BatchLost, StepsLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.workers.calls import GroupAttempt
@@ -87,7 +88,7 @@ class StepLife:
 
     def _forget_updates(self) -> None:
         self.num_updates = 0
-        self._updates: dict[int, Sequence[RowMetadata]] = {}  # the rows of each
+        self._updates: dict[int, tuple[Sequence[RowMetadata], Split]] = {}
         self._is_undone = False
         self._is_begun_before = False
 
@@ -107,7 +108,13 @@ class StepLife:
     @property
     def trained_rows(self) -> list[RowMetadata]:
         """The rows that the updates of this step train."""
-        return list(chain.from_iterable(self._updates.values()))
+        return list(chain.from_iterable(rows for rows, _ in self._updates.values()))
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """As of the journal's record of this step."""
+        splits = tuple(split for _, split in self._updates.values())
+        return splits if all(splits) else ()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -166,11 +173,12 @@ class StepLife:
         with self._changing():
             self._is_begun_before = True
 
-    def begin_update(self, number: int, rows: Sequence[RowMetadata]) -> None:
+    def begin_update(self, number: int, rows: Sequence[RowMetadata], split: Split = ()) -> None:
         """The ranks will train on these rows, even if the call is given up; repeats change nothing.
 
         Args:
             number: of the update in this step, from 0.
+            split: which rank trains which of them; it counts where they are those of the batch.
         Raises: BatchLost: the updates before this one were undone.
         """
         if number:
@@ -178,7 +186,8 @@ class StepLife:
         with self._changing():
             if self._is_undone:
                 self._forget_updates()
-            self._updates.setdefault(number, rows)
+            is_of_batch = self.batch is not None and _groups(rows) == _groups(self.batch.rows)
+            self._updates.setdefault(number, (rows, split if is_of_batch else ()))
 
     def _check_updates(self) -> None:
         if self._is_undone:
@@ -233,3 +242,7 @@ class StepLife:
         with self._changing():
             self.why_lost = ""
             self._begin(version)
+
+
+def _groups(rows: Sequence[RowMetadata]) -> list[int]:
+    return [row.group_id for row in rows]

@@ -28,7 +28,7 @@ from typing import Any
 from areal_sc.controller.events import BatchFormed, RowsNeeded
 from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
-from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
 from areal_sc.controller.rollout.group_signal import GroupSignal
@@ -155,7 +155,9 @@ class TrainingGroups(Groups):
         await self._background.standstill.hold(check)
         self.admission.forget()
 
-    def record_version(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+    def record_version(
+        self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
+    ) -> None:
         """A new policy version exists; `begin_version` follows when that is durable.
 
         A repeat, of a publication that was given up meanwhile, changes nothing.
@@ -163,10 +165,12 @@ class TrainingGroups(Groups):
         Args:
             trained_rows: the rows whose training made it; those of admitted groups enter the
                 account.
+            splits: as of the journal's record of it.
         """
         if version == self.ledger.version:
             return
-        self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
+        of_training = (row for row in trained_rows if row.group_id >= 0)
+        self.ledger.record_trained(of_training, splits)
         self.ledger.publish(version)
         self.step.record()
 
