@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import signal
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
-from integration.run_process import SCRIPTS, RunProcess, gate_of, open_gate, tiny_run
+import pytest
+from integration.run_process import (
+    LIMIT_S,
+    SCRIPTS,
+    TINY_YAML,
+    RunProcess,
+    gate_of,
+    open_gate,
+    tiny_run,
+)
 
+from areal_sc import GRPOConfig, SFTTrainer, load_config
+from areal_sc import __main__ as program
 from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.errors import CommandError
+from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RunStatus, read_status
-from areal_sc.run.verdict import State, Verdict, verdict
+from areal_sc.run.verdict import State, Verdict, steps_of, verdict
+from areal_sc.run.wishes import PauseWish, take_back, write_wish
 
 LOOP = SCRIPTS / "own_loop.py"
 PAUSE_S = 3.0
@@ -23,20 +39,11 @@ SETTINGS = (
 """Steps follow one after the other, so a run can be repeated; its episodes are held after two."""
 
 
-def command(name: str, run: RunProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "areal_sc", name, str(run.run_dir), *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def told(name: str, run: RunProcess, *words: str) -> str:
-    done = command(name, run, *words)
-    assert done.returncode == 0, f"{done.stderr}\n{run.story()}"
-    return done.stdout
+def told(name: str, run_dir: Path, *words: str) -> str:
+    """What a command says."""
+    with redirect_stdout(io.StringIO()) as said:
+        program.main([name, str(run_dir), *words])
+    return said.getvalue()
 
 
 def status(run: RunProcess) -> RunStatus:
@@ -56,7 +63,7 @@ def verdict_of(run: RunProcess) -> Verdict:
 def pause_in_third_step(run: RunProcess) -> None:
     """The run stands still, and the groups of the third step are played."""
     run.wait_until(lambda: num_open(run) == (2, 4), "the third step to be held")
-    assert "It still ends what goes on: 4 " in told("pause", run)
+    assert "It still ends what goes on: 4 " in told("pause", run.run_dir)
     open_gate(run.run_dir)
     wait_until_still(run)
 
@@ -85,18 +92,18 @@ def test_a_paused_run_is_ended_by_ctrl_c_and_goes_on_where_it_was(
         assert (num_bytes(first), first.steps()) == (before, [1, 2])
         assert verdict_of(first).state is State.paused
         assert "paused by" in first.output
-        again = command("pause", first)
-        assert (again.returncode, "paused by" in again.stderr) == (2, True)
+        with pytest.raises(CommandError, match="the run is paused by"):
+            told("pause", first.run_dir)
         first.send(signal.SIGINT)  # the first one: it ends at once, as no step goes on
         assert first.wait(60.0) == 130, first.story()
         assert (first.run_dir / "checkpoints" / "step-000002").is_dir()
-    assert "It is paused, and stays so" in told("status", first)
+    assert "It is paused, and stays so" in told("status", first.run_dir)
     gate_of(tmp_path / "run").write_bytes(b"." * 8)
     with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as second:
         second.wait_until(lambda: "paused by" in second.output, "the start to say so")
         wait_until_still(second)
         assert second.steps() == [1, 2]
-        assert "goes on" in told("resume", second)
+        assert "goes on" in told("resume", second.run_dir)
         second.finish()
         names = [record["name"] for record in second.records("event")]
     assert (names.count("paused"), names.count("pause_ended")) == (2, 1)
@@ -104,9 +111,8 @@ def test_a_paused_run_is_ended_by_ctrl_c_and_goes_on_where_it_was(
     assert max(steps) < PAUSE_S
     summary = second.summary()
     assert (summary["num_rows_trained"], summary["num_rows_trained_twice"]) == (40, 0)
-    assert command("resume", second).returncode == 2
-    ended = command("pause", second)
-    assert (ended.returncode, "All of its 5 steps are done" in ended.stderr) == (2, True)
+    with pytest.raises(CommandError, match="is not paused: All of its 5 steps are done"):
+        told("resume", second.run_dir)
 
 
 def test_a_loop_of_ones_own_stays_paused_when_it_is_killed(
@@ -124,7 +130,7 @@ def test_a_loop_of_ones_own_stays_paused_when_it_is_killed(
             wait_until_still(second)
             time.sleep(PAUSE_S)
             assert "step=" not in second.output
-            told("resume", second)
+            told("resume", second.run_dir)
             second.finish()
     account = read_account(first.run_dir / "ledger", lambda group: None)
     assert (account.rows_lost, account.trained_again, account.version) == (0, [], 4)
@@ -140,20 +146,63 @@ def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -
             return [worker.state for worker in status(run).roles["rollout"].workers]
 
         run.wait_until(lambda: num_open(run)[1] == 4, "a step to be held")
-        refused = command("scale", run, "rollout=1")
-        assert refused.returncode == 2, refused.stdout + run.story()
-        assert "room for a batch" in refused.stderr
-        assert "refused: " in told("status", run)
-        assert "are 3 from now on" in told("scale", run, "rollout=3")
+        with pytest.raises(CommandError, match=r"refused: .* room for a batch"):
+            told("scale", run.run_dir, "rollout=1")
+        assert "refused: " in told("status", run.run_dir)
+        assert "are 3 from now on" in told("scale", run.run_dir, "rollout=3")
         run.wait_until(lambda: states() == ["ready"] * 3, "a third worker")
-        told("pause", run)
-        assert "are 2 from now on" in told("scale", run, "rollout=2")  # also while it is paused
+        told("pause", run.run_dir)  # which workers that come and go do not mind
+        assert "are 2 from now on" in told("scale", run.run_dir, "rollout=2")
         run.wait_until(lambda: states() == ["ready"] * 2, "two workers")
         assert not (run.run_dir / ".scale").exists()
-        told("resume", run)
+        told("resume", run.run_dir)
         gate_of(run.run_dir).write_bytes(b"." * 8)
         run.finish()
     changes = [(event["before"], event["num_workers"]) for event in run.events("scaled")]
     assert changes == [(2, 3), (3, 2)]
     assert run.steps() == [1, 2, 3, 4, 5]
     assert run.summary()["num_rows_trained_twice"] == 0
+
+
+def test_rows_are_trained_alike_with_a_pause_and_without(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rows = [{"prompt": f"{n:b}=", "completion": f"{n:b}"[::-1]} for n in range(64)]
+    plain, paused = (RunFolder(tmp_path / name) for name in ("plain", "paused"))
+
+    def train(folder: RunFolder) -> None:
+        words = [f"run_dir={folder.path}", f"actor.path={tiny_model_folder}", "task.gate=none"]
+        settings = ["total_steps=40", "actor.optimizer.lr=1e-2", "evaluation.every_steps=0"]
+        config = load_config(["--config", str(TINY_YAML), *words, *settings], GRPOConfig)
+        SFTTrainer(config).fit(rows, batch_size=8, use_chat_template=False)
+
+    held: list[float] = []
+
+    def pause() -> None:
+        wait_until(paused.status_path.exists)  # it is starting its worker
+        write_wish(paused.pause_path, PauseWish.of_now())
+        wait_until(lambda: "Nothing is computed" in verdict(paused).text)
+        version = steps_of(verdict(paused).status.roles)  # type: ignore[union-attr]
+        time.sleep(PAUSE_S)
+        assert steps_of(verdict(paused).status.roles) == version  # type: ignore[union-attr]
+        take_back(paused.pause_path)
+        held.append(PAUSE_S)
+
+    train(plain)
+    watcher = threading.Thread(target=pause)
+    watcher.start()
+    train(paused)
+    watcher.join()
+    assert held, "it was not paused"
+    of_plain, of_paused = (History.read(it.metrics_path).steps for it in (plain, paused))
+    assert len(of_plain) == len(of_paused) == 40
+    for name in ("loss", "grad_norm", "num_tokens"):
+        assert [it.train[name] for it in of_plain] == [it.train[name] for it in of_paused]
+    assert max(it.step_time_s for it in of_paused) < PAUSE_S
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
