@@ -112,9 +112,10 @@ class StepLife:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """As of the journal's record of this step."""
-        splits = tuple(split for _, split in self._updates.values())
-        return splits if all(splits) else ()
+        """Of each update; None, where one trains other rows than those of the batch."""
+        of_batch = [] if self.batch is None else _groups(self.batch.rows)
+        are_of_batch = all(_groups(rows) == of_batch for rows, _ in self._updates.values())
+        return tuple(split for _, split in self._updates.values()) if are_of_batch else ()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -178,7 +179,7 @@ class StepLife:
 
         Args:
             number: of the update in this step, from 0.
-            split: which rank trains which of them; it counts where they are those of the batch.
+            split: which rank trains which of them.
         Raises: BatchLost: the updates before this one were undone.
         """
         if number:
@@ -186,8 +187,7 @@ class StepLife:
         with self._changing():
             if self._is_undone:
                 self._forget_updates()
-            is_of_batch = self.batch is not None and _groups(rows) == _groups(self.batch.rows)
-            self._updates.setdefault(number, (rows, split if is_of_batch else ()))
+            self._updates.setdefault(number, (rows, split))
 
     def _check_updates(self) -> None:
         if self._is_undone:

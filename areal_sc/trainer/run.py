@@ -45,7 +45,7 @@ from areal_sc.records.trackers.base import RunDescription, Tracker
 from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.run.run_status import Phase as StatusPhase
-from areal_sc.run.wishes import told_pause
+from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
@@ -287,12 +287,12 @@ class Run:
             case Scaled(before, number, why):
                 self.display.note(f"{number} rollout workers instead of {before}: {why}")
                 self.log.event("scaled", before=before, num_workers=number, cause=why)
-            case PauseWished(None):
+            case PauseWished(PauseWish(since, by) as wish):
+                self.display.show_pause(told_pause(wish, self.folder.path))
+                self.log.event("paused", by=by, since=since)
+            case PauseWished():
                 self.display.show_pause("")
                 self.log.event("pause_ended")
-            case PauseWished(wish):
-                self.display.show_pause(told_pause(wish, self.folder.path))
-                self.log.event("paused", by=wish.by, since=wish.since)
 
     def _tracker_id(self) -> str:
         """The run's name for trackers, from the first start on."""
