@@ -251,17 +251,23 @@ class Ledger:
         is_consumed = group is not None and group.state is GroupState.consumed
         return group is not None and not (is_consumed and group.attempt == row.attempt)
 
-    def record_trained(self, rows: Iterable[RowMetadata]) -> None:
+    def record_trained(
+        self, rows: Iterable[RowMetadata], splits: tuple[kinds.Split, ...] = ()
+    ) -> None:
         """Counts the rows that one training step was really given, once it is done.
 
         A row of a group that is not waiting to be trained, because an earlier call named it or a
         later step has begun, counts as trained twice.
 
+        Args:
+            splits: as of `Trained`.
         Raises: LedgerError: a row's group was not consumed.
         """
-        self.record_trained_counts(Counter(row.group_id for row in rows))
+        self.record_trained_counts(Counter(row.group_id for row in rows), splits)
 
-    def record_trained_counts(self, num_rows: Mapping[int, int]) -> None:
+    def record_trained_counts(
+        self, num_rows: Mapping[int, int], splits: tuple[kinds.Split, ...] = ()
+    ) -> None:
         """Counts trained rows like `record_trained`, from the number of rows of each group."""
         for group_id in num_rows:
             if group_id >= self._state.next_id or group_id in self._unconsumed:
@@ -270,7 +276,7 @@ class Ledger:
                     f"it is {self._state_of(group_id)}"
                 )
         state = self._state
-        self._write(kinds.Trained(state.lineage, state.version, dict(num_rows)))
+        self._write(kinds.Trained(state.lineage, state.version, dict(num_rows), splits))
         for group_id, count in num_rows.items():
             state.rows_trained += count
             if group_id not in state.untrained:

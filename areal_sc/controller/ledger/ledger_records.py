@@ -14,6 +14,9 @@ from msgspec.structs import replace
 from areal_sc.controller.ledger.group import Group
 from areal_sc.metadata import BatchMetadata, PromptReference
 
+Split = tuple[tuple[tuple[int, ...], ...], ...]
+"""Who trains which rows of a batch: [data rank][minibatch][row of the batch]."""
+
 
 class ConsumedStep(Struct, frozen=True, array_like=True):
     """A training step that may have to be repeated: its groups with their rows, in order."""
@@ -102,11 +105,17 @@ class Consume(Struct, frozen=True, array_like=True, tag=6):
 
 
 class Trained(Struct, frozen=True, array_like=True, tag=7):
-    """Attributes: num_rows: that were trained of each group."""
+    """A step was trained.
+
+    Attributes:
+        num_rows: that were trained of each group.
+        splits: of each of its updates, in order. None, where rows of other batches were trained.
+    """
 
     lineage: int
     step: int
     num_rows: dict[int, int]
+    splits: tuple[Split, ...] = ()
 
 
 class Publish(Struct, frozen=True, array_like=True, tag=8):

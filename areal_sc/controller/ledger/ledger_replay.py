@@ -50,8 +50,8 @@ def _repeat(ledger: Ledger, record: Record) -> None:
             ledger.consume(group_ids, step)
         case kinds.TakeBack(step=step):
             ledger.take_back(step)
-        case kinds.Trained(num_rows=num_rows):
-            ledger.record_trained_counts(num_rows)
+        case kinds.Trained(num_rows=num_rows, splits=splits):
+            ledger.record_trained_counts(num_rows, splits)
         case kinds.Publish(version=version):
             ledger.publish(version)
         case kinds.Release(step=step):

@@ -57,6 +57,7 @@ from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
+from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
@@ -87,6 +88,7 @@ class RolloutController(WeightsReader):
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
+            self.standstill,
         )
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
@@ -119,6 +121,8 @@ class RolloutController(WeightsReader):
             self.groups,
             self._background,
             self._runtime.disk,
+            engine.check_scaling,
+            scheduler.status.answer,
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
@@ -133,6 +137,7 @@ class RolloutController(WeightsReader):
             self.rejections,
             self.config.max_lost_s,
             (self.groups, self._outside),
+            self.standstill,
         )
 
     @property
@@ -203,6 +208,7 @@ class RolloutController(WeightsReader):
         self._outside.forget()
         if self.groups.ledger.journal is None:
             self._begin_journal(INITIAL_STATE.training)
+        self._scaling.follow_wish()
         await self._scaling.wait_for_room()
         batch = await self.groups.next_batch(source)
         self._samples.begin(batch)
@@ -335,7 +341,7 @@ class RolloutController(WeightsReader):
 
     @property
     def num_workers(self) -> int:
-        """Number of the workers that stay, or are to come; `scale` changes it."""
+        """Number of the workers that stay, or are to come."""
         return len(self._workers.set.staying)
 
     async def scale_async(self, num_workers: int) -> None:
@@ -350,7 +356,6 @@ class RolloutController(WeightsReader):
             RunFolderError: as of the journal.
         """
         self._check_loop()
-        self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
 
     async def pause_async(self) -> None:
@@ -392,6 +397,12 @@ class RolloutController(WeightsReader):
                 self.groups.lose_rows(runs)
             case BatchFormed():
                 self._scaling.note_batch()
+
+    def _hear_wishes(self, wishes: RunWishes) -> None:
+        super()._hear_wishes(wishes)
+        self._scaling.hear(wishes.scale)
+        self.groups.admit()
+        self._background.notify()
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)

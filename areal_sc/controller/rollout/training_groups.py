@@ -28,7 +28,7 @@ from typing import Any
 from areal_sc.controller.events import BatchFormed, RowsNeeded
 from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
-from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
 from areal_sc.controller.rollout.group_signal import GroupSignal
@@ -90,6 +90,8 @@ class TrainingGroups(Groups):
         """Adds how many groups and steps there are, and what is waited for."""
         status.total_steps = self.admission.total_steps
         status.num_open, status.num_finished = self.num_open, self.num_finished
+        states = self._workers.set.states
+        status.num_running = sum(state.store.num_running + state.num_calls for state in states)
         status.waits += self._background.waits()
 
     @property
@@ -118,6 +120,9 @@ class TrainingGroups(Groups):
             self.step.check()
             if self.step.gone:
                 self._take_back()
+            if self._background.standstill.is_on and self.step.batch is None:
+                await self._stand_still()
+                continue
             self.admit()
             if (batch := self.step.batch) is not None:
                 if self._workers.are_rows_known(*{shard.node_id for shard in batch.shards}):
@@ -142,7 +147,17 @@ class TrainingGroups(Groups):
                 f"{decision.num_missing} more groups for the batch of version {self.version}"
             )
 
-    def record_version(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+    async def _stand_still(self) -> None:
+        def check() -> None:
+            self._background.raise_failure()
+            self.step.check()
+
+        await self._background.standstill.hold(check)
+        self.admission.forget()
+
+    def record_version(
+        self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
+    ) -> None:
         """A new policy version exists; `begin_version` follows when that is durable.
 
         A repeat, of a publication that was given up meanwhile, changes nothing.
@@ -150,10 +165,12 @@ class TrainingGroups(Groups):
         Args:
             trained_rows: the rows whose training made it; those of admitted groups enter the
                 account.
+            splits: as of the journal's record of it.
         """
         if version == self.ledger.version:
             return
-        self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
+        of_training = (row for row in trained_rows if row.group_id >= 0)
+        self.ledger.record_trained(of_training, splits)
         self.ledger.publish(version)
         self.step.record()
 
@@ -217,7 +234,8 @@ class TrainingGroups(Groups):
 
         Those that wait to run again go first, the oldest of them before the others.
         """
-        if self._source is None or self._is_paused or self._background.has_failed:
+        is_paused = self._is_paused or self._background.standstill.is_on
+        if self._source is None or is_paused or self._background.has_failed:
             return
         for group in sorted(self._restored.values(), key=by_deadline):
             if not self._has_slot:

@@ -8,6 +8,7 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.journal import Journal
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers, YieldMemory
 from areal_sc.controller.rollout.training_groups import TrainingGroups
@@ -47,14 +48,17 @@ class WeightsReader(Controller):
         self.groups.admit()
         self._background.notify()
 
-    async def record_version_async(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+    async def record_version_async(
+        self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
+    ) -> None:
         """Notes that a policy version exists; `receive_weights` with it follows.
 
         Args:
             trained_rows: the rows whose training made it.
+            splits: as of the journal's record of it.
         Raises: RunFolderError: the journal cannot be written.
         """
-        self.groups.record_version(version, trained_rows)
+        self.groups.record_version(version, trained_rows, splits)
         await self._journal.durable()
 
     def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:

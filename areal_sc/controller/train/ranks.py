@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
 from areal_sc.controller.events import Hear, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
@@ -280,16 +281,16 @@ class Ranks:
         return computed
 
     async def update(
-        self, asked: Asked, number: int, trained: Sequence[RowMetadata]
+        self, asked: Asked, number: int, trained: Sequence[RowMetadata], split: Split
     ) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be.
 
         Args:
-            number, trained: as in `StepLife.begin_update`.
+            number, trained, split: as in `StepLife.begin_update`.
         """
 
         async def update() -> dict[str, float]:
-            self.step.begin_update(number, trained)
+            self.step.begin_update(number, trained, split)
             self.history.note(asked)
             self.tell_rows()
             return dict((await self.calls.ask(asked))[0])

@@ -31,6 +31,7 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
@@ -265,10 +266,10 @@ class TrainController(Controller):
         batch.select(MODEL_FIELDS)
         self._step.check_first(batch, num_minibatches)
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
-        shares = await self._work.shares(batch, loss, num_minibatches)
+        shares, split = await self._work.shares(batch, loss, num_minibatches)
         content = trained_content(batch)
         try:
-            return await self._update(shares, loss, content, batch.rows, advances=advances)
+            return await self._update(shares, loss, content, batch.rows, split, advances=advances)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
 
@@ -294,9 +295,11 @@ class TrainController(Controller):
         check_trains(self.config, self.role)
         if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
+        if advances:  # else it is part of a step that goes on
+            await self.standstill.hold()
         named = await self._work.readable(rows, indices)
         shares = self._work.named(*named)
-        return await self._update(shares, loss, list(named), (), advances=advances)
+        return await self._update(shares, loss, list(named), (), (), advances=advances)
 
     async def score_rows_async(
         self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"
@@ -384,11 +387,14 @@ class TrainController(Controller):
         loss: NamedLoss,
         content: object,
         rows: Sequence[RowMetadata],
+        split: Split,
         *,
         advances: bool,
     ) -> dict[str, float]:
         """Metrics of the update; arguments as in `RankWork.update`."""
-        operation, metrics = await self._work.update(shares, loss, content, rows, advances=advances)
+        operation, metrics = await self._work.update(
+            shares, loss, content, rows, split, advances=advances
+        )
         if advances:
             await self.place.advance(operation.version + 1)
             self._ranks.advance(operation.version + 1)
@@ -402,7 +408,8 @@ class TrainController(Controller):
         async def announce(weights: WeightsReference) -> None:
             self.note_reader(rollout)
             if is_new:
-                await rollout.record_version_async(version, self._ranks.step.trained_rows)
+                step = self._ranks.step
+                await rollout.record_version_async(version, step.trained_rows, step.splits)
                 self._ranks.advance(version)
             rollout.receive_weights(weights)
 
