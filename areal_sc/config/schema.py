@@ -308,6 +308,7 @@ class RolloutConfig(Section):
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
     keep_groups: KeepGroups = setting(KeepGroups.all)
+    choose_prompts: str = setting("all", "in later epochs; with_signal, package.module:function")
     soft_length: SoftLengthConfig = setting(SoftLengthConfig)
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
