@@ -25,7 +25,7 @@ from areal_sc.config.follow_settings import (
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
-from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.ppo_settings import CriticPPOConfig, PPOConfig
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.sandbox_settings import SandboxConfig
@@ -272,7 +272,7 @@ class CriticConfig(ActorConfig):
     random_init: bool = setting(False, "draw weights from seed")
     is_frozen: bool = setting(False, "it is trained")
     head: ModelHead = setting(ModelHead.value)
-    ppo: PPOConfig = setting(lambda: PPOConfig(num_minibatches=1, loss="value"))
+    ppo: CriticPPOConfig = setting(CriticPPOConfig)
 
 
 @dataclass
