@@ -25,7 +25,7 @@ from areal_sc.config.follow_settings import (
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
-from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.ppo_settings import CriticPPOConfig, PPOConfig
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.sandbox_settings import SandboxConfig
@@ -280,7 +280,7 @@ class CriticConfig(ActorConfig):
     random_init: bool = setting(False, "draw weights from seed")
     is_frozen: bool = setting(False, "it is trained")
     head: ModelHead = setting(ModelHead.value)
-    ppo: PPOConfig = setting(lambda: PPOConfig(num_minibatches=1, loss="value"))
+    ppo: CriticPPOConfig = setting(CriticPPOConfig)
 
 
 @dataclass
@@ -316,6 +316,7 @@ class RolloutConfig(Section):
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
     keep_groups: KeepGroups = setting(KeepGroups.all)
+    choose_prompts: str = setting("all", "in later epochs; with_signal, package.module:function")
     soft_length: SoftLengthConfig = setting(SoftLengthConfig)
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)

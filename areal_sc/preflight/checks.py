@@ -47,6 +47,7 @@ from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.sizing.tokenizer_file import tokens_of
+from areal_sc.sources.prompt_choice import WITH_SIGNAL, PromptChoice
 from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
 
@@ -83,6 +84,7 @@ def check_config(
         make_actor(model).check(count_devices if is_local else None)
         _check_mesh(model)
     loss_of(config.actor.ppo).search_path()  # raises where there is none
+    PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # likewise
     generator = make_generator(config.rollout)
     generator.check(config)
     if config.rollout.autoscale.max:
@@ -244,6 +246,11 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         "rollout.group_size",
         rollout.keep_groups is KeepGroups.all or group >= 2,
         "at least 2 with rollout.keep_groups=with_signal (one answer alone never has signal)",
+    )
+    yield (
+        "rollout.group_size",
+        rollout.choose_prompts != WITH_SIGNAL or group >= 2,
+        "at least 2 with rollout.choose_prompts=with_signal (one answer alone never has signal)",
     )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (

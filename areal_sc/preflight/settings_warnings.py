@@ -95,12 +95,16 @@ def settings_warnings(config: GRPOConfig) -> Iterator[str]:
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings by which the trained distribution is not the one that was sampled from."""
     generation = config.generation
-    for name, cuts in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
-        if cuts:
-            yield (
-                f"generation.{name}={value_at(generation, name)} cuts the sampled distribution, "
-                "the trainer's is over the whole vocabulary"
-            )
+    cuts = {"top_p": generation.top_p < 1, "top_k": generation.top_k > 0}
+    names = [f"generation.{name}={value_at(generation, name)}" for name in cuts if cuts[name]]
+    if names:
+        yield (
+            f"{' and '.join(names)}: the sampled distribution is cut, and the trainer's is over "
+            "the whole vocabulary, since it is not told which tokens were kept. So behavior_kl and "
+            "mismatch also measure what was cut off; pi / pi_behav is smaller by the share that "
+            "was kept, and with actor.ppo.clip_center=behavior more tokens are clipped; a token "
+            "that is always cut off is never tried"
+        )
 
 
 def _effect_warnings(config: GRPOConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ class Settings:
     max_staleness: int = 2
     admission: AdmissionMode = AdmissionMode.just_in_time
     keep_groups: KeepGroups = KeepGroups.all
+    choose_prompts: str = "all"
     batch_groups: int = 4
     group_size: int = 2
     num_rollout_workers: int = 2
@@ -96,6 +97,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         over_bound=settings.over_bound,
         admission=settings.admission,
         keep_groups=settings.keep_groups,
+        choose_prompts=settings.choose_prompts,
         max_concurrent_groups=settings.max_concurrent_groups,
         max_context_tokens=settings.max_context_tokens,
         max_episode_tokens=settings.max_episode_tokens,
