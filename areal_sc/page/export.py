@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.group_book import GroupQuery
-from areal_sc.page.sample_rows import RowQuery
+from areal_sc.page.row_query import RowQuery
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
