@@ -40,7 +40,7 @@ export async function recordedRows(run, group, wanted = {}) {
   );
 }
 
-function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
+export function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
   const under = el("p", { class: "under", role: "status" }, "point at a token, or go along them with ← and →");
   const box = el("div", { class: "tokens text", tabindex: "0", dir: "ltr", role: "group", "aria-label": "tokens" });
   const marks = ids.map((id, index) => {

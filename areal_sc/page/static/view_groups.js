@@ -128,7 +128,7 @@ export async function showGroup({ run, words }) {
     {},
     el(
       "nav",
-      { class: "ways" },
+      { class: "ways", "aria-label": "from this group" },
       el("a", { href: linkTo("groups", { run: run.name }) }, "all groups"),
       account.step !== null ? el("a", { href: linkTo("groups", { run: run.name, step: account.step }) }, "groups of the same step") : null,
     ),
