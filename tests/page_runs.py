@@ -46,9 +46,7 @@ def row(*parts: Part, reward: float = 0.5) -> Trajectory:
         mask += [version >= 0] * len(content)
         versions += [version] * len(content)
     logprobs = [-0.25 if it else 0.0 for it in mask]
-    return Trajectory(
-        ids, mask, logprobs, versions, [1.0] * len(ids), reward, {"accuracy": reward}
-    )
+    return Trajectory(ids, mask, logprobs, versions, [1.0] * len(ids), reward, {"accuracy": reward})
 
 
 async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:

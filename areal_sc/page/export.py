@@ -88,6 +88,7 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
         yield f"{base}/time", run.time_line(width=TIME_PIXELS)
         fleet = run.fleet()
         yield f"{base}/fleet", fleet
+        yield f"{base}/held", run.held()
         for log in fleet["logs"]:
             yield f"{base}/logs/{log['name']}", {"text": run.log(log["name"])}
         groups = run.groups(GroupQuery(), 0, NUM_GROUPS)

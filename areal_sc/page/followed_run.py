@@ -52,6 +52,10 @@ class FollowedRun:
     Args:
         name: as the page calls it.
         cache: folder of what is read of runs; None: that of the user.
+
+    Attributes:
+        index: of its recorded rows.
+
     Raises: CommandError: it is not the folder of a run.
     """
 
@@ -65,16 +69,16 @@ class FollowedRun:
         self._rows = SampleRows(self.folder.samples_path)
         self._groups = GroupBook(self.folder.ledger)
         self._health = FollowedHealth()
-        self._index = RowIndex(
+        self.index = RowIndex(
             self.folder.records,
             database_of(cache, path),
             lambda: self._tokenizer,
             advantages_by(self._settings()[0]),
         )
-        self._search = RowSearch(self._index)
+        self._search = RowSearch(self.index)
         self._bookmarks = Bookmarks(cache, path)
-        self._recorded = RecordedGroups(self._index)
-        self._fates_of: Any = None
+        self._recorded = RecordedGroups(self.index)
+        self._fates_of = 0  # which reading of the ledger the index knows
         self._time_line = TimeLine(self.folder.records)
         self._script: tuple[list[RecordedSpan], int] = (
             [],
@@ -90,7 +94,7 @@ class FollowedRun:
             "rows": stamp_of(folder.samples_path),
             "groups": self._groups.stamp(),
             "records": self._time_line.stamp(),
-            "recorded": self._index.stamp(),
+            "recorded": self.index.stamp(),
             "fleet": stamp_of(folder.status_path, folder.summary_path),
         }
 
@@ -157,17 +161,17 @@ class FollowedRun:
     def read_rows(self, seconds: float) -> dict[str, Any]:
         """Reads new rows, as `RowIndex.follow` does, and what became of their groups."""
         with self._lock_of_groups:
-            fates, of = self._groups.fates(), self._groups.num_readings
-        if of != self._fates_of:
-            self._index.note_fates(fates)
-            self._fates_of = of
-        return self._index.follow(seconds)
+            self._groups.follow()
+            if self._groups.num_readings != self._fates_of:
+                self.index.note_fates(self._groups.fates())
+                self._fates_of = self._groups.num_readings
+        return self.index.follow(seconds)
 
     def recorded_rows(
         self, query: RowQuery, at: int, limit: int, *, has_whole_texts: bool = False
     ) -> dict[str, Any]:
         """Recorded rows, as `RowSearch.found` tells them."""
-        self._index.follow()
+        self.index.follow()
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
         return self._search.found(query, at, limit, marked, has_whole_texts=has_whole_texts)
 
@@ -182,8 +186,9 @@ class FollowedRun:
 
     def recorded(self, group: int) -> dict[str, Any]:
         """`attempts`, as `RecordedGroups.of_group` tells them, `rows` with texts, and `damage`."""
-        progress = self.read_rows(READ_S)
-        damage = self._index.damage
+        # the ledger, whose reading may take long, is read anew when the list of rows is seen
+        progress = self.index.follow(READ_S) if self._fates_of else self.read_rows(READ_S)
+        damage = self.index.damage
         if not progress["is_whole"]:
             share = progress["num_read_bytes"] / progress["num_bytes"]
             damage = [*damage, f"the rows are still being read: {share:.0%} so far"]
@@ -193,10 +198,12 @@ class FollowedRun:
             "damage": damage,
         }
 
-    def tokens(self, group: int, attempt: int, episode: int, row: int) -> dict[str, Any] | None:
+    def tokens(
+        self, group: int, attempt: int, episode: int, row: int, first: int = 0
+    ) -> dict[str, Any] | None:
         """The tokens of a recorded row, as `RecordedGroups.tokens` tells them."""
-        self._index.follow()
-        return self._recorded.tokens(group, attempt, episode, row, self._tokenizer)
+        self.index.follow()
+        return self._recorded.tokens(group, attempt, episode, row, self._tokenizer, first)
 
     def time_line(
         self, first: float | None = None, last: float | None = None, width: int = 2000
@@ -223,6 +230,12 @@ class FollowedRun:
     def fleet(self) -> dict[str, Any]:
         """State and workers, as `fleet_view` tells them."""
         return fleet_view(self.folder)
+
+    def held(self) -> dict[str, int]:
+        """Policy versions of workers, as `TimeLine.held` tells them."""
+        with self._lock_of_records:
+            self._time_line.follow()
+            return self._time_line.held()
 
     def log(self, name: str) -> str | None:
         """The end of a log, as `log_end` gives it."""

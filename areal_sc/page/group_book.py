@@ -92,7 +92,7 @@ class GroupBook:
             `causes` and `workers` with their numbers of groups; `account`, of the whole run (None:
             the journal cannot be read to its end); `damage`.
         """
-        self._follow()
+        self.follow()
         fitting = [account for account in self._groups if query.fits(account)]
         end = max(at, 0) + max(1, min(limit, MAX_GROUPS))
         outcomes = Counter("undone" if it.is_undone else it.outcome for it in self._groups)
@@ -108,8 +108,7 @@ class GroupBook:
         }
 
     def fates(self) -> dict[tuple[int, int], Fate]:
-        """(group, attempt) -> what became of it: the last attempt of each group."""
-        self._follow()
+        """(group, attempt) -> what became of it at the last reading: last attempts of groups."""
         # oldest first, and what was undone before what came in its place
         accounts = sorted(self._groups, key=lambda it: (not it.is_undone, it.lineage))
         return {
@@ -124,7 +123,7 @@ class GroupBook:
 
         Raises: RunFolderError: the journal cannot be read.
         """
-        self._follow()
+        self.follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
         lives = {group: _GroupLife() for group in accounts}
         for record in _records(self._ledger, self._disk) if lives else ():
@@ -135,7 +134,8 @@ class GroupBook:
             for group, account in accounts.items()
         }
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Reads the journal, if there is something new and it is time."""
         stamp = self.stamp()
         if stamp == self._read_of:
             return

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -32,8 +33,9 @@ def database_of(cache: Path, run: Path) -> Path:
     """Where the rows of a run are kept; those at which nobody looks any more go."""
     now = time.time()
     for path in cache.glob("*.sqlite"):
-        if now - path.stat().st_mtime > _UNUSED_S:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # another page has deleted it
+            if now - path.stat().st_mtime > _UNUSED_S:
+                path.unlink()
     path = cache / f"{_name_of(run)}.sqlite"
     if path.exists():
         os.utime(path)

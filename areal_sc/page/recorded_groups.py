@@ -14,9 +14,17 @@ from tokenizers.decoders import DecodeStream
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import PlacedGroup, RowIndex
+from areal_sc.page.row_texts import decoded
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
-from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
+from areal_sc.records.recorded_rows import (
+    RecordedGroup,
+    RecordedTokens,
+    unpack_group,
+    unpack_tokens,
+)
 
+MAX_TOKENS: Final = 10_000
+"""Tokens of one answer: a page shows so many at once."""
 _MOST_PARTS: Final = 4
 """Most tokens that make one character: a byte each."""
 
@@ -66,13 +74,21 @@ class RecordedGroups:
         ]
 
     def tokens(
-        self, number: int, attempt: int, episode: int, row: int, tokenizer: Tokenizer | None
+        self,
+        number: int,
+        attempt: int,
+        episode: int,
+        row: int,
+        tokenizer: Tokenizer | None,
+        first: int = 0,
     ) -> dict[str, Any] | None:
-        """The tokens of a row.
+        """The turns of a row, and its tokens from the one numbered `first` on, as many as are told.
 
         Returns: `ids`, `mask`, `logprobs`, `versions` and, with a tokenizer, `texts` (None without
-            one), each with one value a token; `branches`, of the other rows of the episode `row`
-            and `num_shared`, the tokens that both begin with; None: it is not recorded.
+            one), each with one value a token; `first`, `num_tokens` of the row; `turns`, runs of
+            tokens that were sampled, or were not, with `is_sampled`, `begin`, `end`, `text` (None
+            without a tokenizer), and `mean_logprob`; `branches`, of the other rows of the episode
+            `row` and `num_shared`, the tokens that both begin with. None: it is not recorded.
         Raises: RunFolderError: it cannot be read any more.
         """
         placed = self._index.places(number).get(attempt)
@@ -89,20 +105,47 @@ class RecordedGroups:
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
             ) from None
         tokens = of_rows[names.index((episode, row))]
-        ids = tokens.input_ids.tolist()
         branches = [
             {"row": other, "num_shared": _num_shared(tokens.input_ids, it.input_ids)}
             for (of_episode, other), it in zip(names, of_rows, strict=True)
             if of_episode == episode and other != row
         ]
+        told = slice(max(first, 0), max(first, 0) + MAX_TOKENS)
+        ids = tokens.input_ids[told].tolist()
         return {
             "ids": ids,
-            "mask": tokens.loss_mask.tolist(),
-            "logprobs": [round(it, 5) for it in tokens.behavior_logprobs.tolist()],
-            "versions": tokens.versions.tolist(),
+            "mask": tokens.loss_mask[told].tolist(),
+            "logprobs": [round(it, 5) for it in tokens.behavior_logprobs[told].tolist()],
+            "versions": tokens.versions[told].tolist(),
             "texts": None if tokenizer is None else texts_of(tokenizer, ids),
+            "first": told.start,
+            "num_tokens": len(tokens.input_ids),
+            "turns": _turns(tokens, tokenizer),
             "branches": branches,
         }
+
+
+def _turns(tokens: RecordedTokens, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    mask = tokens.loss_mask
+    ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    parts = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    texts = (
+        [None] * len(parts)
+        if tokenizer is None
+        else decoded([tokens.input_ids[part].tolist() for part in parts], tokenizer)
+    )
+    return [
+        {
+            "is_sampled": bool(mask[part.start]),
+            "begin": part.start,
+            "end": part.stop,
+            "first_version": int(tokens.versions[part.start]),
+            "last_version": int(tokens.versions[part.stop - 1]),
+            "mean_logprob": float(tokens.behavior_logprobs[part].mean()),
+            "text": text,
+        }
+        for part, text in zip(parts, texts, strict=True)
+    ]
 
 
 def _num_shared(first: np.ndarray, second: np.ndarray) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
@@ -34,23 +34,22 @@ def texts_of_groups(
                 if key not in wanted:
                     wanted[key] = ids.tolist()
         parts.append(of_group)
-    decoded = _decoded(wanted, tokenizer)
+    found = decoded(list(wanted.values()), tokenizer) if tokenizer and wanted else []
+    texts_of = {key: text.encode() for key, text in zip(wanted, found, strict=True)}
     for (group, _), of_group in zip(new, parts, strict=True):
         prompt = group.prompt.encode()
-        texts = [(decoded[first], decoded[second]) for first, second in of_group]
+        texts = [(texts_of[first], texts_of[second]) for first, second in of_group]
         texts += [(prompt, b"")] * (len(group.rows) - len(texts))
         yield texts + [(prompt, rejection.message.encode()) for rejection in group.rejected]
 
 
-def _decoded(wanted: Mapping[bytes, list[int]], tokenizer: Tokenizer | None) -> dict[bytes, bytes]:
-    if tokenizer is None or not wanted:
-        return {}
+def decoded(rows: Sequence[list[int]], tokenizer: Tokenizer) -> list[str]:
+    """The text of each of some lists of tokens; what is the number of none is left out."""
     try:
-        texts = tokenizer.decode_batch(list(wanted.values()), skip_special_tokens=False)
-    except (OverflowError, TypeError):  # a token's number is below 0
-        texts = [_decoded_alone(ids, tokenizer) for ids in wanted.values()]
-    return {key: text.encode() for key, text in zip(wanted, texts, strict=True)}
-
-
-def _decoded_alone(ids: list[int], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode([it for it in ids if it >= 0], skip_special_tokens=False)
+        found: list[str] = tokenizer.decode_batch(rows, skip_special_tokens=False)
+    except (OverflowError, TypeError):  # a number is below 0
+        found = [
+            tokenizer.decode([it for it in ids if it >= 0], skip_special_tokens=False)
+            for ids in rows
+        ]
+    return found

@@ -19,10 +19,11 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks tw
     /api/runs/N/recorded.jsonl          the same with all of their texts, a row a line
     /api/runs/N/marks                   rows that the reader has marked; POST marks others
     /api/runs/N/recorded/GROUP          recorded rows of one, without their tokens
-    /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   the tokens of one of them
+    /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   turns and tokens of one; `?first=`
     /api/runs/N/time                    what each process did when; `?first=&last=&width=`
     /api/runs/N/trace                   the same as a trace for Perfetto
     /api/runs/N/fleet                   state, workers, logs
+    /api/runs/N/held                    policy version of each rollout worker
     /api/runs/N/logs/NAME               the end of a log
     /api/changes                        server-sent events
 """
@@ -99,6 +100,7 @@ class PageServer:
             "time": _time,
             "trace": lambda run, request: run.trace(),
             "fleet": lambda run, request: run.fleet(),
+            "held": lambda run, request: run.held(),
             "logs/{name}": _log,
         }
         for path, view in views.items():
@@ -265,7 +267,9 @@ def _group(run: FollowedRun, request: web.Request) -> Any:
 
 def _tokens(run: FollowedRun, request: web.Request) -> Any:
     names = ("group", "attempt", "episode", "row")
-    return run.tokens(*(_whole_number(request, name) for name in names))
+    return run.tokens(
+        *(_whole_number(request, name) for name in names), _number(request, "first", 0)
+    )
 
 
 def _time(run: FollowedRun, request: web.Request) -> Any:

@@ -3,7 +3,7 @@
 import { linkTo } from "./address.js";
 import { el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
 import { get, marks } from "./source.js";
-import { recordedRows, tokenBox } from "./tokens.js";
+import { recordedRows, tokenArea } from "./tokens.js";
 import { listed, nameOf, rowNumbers, star } from "./view_rows.js";
 import { span } from "./view_run.js";
 
@@ -18,10 +18,11 @@ async function showRecorded(run, words) {
   const { name, run: _, ...asked } = words;
   const [group, attempt, episode, row] = name.split(".").map(encodeURIComponent);
   const base = `/api/runs/${run.index}`;
+  const path = `${base}/tokens/${group}/${attempt}/${episode}/${row}`;
   const [recorded, stars, found] = await Promise.all([
     get(`${base}/recorded/${group}`),
     marks(run.index),
-    get(`${base}/tokens/${group}/${attempt}/${episode}/${row}`).then(
+    get(path).then(
       (tokens) => ({ tokens }),
       (error) => ({ failure: error.message }),
     ),
@@ -54,9 +55,9 @@ async function showRecorded(run, words) {
     el("h2", {}, `Group ${short(chosen.group)}, answer ${chosen.episode + 1}${chosen.row ? `.${chosen.row + 1}` : ""} `, button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
-    found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turns(run, chosen, found.tokens, numbers),
+    found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns),
     found.failure ? null : branches(ofGroup, chosen, found.tokens.branches, to),
-    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenBox({ ...numbers, ...chosen, versions: numbers.versions }, found.tokens)],
+    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
     rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} answers were rejected: `, shown(`${it.cause}: ${it.message}`))),
     ofGroup.length > 1
@@ -114,26 +115,15 @@ function textsOf(row) {
 }
 
 /** What was given and what was sampled, in turns. */
-function turns(run, row, { ids, mask, logprobs, versions, texts }, numbers) {
-  if (texts === null || !numbers) return textsOf(row);
-  const parts = [];
-  for (let begin = 0; begin < ids.length; ) {
-    let end = begin;
-    while (end < ids.length && mask[end] === mask[begin]) end += 1;
-    parts.push({ isSampled: mask[begin], begin, end });
-    begin = end;
-  }
-  const numTurns = parts.filter((it) => it.isSampled).length;
+function turnsOf(row, turns) {
+  if (turns.some((it) => it.text === null)) return textsOf(row);
+  const numTurns = turns.filter((it) => it.is_sampled).length;
   let turn = 0;
-  return parts.map(({ isSampled, begin, end }) => {
-    const text = texts.slice(begin, end).join("");
+  return turns.map(({ is_sampled: isSampled, begin, end, text, first_version: first, last_version: last, mean_logprob: logprob }) => {
     if (isSampled) turn += 1;
-    const sum = logprobs.slice(begin, end).reduce((total, value) => total + value, 0);
     const name = isSampled ? (numTurns > 1 ? `Model, turn ${turn} of ${numTurns}` : "Answer") : begin === 0 ? "Prompt" : isOfTool(text) ? "Given by a tool" : "Given";
     const calls = isSampled ? toolCalls(text) : [];
-    const about = isSampled
-      ? `${short(end - begin)} tokens, version ${span(versions[begin], versions[end - 1])}, mean log-probability ${short(sum / (end - begin))}`
-      : `${short(end - begin)} tokens`;
+    const about = `${short(end - begin)} tokens${isSampled ? `, version ${span(first, last)}, mean log-probability ${short(logprob)}` : ""}`;
     return el(
       "section",
       { class: isSampled ? "turn sampled" : "turn" },

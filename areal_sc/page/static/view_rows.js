@@ -75,8 +75,9 @@ export async function showRows({ run, words, again }) {
       listed.links.push(...cards.map((card) => card.querySelector("a").hash));
       missing -= found.rows.length;
       const { next } = found;
-      const searched = asked.text && next !== null ? `, ${short(next)} searched` : "";
-      said.textContent = `${listed.links.length} shown of ${short(found.num_fitting)} that fit${searched}; ${short(found.num_rows)} rows in all`;
+      said.textContent = asked.text
+        ? `${short(listed.links.length)} found in ${next === null ? "" : `the first ${short(next)} of `}${short(found.num_fitting)} rows; ${short(found.num_rows)} in all`
+        : `${short(listed.links.length)} shown of ${short(found.num_fitting)} that fit; ${short(found.num_rows)} rows in all`;
       more.hidden = next === null;
       more.onclick = () => go(next, 50).catch((error) => said.replaceChildren(error.message));
       if (missing <= 0 || next === null || isStopped) return;
