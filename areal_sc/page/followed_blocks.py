@@ -90,9 +90,9 @@ class FollowedBlocks:
         if len(self.progress.told) < _MAX_TOLD:
             self.progress.told.append(f"{file.path.name}: {why}")
 
-    def begin_again(self) -> None:
-        """Everything is new."""
-        self.progress = Progress()
+    def go_on_from(self, progress: Progress) -> None:
+        """What was read before is what `progress` says."""
+        self.progress = progress
         self._whole.clear()
 
     def forget_gone(self) -> list[str]:

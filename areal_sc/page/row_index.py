@@ -198,6 +198,7 @@ class RowIndex:
         with self._following, self.connected() as database:
             stamp = self._blocks.stamp(of_all=True)
             while stamp != self._read_of:
+                self._read_of = None
                 with _written(database):
                     is_whole = self._read_batch(database)
                 if is_whole:
@@ -220,12 +221,12 @@ class RowIndex:
     def _read_batch(self, database: sqlite3.Connection) -> bool:
         """Whether nothing is left."""
         state, blocks, tokenizer = state_of(database), self._blocks, self._tokenizer()
-        blocks.progress = state.progress
+        blocks.go_on_from(state.progress)
         if blocks.is_another_run() or state.has_texts != (tokenizer is not None):
             for table in ("groups", "rows", "texts"):
                 database.execute(f"DELETE FROM {table}")
             state.has_texts = tokenizer is not None
-            blocks.begin_again()
+            blocks.go_on_from(Progress())
         for name in blocks.forget_gone():
             _delete(database, "SELECT id FROM groups WHERE file = ?", name)
         new, num_tokens, is_whole = list[_NewGroup](), 0, True

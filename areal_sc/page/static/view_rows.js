@@ -109,7 +109,7 @@ export async function showRows({ run, words, again }) {
   await load(first, 50);
   const root = el(
     "div",
-    { on: { keydown: keys(list) } },
+    {},
     notes(first.damage, "damage"),
     isFile ? el("p", { class: "dim" }, "The newest rows of the run; the command `page` searches all of them.") : filters(run, words, table, first),
     table === RECORDED && !first.has_texts
@@ -120,6 +120,7 @@ export async function showRows({ run, words, again }) {
     list,
     more,
   );
+  root.onKey = keys(list);
   root.stop = () => {
     isStopped = true;
   };
@@ -250,7 +251,6 @@ function card(row, href, title, rest, wanted, button = null) {
 
 function keys(list) {
   return (event) => {
-    if (event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
     const cards = [...list.children];
     const at = cards.indexOf(document.activeElement.closest(".row"));
     if (event.key === "b") cards[at]?.querySelector(".star")?.click();
