@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import report
@@ -87,24 +87,25 @@ def measured(folder: Path, num_rows: int, num_tokens: int, num_opened: int) -> d
     record(run_folder.records, tokenizer, text, range(num_rows // GROUP_SIZE), num_tokens)
     report.say("the rows are recorded")
     run = FollowedRun(run_folder.path, "run", folder / "cache")
-    metrics = {"read_s": timed(lambda: run.read_rows(1e9))[0]}
+    read, _ = timed(lambda: run.read_rows(1e9))
+    metrics = {"read_s": read.wall, "read_cpu_s": read.cpu}
     metrics["database_bytes"] = sum(it.stat().st_size for it in (folder / "cache").iterdir())
     metrics["records_bytes"] = sum(it.stat().st_size for it in run_folder.records.iterdir())
     fates = {
         (group, 0): Fate("rejected", None, "stale") if group % 50 == 0 else trained_by(group)
         for group in range(num_rows // GROUP_SIZE)
     }
-    metrics["fates_s"] = timed(lambda: run.index.note_fates(fates))[0]
+    metrics["fates_s"] = timed(lambda: run.index.note_fates(fates))[0].wall
     more = range(num_rows // GROUP_SIZE, num_rows // GROUP_SIZE + max(1, num_rows // 800))
     record(run_folder.records, tokenizer, text, more, num_tokens)
     again = FollowedRun(run_folder.path, "run", folder / "cache")
-    metrics["read_more_s"] = timed(lambda: again.read_rows(1e9))[0]
+    metrics["read_more_s"] = timed(lambda: again.read_rows(1e9))[0].wall
     queries = [timed(lambda words=words: asked(again, words))[0] for words in QUERIES]
-    metrics["query_median_ms"] = 1e3 * statistics.median(queries)
-    metrics["query_worst_ms"] = 1e3 * max(queries)
+    metrics |= summed_up("query", queries)
     for name, wanted in (("every_tenth", OFTEN), ("fifty", RARE), ("none", "no such words")):
-        took_s, found = searched(again, wanted)
-        metrics[f"search_{name}_s"], metrics[f"search_{name}_rows"] = took_s, found
+        took, found = timed(lambda wanted=wanted: searched(again, wanted))
+        metrics[f"search_{name}_s"], metrics[f"search_{name}_cpu_s"] = took
+        metrics[f"search_{name}_rows"] = found
     metrics |= opened(again, num_rows, num_opened)
     kibi = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics["resident_most_bytes"] = 1024.0 * kibi
@@ -140,7 +141,8 @@ def record(
     words = {name: np.asarray(tokenizer.encode(f" {name}").ids) for name in (RARE, OFTEN)}
     rng = np.random.default_rng(groups[0])
     num_rows = len(groups) * GROUP_SIZE
-    rare = set(rng.choice(num_rows, min(50, num_rows), replace=False).tolist())
+    num_rare = min(50, num_rows) if groups[0] == 0 else 0
+    rare = set(rng.choice(num_rows, num_rare, replace=False).tolist())
     writers = [FilesOfProcess(folder, f"rollout/{it}", 4 << 30) for it in range(2)]
     with closing(writers[0]), closing(writers[1]):
         for place, group in enumerate(groups):
@@ -189,10 +191,27 @@ def trained_by(group: int) -> Fate:
     return Fate("trained", group // 32 + 3, "")
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    began_s = time.perf_counter()
+class Took(NamedTuple):
+    """Seconds that passed, and CPU seconds of this process, which a busy machine tells, too."""
+
+    wall: float
+    cpu: float
+
+
+def timed(call: Callable[[], Any]) -> tuple[Took, Any]:
+    began_s, begun_cpu_s = time.perf_counter(), time.process_time()
     found = call()
-    return time.perf_counter() - began_s, found
+    return Took(time.perf_counter() - began_s, time.process_time() - begun_cpu_s), found
+
+
+def summed_up(name: str, took: Sequence[Took]) -> dict[str, float]:
+    """In milliseconds."""
+    return {
+        f"{name}_median_ms": 1e3 * statistics.median(it.wall for it in took),
+        f"{name}_worst_ms": 1e3 * max(it.wall for it in took),
+        f"{name}_median_cpu_ms": 1e3 * statistics.median(it.cpu for it in took),
+        f"{name}_worst_cpu_ms": 1e3 * max(it.cpu for it in took),
+    }
 
 
 def asked(run: FollowedRun, words: dict[str, str], at: int = 0, limit: int = 50) -> Any:
@@ -201,13 +220,13 @@ def asked(run: FollowedRun, words: dict[str, str], at: int = 0, limit: int = 50)
     return found
 
 
-def searched(run: FollowedRun, wanted: str) -> tuple[float, float]:
-    """Seconds until 50 rows are found or all are searched, and how many are found."""
-    began_s, num_found, at = time.perf_counter(), 0, 0
+def searched(run: FollowedRun, wanted: str) -> float:
+    """Searches until 50 rows are found or all are searched; returns how many are found."""
+    num_found, at = 0, 0
     while at is not None and num_found < 50:
         found = asked(run, {"text": wanted}, at, 50 - num_found)
         num_found, at = num_found + len(found["rows"]), found["next"]
-    return time.perf_counter() - began_s, float(num_found)
+    return float(num_found)
 
 
 def opened(run: FollowedRun, num_rows: int, num_opened: int) -> dict[str, float]:
@@ -215,15 +234,15 @@ def opened(run: FollowedRun, num_rows: int, num_opened: int) -> dict[str, float]
     times = []
     for _ in range(num_opened):
         group, episode = rng.randrange(num_rows // GROUP_SIZE), rng.randrange(GROUP_SIZE)
-        took_s, tokens = timed(
+        took, found = timed(
             lambda group=group, episode=episode: (
                 to_json(run.recorded(group)),
                 to_json(run.tokens(group, 0, episode, 0)),
             )
         )
-        assert len(tokens[1]) > 1000
-        times.append(took_s)
-    return {"open_median_ms": 1e3 * statistics.median(times), "open_worst_ms": 1e3 * max(times)}
+        assert len(found[1]) > 1000
+        times.append(took)
+    return summed_up("open", times)
 
 
 if __name__ == "__main__":

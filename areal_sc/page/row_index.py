@@ -57,6 +57,13 @@ CREATE INDEX rows_by_place ON rows (place);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt BLOB, answer BLOB);
 CREATE TABLE metrics (name TEXT PRIMARY KEY, name_of_column TEXT);
 """
+_COLUMNS: Final = (
+    *("id", "place", "group", "attempt", "episode", "row", "dataset", "index", "worker", "time"),
+    *("reward", "group_reward", "advantage", "num_tokens", "num_trained_tokens"),
+    *("first_version", "last_version", "num_interruptions", "step", "staleness"),
+    *("outcome", "cause"),
+)
+
 Advantages = Callable[[RecordedGroup], Sequence[float | None]]
 """The advantage of each row of a group, where its rewards alone tell it."""
 
@@ -281,61 +288,42 @@ class RowIndex:
                 columns[metric] = column = f"metric_{len(columns)}"
                 database.execute("INSERT INTO metrics VALUES (?, ?)", (metric, column))
                 database.execute(f"ALTER TABLE rows ADD COLUMN {column} REAL")
-        for values, metrics, text in zip(*self._values(group), texts, strict=True):
-            filled = {**values, "place": place}
-            filled |= {columns[it]: metrics[it] for it in metrics if it in columns}
-            names = ", ".join(f'"{it}"' for it in filled)
-            number = database.execute(
-                f"INSERT INTO rows ({names}) VALUES ({', '.join('?' * len(filled))})",
-                tuple(filled.values()),
-            ).lastrowid
-            database.execute("INSERT INTO texts VALUES (?, ?, ?)", (number, *text))
+        (last,) = database.execute("SELECT coalesce(max(id), 0) FROM rows").fetchone()
+        names = [*_COLUMNS, *columns.values()]
+        rows = [
+            (number, place, *values, *(metrics.get(it) for it in columns))
+            for number, (values, metrics) in enumerate(self._values(group), start=last + 1)
+        ]
+        marks = ", ".join("?" * len(names))
+        filled = ", ".join(f'"{name}"' for name in names)
+        database.executemany(f"INSERT INTO rows ({filled}) VALUES ({marks})", rows)
+        database.executemany(
+            "INSERT INTO texts VALUES (?, ?, ?)",
+            ((number, *it) for number, it in enumerate(texts, start=last + 1)),
+        )
 
-    def _values(self, group: RecordedGroup) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        """What the columns hold of each row, and of episodes without rows; and their metrics."""
+    def _values(self, group: RecordedGroup) -> Iterator[tuple[tuple[Any, ...], dict[str, float]]]:
+        """What `_COLUMNS` hold of each row, and of episodes without rows; and their metrics."""
         fate = self._fates.get((group.group, group.attempt), _NO_FATE)
-        of_group = {
-            "group": group.group,
-            "attempt": group.attempt,
-            "dataset": group.dataset,
-            "index": group.index,
-            "worker": group.worker,
-            "time": group.began + group.took_s,
-        }
+        name = group.group, group.attempt
+        of_group = group.dataset, group.index, group.worker, group.began + group.took_s
         rewards = [row.reward for row in group.rows]
         mean = sum(rewards) / len(rewards) if rewards else None
-        values: list[dict[str, Any]] = [
-            {
-                **of_group,
-                "episode": row.episode,
-                "row": row.row,
-                "reward": row.reward,
-                "group_reward": mean,
-                "advantage": advantage,
-                "num_tokens": row.num_tokens,
-                "num_trained_tokens": row.num_trained_tokens,
-                "first_version": row.versions[0][0] if row.versions else None,
-                "last_version": row.versions[-1][0] if row.versions else None,
-                "num_interruptions": row.num_interruptions,
-                "step": fate.step,
-                "staleness": _staleness(row, fate.step),
-                "outcome": fate.outcome,
-                "cause": fate.cause,
-            }
-            for row, advantage in zip(group.rows, self._advantages(group), strict=True)
-        ]
-        values += [
-            {
-                **of_group,
-                "episode": REJECTED,
-                "row": number,
-                "outcome": "rejected",
-                "cause": it.cause,
-            }
-            for number, it in enumerate(group.rejected)
-        ]
-        none: dict[str, float] = {}
-        return values, [row.metrics for row in group.rows] + [none for _ in group.rejected]
+        for row, advantage in zip(group.rows, self._advantages(group), strict=True):
+            runs = row.versions
+            first, last = (runs[0][0], runs[-1][0]) if runs else (None, None)
+            yield (
+                (
+                    *(*name, row.episode, row.row, *of_group),
+                    *(row.reward, mean, advantage, row.num_tokens, row.num_trained_tokens),
+                    *(first, last, row.num_interruptions),
+                    *(fate.step, _staleness(row, fate.step), fate.outcome, fate.cause),
+                ),
+                row.metrics,
+            )
+        for number, it in enumerate(group.rejected):
+            none = (None,) * 10
+            yield (*name, REJECTED, number, *of_group, *none, "rejected", it.cause), {}
 
     def note_fates(self, fates: Mapping[tuple[int, int], Fate]) -> None:
         """What became of attempts of groups, by the numbers of both.
