@@ -105,7 +105,7 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
         shown = {group["group"] for group in groups["groups"]}
         for group, life in run.lives(shown | {row["group"] for row in kept}).items():
             yield f"{base}/groups/{group}", life
-            yield f"{base}/recorded/{group}", run.recorded(group)
+            yield f"{base}/recorded/{group}", {**run.recorded(group), "rows": []}
 
 
 def _text(name: str) -> str:

@@ -132,7 +132,7 @@ def _turns(tokens: RecordedTokens, tokenizer: Tokenizer | None) -> list[dict[str
     texts = (
         [None] * len(parts)
         if tokenizer is None
-        else decoded([tokens.input_ids[part].tolist() for part in parts], tokenizer)
+        else decoded([tokens.input_ids[part] for part in parts], tokenizer)
     )
     return [
         {

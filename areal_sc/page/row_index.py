@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.followed_blocks import FollowedBlocks, Progress
-from areal_sc.page.row_texts import Texts, texts_of_groups
+from areal_sc.page.row_texts import TextReader, Texts
 from areal_sc.page.stamps import Stamp
 from areal_sc.records.blocks import RecordBlock, read_body
 from areal_sc.records.record_files import RecordFile, Series
@@ -139,6 +139,7 @@ class RowIndex:
         self._fates: Mapping[tuple[int, int], Fate] = {}
         self._following = Lock()
         self._read_of: Stamp | None = None
+        self._reader: TextReader | None = None
 
     def stamp(self) -> Stamp:
         """It changes when there are new rows."""
@@ -245,9 +246,10 @@ class RowIndex:
             if num_tokens > _BATCH_TOKENS:
                 is_whole = False
                 break
-        for it, texts in zip(
-            new, texts_of_groups([(it.group, it.tokens) for it in new], tokenizer), strict=True
-        ):
+        if self._reader is None or self._reader.tokenizer is not tokenizer:
+            self._reader = TextReader(tokenizer)
+        all_texts = self._reader.texts([(it.group, it.tokens) for it in new])
+        for it, texts in zip(new, all_texts, strict=True):
             self._insert(database, it, texts)
         state.progress = blocks.progress
         state.num_changes += 1

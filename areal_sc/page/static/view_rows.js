@@ -40,7 +40,7 @@ const SAMPLES = {
   ranges: ["reward", "num_tokens", "staleness", "version", "step", "group"],
   card: rowCard,
 };
-const TITLES = { num_tokens: "tokens", index: "row of the data" };
+const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
 const PLACES = [["", "any"], ["best", "best of its group"], ["worst", "worst of its group"], ["equal", "all answers alike"]];
 
 /** Rows that a reader goes through by keyboard, as links, in the order in which the list showed them. */
@@ -146,7 +146,7 @@ function filters(run, words, table, found) {
   const text = (name, attributes = {}) => el("input", { name, value: words[name] || "", placeholder: "0..1 or 3", size: 9, ...attributes });
   const sorts = [...table.sorts, ...found.metrics.flatMap((name) => both(`metrics.${name}`, `highest ${name}`, `lowest ${name}`))];
   const counted = (counts) => [["", "any"], ...Object.entries(counts).map(([name, count]) => [name, `${name} (${short(count)})`])];
-  const chosen = (name, options) => field(name, choice(name, options, words[name] || "", (value) => change({ [name]: value })));
+  const chosen = (name, options) => field(TITLES[name] || name, choice(name, options, words[name] || "", (value) => change({ [name]: value })));
   const ofWords = table === RECORDED ? ["worker", "outcome", "cause"].filter((name) => words[name] || Object.keys(found[name]).length > 0) : [];
   const { run: _, of: __, ...asked } = words;
   return el(
@@ -158,7 +158,7 @@ function filters(run, words, table, found) {
       field("search", text("text", { type: "search", size: 28, id: "search", placeholder: "in prompts and answers" })),
       chosen("sort", sorts),
       table === RECORDED ? ofWords.map((name) => chosen(name, counted(found[name]))) : chosen("place", PLACES),
-      table === RECORDED ? chosen("marked", [["", "all rows"], ["yes", "bookmarks"]]) : null,
+      table === RECORDED ? chosen("marked", [["", "any"], ["yes", "bookmarked"]]) : null,
       el("button", {}, "apply"),
       el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run, of: words.of }) } }, "clear"),
     ),
@@ -184,9 +184,9 @@ function filters(run, words, table, found) {
 export function rowNumbers(row) {
   const pairs = [
     ["reward", number(row.reward)],
-    row.advantage === undefined || row.advantage === null ? null : ["advantage", number(row.advantage)],
+    typeof row.advantage === "number" ? ["advantage", number(row.advantage)] : null,
     ["tokens", number(row.num_tokens)],
-    ["staleness", number(row.staleness)],
+    row.staleness === null ? null : ["staleness", number(row.staleness)],
     ["version", span(row.first_version, row.last_version)],
     ...Object.entries(row.metrics).map(([name, value]) => [shown(name), number(value)]),
   ].filter(Boolean);
