@@ -12,6 +12,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from areal_sc.agents.routes import AgentsAt
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
@@ -137,6 +138,8 @@ class GroupReply(Struct, frozen=True, array_like=True):
         metrics: metric of the workflow -> (sum, number of episodes).
         warning: what the user should know of the prompt; "" if there is nothing.
         num_waiting: answers that wait for a place in the engine.
+        goes_on: nothing has become of it yet, because agents outside are waited for: to be asked
+            for again.
     """
 
     run: GroupAttempt
@@ -145,6 +148,7 @@ class GroupReply(Struct, frozen=True, array_like=True):
     metrics: dict[str, tuple[float, int]] = {}
     warning: str = ""
     num_waiting: int = 0
+    goes_on: bool = False
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):
@@ -295,6 +299,8 @@ RUN_GROUP = Method("run_group", RunGroup, GroupReply)
 """A run is played once: a repeat joins it, or gets its reply again; see `group_runs`."""
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
 """Ends a run, if it goes on; nothing more comes of it when this replies."""
+AGENTS_AT = Method("agents_at", NoneType, AgentsAt)
+"""Where the sessions of the worker are served to the process that has the run's address."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
 READ_TEXTS = Method("read_texts", ReadTexts, tuple[RowText, ...], deadline_s=SAMPLE_TIMEOUT_S)

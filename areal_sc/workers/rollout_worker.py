@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.tensor_bytes import dtype_name
-from areal_sc.user_code import Raised, await_user_code, describe, text_of
+from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
@@ -109,7 +110,7 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        self._agents = AgentServer(spec.name)
+        self._agents = AgentServer(spec.name, spec.order.incarnation, spec.keys.sessions)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
@@ -117,7 +118,7 @@ class RolloutWorker(Worker):
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
         self._all_episodes = Episodes(self.recorder)
-        self._runs = GroupRuns()
+        self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
         self._one_update = asyncio.Lock()
         self._policy: tuple[int, int] | None = None
@@ -136,6 +137,7 @@ class RolloutWorker(Worker):
             DESCRIBE_ROLLOUT.served_by(self.describe),
             calls.RUN_GROUP.served_by(self.run_group),
             calls.GIVE_UP_GROUP.served_by(self._runs.give_up),
+            calls.AGENTS_AT.served_by(lambda _: self._agents.reachable(self._interface)),
             calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
@@ -354,7 +356,7 @@ class RolloutWorker(Worker):
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
         engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool)
-        limit_s = config.group_timeout_s
+        limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
 
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)

@@ -66,6 +66,12 @@ NOT_RUN_HERE = {
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
     "trainer.fit(AgentWorkflow(": "examples/agent.py",
+    "trainer.fit(OnlineWorkflow(": "examples/online.py",
+    "# collect.py": "waits for a person; test_run_address.py makes the same requests",
+    "python examples/online.py --config configs/tool_use.yaml run_dir=runs/online": (
+        "tests/integration/test_tool_use.py"
+    ),
+    "python examples/online.py collect runs/online": "tests/integration/test_tool_use.py",
     "class MyAgent(Workflow):": "tests/integration/test_agents.py has one like it",
     "python examples/agent.py --config configs/tool_use.yaml run_dir=runs/agent": (
         "tests/integration/test_tool_use.py"

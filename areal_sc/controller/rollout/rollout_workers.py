@@ -302,12 +302,16 @@ class RolloutWorkers:
             source.workflow if source is not None else 0,
             self._config.group_size,
         )
-        call = self._background.hold(
-            self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
-            f"run of group {run.group_id}",
-        )
         try:
-            reply = await asyncio.shield(call)
+            while True:
+                call = self._background.hold(
+                    self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
+                    f"run of group {run.group_id}",
+                )
+                reply = await asyncio.shield(call)
+                if not reply.goes_on:
+                    break
+                self._background.notify()  # who waits for a batch waits for agents outside
             if reply.run != run:
                 cause = f"answered for {reply.run}, asked for {run}"
                 raise self._fleet.lose(state.member, incarnation, cause)
