@@ -53,8 +53,8 @@ from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
-from areal_sc.run.wishes import RunWishes
 from areal_sc.run.run_status import RoleStatus
+from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
