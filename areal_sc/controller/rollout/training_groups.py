@@ -37,6 +37,7 @@ from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, RowMetadata, concat
@@ -138,9 +139,10 @@ class TrainingGroups(Groups):
                     self._consume(decision.groups)
                 continue
             self._workers.set.check_room()
-            await self._background.wait(
-                f"{decision.num_missing} more groups for the batch of version {self.version}"
-            )
+            with self._workers.card.wanted(Side.generation):
+                await self._background.wait(
+                    f"{decision.num_missing} more groups for the batch of version {self.version}"
+                )
 
     def record_version(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
         """A new policy version exists; `begin_version` follows when that is durable.
