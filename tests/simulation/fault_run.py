@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from simulation.books import SLOWEST_MESSAGES_S
-from simulation.faults import NO_DEATH, FaultKind
+from simulation.faults import NO_DEATH, FaultKind, draw_faults_of_turns
 from simulation.faulty_script import FaultyScript
 from simulation.process import Process
 from simulation.scenario import ALL_KINDS, DRAWN_KINDS, Scenario, draw_scenario
@@ -267,6 +268,7 @@ def play_in_turns(seed: int) -> FaultRun:
     scenario = draw_scenario(seed, DRAWN_KINDS)  # the number of workers is fixed
     settings = scenario.settings
     settings.placement = Placement.turns
+    scenario.faults.extend(draw_faults_of_turns(random.Random(f"turns {seed}")))
     if settings.weight_update is WeightUpdateMethod.collective:  # which needs both at one time
         settings.weight_update = WeightUpdateMethod.pull
     run = _play(scenario)

@@ -310,7 +310,7 @@ class RolloutController(WeightsReader):
         """
         if goes_on and self._journal.exists():
             self.groups.take_over(self._journal.take_up(self.groups.ledger))
-        found = await self._workers.take_over(self.groups.ledger)
+        found = await self._workers.take_over(self.groups.ledger, goes_on=goes_on)
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so

@@ -121,9 +121,13 @@ class RolloutWorkers:
             state.has_memory = state.member.is_adopted
         self.is_tracked.set()
 
-    async def take_over(self, ledger: Ledger) -> FoundRuns:
-        """Finds out what workers of an earlier start do and hold; `sweep` follows."""
-        self.updates.take_over(ledger.version)
+    async def take_over(self, ledger: Ledger, *, goes_on: bool) -> FoundRuns:
+        """Finds out what workers of an earlier start do and hold; `sweep` follows.
+
+        Args:
+            goes_on: as of `RolloutController.take_over_async`.
+        """
+        self.updates.take_over(ledger.version, goes_on=goes_on)
         found = await find_runs(self._states, self._fleet, ledger)
         self._is_ledger_known = True
         self.set.recount_soon()

@@ -154,13 +154,13 @@ class WeightUpdates:
             for state in self.states:
                 self._set_version(state, NO_VERSION)
 
-    def take_over(self, version: int) -> None:
+    def take_over(self, version: int, *, goes_on: bool) -> None:
         """Workers hold what an earlier start of the script has given them, up to that version.
 
         Others do no work before `receive`.
         """
         self._is_forgotten = version > 0 or self._config.waits_for_weights
-        if self._has_stopped:
+        if self._has_stopped and goes_on:  # else they get others
             self._name_first_weights()
             self.begin_all()
 
