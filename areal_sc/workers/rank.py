@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from areal_sc.workers.operations import Operations
 
 A = TypeVar("A")
 T = TypeVar("T")
+Work = Callable[[A], Coroutine[Any, Any, T]]
 
 
 class Rank(Worker):
@@ -76,7 +77,7 @@ class Rank(Worker):
 
         await super().compute(sleep)
 
-    def using(self, work: Callable[[A], Awaitable[T]]) -> Callable[[A], Awaitable[T]]:
+    def using(self, work: Work[A, T]) -> Work[A, T]:
         """The same method of the rank, which uses the engine: `sleep` waits for its end."""
 
         async def use(args: A) -> T:

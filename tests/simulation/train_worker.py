@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from simulation.store import Past, SnapshotKey, row_key
 from simulation.weight_groups import SimulatedWeightGroup
@@ -13,7 +13,7 @@ from areal_sc.controller.train.train_step import MODEL_FIELDS
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
 from areal_sc.nodes.spec import TRAIN_ROLE, WorkerOrder
-from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.rpc.method import A, R, Served
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
@@ -23,10 +23,9 @@ from areal_sc.workers.rank_methods import SnapshotPlace
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
 
-A = TypeVar("A")
-T = TypeVar("T")
 
 WEIGHTS_BYTES = 1
+Work = Callable[[A], Coroutine[Any, Any, R]]
 
 
 class SimulatedTrainWorker(SimulatedWorker):
@@ -72,10 +71,10 @@ class SimulatedTrainWorker(SimulatedWorker):
             rank_methods.LOAD_SNAPSHOT.served_by(self.using(self.load_snapshot)),
         ]
 
-    def using(self, work: Callable[[A], Awaitable[T]]) -> Callable[[A], Awaitable[T]]:
+    def using(self, work: Work[A, R]) -> Work[A, R]:
         """The same method, which takes the card's memory; `sleep` waits for its end."""
 
-        async def use(args: A) -> T:
+        async def use(args: A) -> R:
             self.take_memory()
             self._num_using += 1
             try:
