@@ -24,7 +24,7 @@ from areal_sc.config.follow_settings import (
 )
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
-from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
+from areal_sc.config.parallel_settings import ParallelConfig, Placement, TrainEngineKind
 from areal_sc.config.ppo_settings import CriticPPOConfig, PPOConfig
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
@@ -298,6 +298,7 @@ class RolloutConfig(Section):
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
     device: Device = setting(Device.auto)
+    placement: Placement = shared("${placement}", Placement.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(
         False, "with a 16-bit dtype: logits are not rounded to it, as trainers do not either"
@@ -433,6 +434,7 @@ class GRPOConfig:
     resume: Resume = setting(Resume.auto)
     overwrite: bool = setting(False, "empty the run folder first")
     dry_run: bool = setting(False, "start nothing; end when all of the task was looked at")
+    placement: Placement = setting(Placement.auto)
     generation: GenerationConfig = setting(GenerationConfig)
     actor: ActorConfig = setting(ActorConfig)
     reference: FrozenModelConfig = setting(FrozenModelConfig)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self, TypeVar
 
-from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
@@ -110,6 +110,11 @@ class TrainHandle:
             count_devices: CUDA devices of this machine, if it is the one that it will run on.
         Raises: ConfigError: names the setting, its value, and what is allowed.
         """
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether a rank can give its device's memory up, and go on."""
+        return False
 
     def check_model(self, folder: Path) -> None:
         """Whether it can train a model on its ranks, as far as `config.json` tells.
@@ -307,6 +312,21 @@ class GeneratorHandle:
         """Whether there can be more workers, or fewer, while a run goes on.
 
         Raises: ConfigError: names the setting that fixes their number.
+        """
+        if self.config.placement is Placement.turns:
+            raise ConfigError(
+                "placement: expected another one than turns, with which the number of rollout "
+                "workers cannot change"
+            )
+
+    def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
+        """Whether it can give its device's memory up, and go on with new weights.
+
+        Args:
+            has_cuda: it computes on a GPU.
+            is_here: on this machine.
+
+        Raises: ConfigError: names the setting that has to be another one.
         """
 
     def check(self, run: GRPOConfig) -> None:

@@ -17,6 +17,7 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
@@ -40,6 +41,7 @@ from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.evaluation_checks import check_evaluation
+from areal_sc.preflight.placement import check_turns
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
@@ -87,7 +89,9 @@ def check_config(
     PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # likewise
     generator = make_generator(config.rollout)
     generator.check(config)
-    if config.rollout.autoscale.max:
+    if config.rollout.placement is Placement.turns:
+        check_turns(config, count_devices)
+    elif config.rollout.autoscale.max:
         generator.check_scaling()
     return [
         *settings_warnings(config),

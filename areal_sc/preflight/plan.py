@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.further_models import further_models
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -105,7 +106,10 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
         for of_node, more in zip(trainers, further, strict=True):
             of_node += [replace(worker, role=role) for worker in more]
     generator = make_generator(config.rollout)
-    beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
+    takes_turns = config.rollout.placement is Placement.turns
+    beside = machines
+    if not takes_turns:
+        beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
     generators = workers_of(ROLLOUT_ROLE, generator, shapes[TRAIN_ROLE], beside)
     for of_node, num_bytes in zip(generators, copies, strict=True):
         of_node[:1] = [replace(it, store_bytes=it.store_bytes + num_bytes) for it in of_node[:1]]
@@ -115,7 +119,7 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
         memory = enumerate(node.machine.cuda_memory_bytes)
         available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
         is_known = all(shape is not None for shape in shapes.values())
-        results[node.name] = RunPlan((*workers[0], *workers[1]), available, is_known)
+        results[node.name] = RunPlan((*workers[0], *workers[1]), available, is_known, takes_turns)
         _check_fits(results[node.name], node.name, actor, generator)
     return results
 

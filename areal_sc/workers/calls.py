@@ -71,6 +71,9 @@ SWEEP = Method("sweep", Sweep, int)
 ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[str, ...])
 """Ids of the shards of earlier lives of the worker that it has taken over, and still holds."""
 STATS = Method("stats", NoneType, WorkerStats)
+SLEEP = Method("sleep", NoneType, NoneType)
+"""The engine gives up the memory of its device. It takes it again when it is asked to compute, or,
+to generate, when it gets weights."""
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
 
 

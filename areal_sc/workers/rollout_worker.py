@@ -32,6 +32,7 @@ from areal_sc.engines.base import (
     GenerationEngine,
     JoinsWeightGroup,
     RunsBesideWorker,
+    SleepsUntilWeights,
     able,
 )
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -60,7 +61,7 @@ from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.evaluated import (
     EvaluatedEpisode,
@@ -150,6 +151,7 @@ class RolloutWorker(Worker):
             calls.LEAVE_WEIGHT_GROUP.served_by(
                 lambda group: self._as(JoinsWeightGroup).leave_group(group)
             ),
+            calls.SLEEP.served_by(self.sleep),
             calls.PAUSE.served_by(self.pause),
             calls.RESUME.served_by(self.resume),
         ]
@@ -261,10 +263,10 @@ class RolloutWorker(Worker):
             with self.recorder.span("fetching weights", version=weights.version):
                 return await self._weights.read(weights)
 
-        if weights.folder:
-            await self._as(FollowsWeights).update_weights_from_disk(
-                weights.version, Path(weights.folder)
-            )
+        if weights.folder or weights.is_of_model_folder:
+            config = self.handle.config
+            folder = Path(weights.folder or local_model(config.path, config.revision))
+            await self._as(FollowsWeights).update_weights_from_disk(weights.version, folder)
         elif weights.broadcast:
             sent = weights.broadcast
             await self._as(JoinsWeightGroup).update_weights_from_group(
@@ -283,6 +285,15 @@ class RolloutWorker(Worker):
             devices=tuple(own_devices(self.node)) if engine.is_cuda else (),
             is_member=engine.has_whole_group(group),
         )
+
+    async def sleep(self, _: None) -> None:
+        """The engine gives up the memory of its device until it gets weights."""
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+            async with self._one_update:
+                await self._as(SleepsUntilWeights).sleep()
+                self._policy = NO_POLICY
+            self.recorder.add_event("sleep")
 
     async def pause(self, _: None) -> None:
         await self._as(RunsBesideWorker).pause()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from simulation.behavior import Behavior
 
-from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.parallel_settings import ParallelConfig, Placement
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import (
@@ -51,6 +51,7 @@ class Settings:
     ends_at_last_step: bool = True
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
+    placement: Placement = Placement.auto
     weight_step_timeout_s: float = 600.0
     num_prompts: int = 1000
     memory_every: int = 1
@@ -106,5 +107,6 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         max_rejection_rate=settings.max_rejection_rate,
         rejection_window=settings.rejection_window,
         weight_update=weight_update,
+        placement=settings.placement,
     )
     return actor, rollout

@@ -90,8 +90,8 @@ class RolloutController(WeightsReader):
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
-        needs, durable = self._needs, self._journal.durable
-        own = engine, self.fleet, self._background, needs, durable, self._hear
+        needs, durable, card = self._needs, self._journal.durable, common_of(scheduler).card
+        own = engine, self.fleet, self._background, needs, durable, self._hear, card
         self._workers = RolloutWorkers(*own)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         tools = GroupTools(
@@ -149,8 +149,8 @@ class RolloutController(WeightsReader):
         return self._samples.newest
 
     async def measures_free_memory(self) -> bool:
-        if not self.engine.takes_free_memory:
-            return False
+        if not self.engine.takes_free_memory or self._workers.card.is_shared:
+            return False  # or it finds what it had in the turn before
         nodes = [it for it in await self.scheduler.nodes() if it.purpose.takes(self.role)]
         return any(node.facts.num_devices for node in nodes)
 
@@ -161,6 +161,8 @@ class RolloutController(WeightsReader):
         """
         common_of(self.scheduler).needs.add(self._needs)
         common_of(self.scheduler).keepers.add(self.keep_rows)
+        if self._adopts:
+            self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
@@ -174,6 +176,7 @@ class RolloutController(WeightsReader):
         common_of(self.scheduler).needs.discard(self._needs)
         common_of(self.scheduler).keepers.discard(self.keep_rows)
         self.groups.end()
+        await self._workers.card.close()
         await self._recovery.close()
         await self._background.close()
         await self._address.close()
@@ -283,7 +286,8 @@ class RolloutController(WeightsReader):
             num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
             num_prompts = min(num_wanted, source.num_prompts or num_wanted)
             registered.append(RegisteredSet(source, num_prompts, num_samples, one.temperature))
-        of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
+        with self._workers.card.wanted_when_idle():
+            of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
         return [
             EvaluationOutcome.of(replies, it.num_samples, cut_is_wrong=cut_is_wrong)
             for it, replies in zip(registered, of_sets, strict=True)
@@ -305,7 +309,7 @@ class RolloutController(WeightsReader):
         """
         if goes_on and self._journal.exists():
             self.groups.take_over(self._journal.take_up(self.groups.ledger))
-        found = await self._workers.take_over(self.groups.ledger)
+        found = await self._workers.take_over(self.groups.ledger, goes_on=goes_on)
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so

@@ -37,6 +37,7 @@ from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import ConfigError, StoreFull, WorkerLost
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
@@ -154,9 +155,10 @@ class TrainingGroups(Groups):
                     self._consume(decision.groups)
                 continue
             self._workers.set.check_room()
-            await self._background.wait(
-                f"{decision.num_missing} more groups for the batch of version {self.version}"
-            )
+            with self._workers.card.wanted(Side.generation):
+                await self._background.wait(
+                    f"{decision.num_missing} more groups for the batch of version {self.version}"
+                )
 
     async def _stand_still(self) -> None:
         def check() -> None:
