@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 MAX_WORKERS: Final = 24
-_STYLES: Final = {State.healthy: "green", State.finished: "green", State.waiting: "yellow"}
+_STYLES: Final = {
+    **dict.fromkeys((State.healthy, State.finished), "green"),
+    **dict.fromkeys((State.waiting, State.paused), "yellow"),
+}
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,6 +94,9 @@ def _facts(
                 yield "groups", f"{said.num_open} open, {said.num_finished} finished"
             if said.agents_url:
                 yield "agents", f"{said.agents_url}, by the key in {agents_path}"
+        if status.wishes is not None and (answer := status.wishes.scale) is not None:
+            outcome = f"refused: {answer.refusal}" if answer.refusal else "followed"
+            yield "scale", f"{answer.num_workers} rollout workers, {outcome}"
         restarts = [role.restart for role in status.roles.values() if role.restart is not None]
         if restarts:
             last = max(restarts, key=lambda restart: restart.began)

@@ -28,6 +28,7 @@ previous/<n>/    what an earlier start left that had no snapshot to go on from
 rollout_workers  how many there are, once their number has changed
 tracker_id       names the run for trackers; it keeps it when it is resumed
 .lineage         number of the newest history of weights
+.pause, .scale   what a person at a shell wants of the run: see `wishes`
 .lock, .term     which process runs in the folder: see `run_owner`
 
 On a node that does not see it another folder stands in for it, with `.join`, `sources/`, `logs/`,
@@ -70,6 +71,8 @@ class RunFiles:
         self.nonce_path = self.path / ".nonce"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.pause_path = self.path / ".pause"
+        self.scale_path = self.path / ".scale"
         self.rollout_workers_path = self.path / "rollout_workers"
         self.ledger = self.path / "ledger"
         self.histories = self.path / "histories"

@@ -399,5 +399,6 @@ class RunFolder(RunFiles):
         """Moves what an earlier start left to `previous/<n>/`, once none of it runs any more."""
         end_agents(self.path, END_LIMIT_S)
         # jobs may wait, whose agents have these keys
-        kept = (MARKER, _PREVIOUS, AGENTS, self.keys_path.name, self.agents_path.name)
+        names = (self.keys_path.name, self.pause_path.name, self.agents_path.name)
+        kept = (MARKER, _PREVIOUS, AGENTS, *names)
         set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)

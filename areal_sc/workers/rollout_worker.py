@@ -32,6 +32,7 @@ from areal_sc.engines.base import (
     GenerationEngine,
     JoinsWeightGroup,
     RunsBesideWorker,
+    SleepsUntilWeights,
     able,
 )
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -60,7 +61,7 @@ from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.evaluated import (
     EvaluatedEpisode,
@@ -150,6 +151,7 @@ class RolloutWorker(Worker):
             calls.LEAVE_WEIGHT_GROUP.served_by(
                 lambda group: self._as(JoinsWeightGroup).leave_group(group)
             ),
+            calls.SLEEP.served_by(self.sleep),
             calls.PAUSE.served_by(self.pause),
             calls.RESUME.served_by(self.resume),
         ]
@@ -250,21 +252,21 @@ class RolloutWorker(Worker):
                 self._weights.keep_only(weights)
                 logger.info("policy_version=%d", weights.version)
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
         async with self._one_update:
-            shard_id = await self._weights.copy(wanted)
+            ids = await self._weights.copy(wanted)
         logger.info("policy_version=%d is served to others", wanted.weights.version)
-        return ShardReference(self.spec.name, self.address, shard_id)
+        return tuple(ShardReference(self.spec.name, self.address, shard_id) for shard_id in ids)
 
     async def _update(self, weights: WeightsReference) -> None:
         async def read() -> list[tuple[str, torch.Tensor]]:
             with self.recorder.span("fetching weights", version=weights.version):
                 return await self._weights.read(weights)
 
-        if weights.folder:
-            await self._as(FollowsWeights).update_weights_from_disk(
-                weights.version, Path(weights.folder)
-            )
+        if weights.folder or weights.is_of_model_folder:
+            config = self.handle.config
+            folder = Path(weights.folder or local_model(config.path, config.revision))
+            await self._as(FollowsWeights).update_weights_from_disk(weights.version, folder)
         elif weights.broadcast:
             sent = weights.broadcast
             await self._as(JoinsWeightGroup).update_weights_from_group(
@@ -284,6 +286,15 @@ class RolloutWorker(Worker):
             is_member=engine.has_whole_group(group),
         )
 
+    async def sleep(self, _: None) -> None:
+        """The engine gives up the memory of its device until it gets weights."""
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+            async with self._one_update:
+                await self._as(SleepsUntilWeights).sleep()
+                self._policy = NO_POLICY
+            self.recorder.add_event("sleep")
+
     async def pause(self, _: None) -> None:
         await self._as(RunsBesideWorker).pause()
         self.recorder.add_event("pause")
@@ -300,7 +311,7 @@ class RolloutWorker(Worker):
         if self._engine is None:
             return {}
         own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
-        return {**own, **self._group_counters}
+        return {**own, **self._group_counters, **self._weights.counters}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""

@@ -54,6 +54,7 @@ from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
 from areal_sc.run.run_status import RoleStatus
+from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
@@ -84,12 +85,13 @@ class RolloutController(WeightsReader):
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
+            self.standstill,
         )
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
-        needs, durable = self._needs, self._journal.durable
-        own = engine, self.fleet, self._background, needs, durable, self._hear
+        needs, durable, card = self._needs, self._journal.durable, common_of(scheduler).card
+        own = engine, self.fleet, self._background, needs, durable, self._hear, card
         self._workers = RolloutWorkers(*own)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         tools = GroupTools(
@@ -112,6 +114,8 @@ class RolloutController(WeightsReader):
             self.groups,
             self._background,
             self._runtime.disk,
+            engine.check_scaling,
+            scheduler.status.answer,
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
@@ -126,6 +130,7 @@ class RolloutController(WeightsReader):
             self.rejections,
             self.config.max_lost_s,
             (self.groups, self._outside),
+            self.standstill,
         )
 
     @property
@@ -144,8 +149,8 @@ class RolloutController(WeightsReader):
         return self._samples.newest
 
     async def measures_free_memory(self) -> bool:
-        if not self.engine.takes_free_memory:
-            return False
+        if not self.engine.takes_free_memory or self._workers.card.is_shared:
+            return False  # or it finds what it had in the turn before
         nodes = [it for it in await self.scheduler.nodes() if it.purpose.takes(self.role)]
         return any(node.facts.num_devices for node in nodes)
 
@@ -156,6 +161,8 @@ class RolloutController(WeightsReader):
         """
         common_of(self.scheduler).needs.add(self._needs)
         common_of(self.scheduler).keepers.add(self.keep_rows)
+        if self._adopts:
+            self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
@@ -169,6 +176,7 @@ class RolloutController(WeightsReader):
         common_of(self.scheduler).needs.discard(self._needs)
         common_of(self.scheduler).keepers.discard(self.keep_rows)
         self.groups.end()
+        await self._workers.card.close()
         await self._recovery.close()
         await self._background.close()
         await self._address.close()
@@ -197,6 +205,7 @@ class RolloutController(WeightsReader):
         self._outside.forget()
         if self.groups.ledger.journal is None:
             self._begin_journal(INITIAL_STATE.training)
+        self._scaling.follow_wish()
         await self._scaling.wait_for_room()
         batch = await self.groups.next_batch(source)
         self._samples.begin(batch)
@@ -277,7 +286,8 @@ class RolloutController(WeightsReader):
             num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
             num_prompts = min(num_wanted, source.num_prompts or num_wanted)
             registered.append(RegisteredSet(source, num_prompts, num_samples, one.temperature))
-        of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
+        with self._workers.card.wanted_when_idle():
+            of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
         return [
             EvaluationOutcome.of(replies, it.num_samples, cut_is_wrong=cut_is_wrong)
             for it, replies in zip(registered, of_sets, strict=True)
@@ -299,7 +309,7 @@ class RolloutController(WeightsReader):
         """
         if goes_on and self._journal.exists():
             self.groups.take_over(self._journal.take_up(self.groups.ledger))
-        found = await self._workers.take_over(self.groups.ledger)
+        found = await self._workers.take_over(self.groups.ledger, goes_on=goes_on)
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so
@@ -329,7 +339,7 @@ class RolloutController(WeightsReader):
 
     @property
     def num_workers(self) -> int:
-        """Number of the workers that stay, or are to come; `scale` changes it."""
+        """Number of the workers that stay, or are to come."""
         return len(self._workers.set.staying)
 
     async def scale_async(self, num_workers: int) -> None:
@@ -344,7 +354,6 @@ class RolloutController(WeightsReader):
             RunFolderError: as of the journal.
         """
         self._check_loop()
-        self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
 
     async def pause_async(self) -> None:
@@ -391,6 +400,12 @@ class RolloutController(WeightsReader):
                 self.groups.lose_rows(runs)
             case BatchFormed():
                 self._scaling.note_batch()
+
+    def _hear_wishes(self, wishes: RunWishes) -> None:
+        super()._hear_wishes(wishes)
+        self._scaling.hear(wishes.scale)
+        self.groups.admit()
+        self._background.notify()
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
