@@ -104,8 +104,8 @@ class AttemptLife:
 
 
 @dataclass
-class GroupLife:
-    """A group.
+class PromptLife:
+    """A group, that is a prompt and its attempts.
 
     Attributes:
         lineage: of the weights when it was admitted.
@@ -128,7 +128,7 @@ class GroupLife:
         return self.attempts[-1].rows if self.attempts else []
 
 
-def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[GroupLife]:
+def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[PromptLife]:
     """The groups of a run in the order of their admission; also while it goes on.
 
     Args:
@@ -139,21 +139,21 @@ def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[GroupLife
     paths = segment_paths(folder, disk)
     if not paths:
         raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
-    lives: _Lives | None = None
+    lives: _PromptLives | None = None
     for path in paths:
         try:
             content = disk.read(path)
         except OSError as error:
             raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
         segment = read_segment(content, path)
-        lives = lives or _Lives(segment.state)
+        lives = lives or _PromptLives(segment.state)
         for record in segment.records:
             lives.read(record)
     assert lives is not None
     yield from lives.groups.values()
 
 
-class _Lives:
+class _PromptLives:
     """Follows the records from a first state on.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Lives:
     """
 
     def __init__(self, state: LedgerState) -> None:
-        self.groups: dict[int, GroupLife] = {}
+        self.groups: dict[int, PromptLife] = {}
         self._lineage = state.lineage
         self._open = dict[int, None]()  # groups that were not rejected, nor undone
         self._batch: list[RowLife] = []  # of the newest step
@@ -174,7 +174,7 @@ class _Lives:
                 self.groups[group.group_id].attempts.append(attempt)
 
     def _admit(self, group: int, prompt: PromptReference, version: int) -> None:
-        self.groups[group] = GroupLife(group, self._lineage, prompt.dataset, prompt.index, version)
+        self.groups[group] = PromptLife(group, self._lineage, prompt.dataset, prompt.index, version)
         self._open[group] = None
 
     def read(self, record: kinds.Record) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from ledger_history import History, a_run
 
-from areal_sc.controller.ledger.group_lives import Fate, GroupLife, RowLife, group_lives
+from areal_sc.controller.ledger.group_lives import Fate, PromptLife, RowLife, group_lives
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.errors import RunFolderError
 from areal_sc.system.disk import Disk
 
 
-def lives_of(run: Path, play: Callable[[History], None]) -> dict[int, GroupLife]:
+def lives_of(run: Path, play: Callable[[History], None]) -> dict[int, PromptLife]:
     async def write() -> None:
         history = History(Disk(), run / "ledger")
         play(history)
