@@ -28,6 +28,12 @@ FIRST = (
 """The longest first: the many short files of the rest keep all processes busy to the end."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is kept for a user, as rows that a page has read, is kept for the tests alone."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 def pytest_configure() -> None:
     """Ctrl-C works in the tests and in what they start, also where a shell ignores it.
 

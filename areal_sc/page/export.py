@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.group_book import GroupQuery
-from areal_sc.page.sample_rows import RowQuery
+from areal_sc.page.row_query import RowQuery
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
@@ -88,6 +88,7 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
         yield f"{base}/time", run.time_line(width=TIME_PIXELS)
         fleet = run.fleet()
         yield f"{base}/fleet", fleet
+        yield f"{base}/held", run.held()
         for log in fleet["logs"]:
             yield f"{base}/logs/{log['name']}", {"text": run.log(log["name"])}
         groups = run.groups(GroupQuery(), 0, NUM_GROUPS)
@@ -104,7 +105,7 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
         shown = {group["group"] for group in groups["groups"]}
         for group, life in run.lives(shown | {row["group"] for row in kept}).items():
             yield f"{base}/groups/{group}", life
-            yield f"{base}/recorded/{group}", run.recorded(group)
+            yield f"{base}/recorded/{group}", {**run.recorded(group), "rows": []}
 
 
 def _text(name: str) -> str:

@@ -13,6 +13,8 @@ from areal_sc.run.verdict import steps_of, verdict
 
 LOG_BYTES: Final = 64 << 10
 """The end of a log that is shown, in bytes."""
+LINE_BYTES: Final = 1 << 10
+"""The end of a log among which its last line is."""
 _WARNINGS: Final = 20
 _WORDS: Final = (" WARNING ", " ERROR ", " CRITICAL ")
 
@@ -22,8 +24,8 @@ def fleet_view(folder: RunFolder) -> dict[str, Any]:
 
     Returns: `state` and `text`, of the verdict; `step`, `total_steps`; `status`, as in
         `status.json` (None: nothing that can be read); `have_workers_ended`; `snapshots`, their
-        names; `logs`, with `name`, `num_bytes`, `changed`; `warnings`, the newest lines of the
-        script's log; `now`; `damage`.
+        names; `logs`, with `name`, `num_bytes`, `changed` and `last`, their last line;
+        `warnings`, the newest lines of the script's log; `now`; `damage`.
     """
     now, damage = time.time(), list[str]()
     told: dict[str, Any] = {"now": now, "state": "unknown", "text": "", "status": None}
@@ -64,17 +66,30 @@ def _logs(folder: Path) -> list[dict[str, Any]]:
     with os.scandir(folder) as entries:
         files = [(e.name, e.stat()) for e in entries if e.is_file(follow_symlinks=False)]
     return [
-        {"name": name, "num_bytes": stat.st_size, "changed": stat.st_mtime}
+        {
+            "name": name,
+            "num_bytes": stat.st_size,
+            "changed": stat.st_mtime,
+            "last": _last_line(folder / name),
+        }
         for name, stat in sorted(files)
     ]
 
 
-def _end_of(path: Path) -> str:
+def _last_line(path: Path) -> str:
+    """ "" of a log that is empty, or cannot be read."""
+    try:
+        return next(iter(_end_of(path, LINE_BYTES).splitlines()[-1:]), "")
+    except OSError:
+        return ""
+
+
+def _end_of(path: Path, num_bytes: int = LOG_BYTES) -> str:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = os.pread(file.fileno(), LOG_BYTES, max(0, size - LOG_BYTES))
-    if size > LOG_BYTES:
-        content = content.partition(b"\n")[2]
+        content = os.pread(file.fileno(), num_bytes, max(0, size - num_bytes))
+    if size > num_bytes:
+        content = content.partition(b"\n")[2] or content
     return content.decode(errors="replace")
 
 

@@ -9,7 +9,7 @@ long, has a lock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -25,8 +25,13 @@ from areal_sc.page.fleet_view import fleet_view, log_end
 from areal_sc.page.followed_health import FollowedHealth
 from areal_sc.page.group_book import GroupBook, GroupQuery
 from areal_sc.page.metric_columns import MetricColumns
+from areal_sc.page.page_cache import Bookmarks, cache_folder, database_of
+from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, tokenizer_of
-from areal_sc.page.sample_rows import RowQuery, SampleRows
+from areal_sc.page.row_index import RowIndex
+from areal_sc.page.row_query import RowQuery
+from areal_sc.page.row_search import MARKED, RowName, RowSearch
+from areal_sc.page.sample_rows import SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
 from areal_sc.records.reading import spans, trace_events
@@ -35,6 +40,8 @@ from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
 from areal_sc.system.json_lines import to_json
 
+READ_S: Final = 1.0
+"""A view that needs all rows waits so long for those that are not read yet."""
 _MAX_SETTINGS_BYTES: Final = 64 << 20
 """Largest `config.yaml` that is read, in bytes."""
 
@@ -44,10 +51,16 @@ class FollowedRun:
 
     Args:
         name: as the page calls it.
+        cache: folder of what is read of runs; None: that of the user.
+
+    Attributes:
+        index: of its recorded rows.
+
     Raises: CommandError: it is not the folder of a run.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, cache: Path | None = None) -> None:
+        cache = cache or cache_folder()
         self.name = name
         self.folder = RunFolder(path)
         check_is_run(self.folder)
@@ -56,7 +69,16 @@ class FollowedRun:
         self._rows = SampleRows(self.folder.samples_path)
         self._groups = GroupBook(self.folder.ledger)
         self._health = FollowedHealth()
-        self._recorded = RecordedGroups(self.folder.records)
+        self.index = RowIndex(
+            self.folder.records,
+            database_of(cache, path),
+            lambda: self._tokenizer,
+            advantages_by(self._settings()[0]),
+        )
+        self._search = RowSearch(self.index)
+        self._bookmarks = Bookmarks(cache, path)
+        self._recorded = RecordedGroups(self.index)
+        self._fates_of = 0  # which reading of the ledger the index knows
         self._time_line = TimeLine(self.folder.records)
         self._script: tuple[list[RecordedSpan], int] = (
             [],
@@ -72,6 +94,7 @@ class FollowedRun:
             "rows": stamp_of(folder.samples_path),
             "groups": self._groups.stamp(),
             "records": self._time_line.stamp(),
+            "recorded": self.index.stamp(),
             "fleet": stamp_of(folder.status_path, folder.summary_path),
         }
 
@@ -135,18 +158,52 @@ class FollowedRun:
                 life["rows"] = self._rows.of_group(group)
             return lives
 
-    def recorded(self, group: int) -> dict[str, Any]:
-        """`attempts`, as `RecordedGroups.of_group` tells them, and `damage`."""
-        with self._lock_of_records:
-            self._recorded.follow()
-            attempts = self._recorded.of_group(group)
-            return {"attempts": attempts, "damage": self._recorded.damage}
+    def read_rows(self, seconds: float) -> dict[str, Any]:
+        """Reads new rows, as `RowIndex.follow` does, and what became of their groups."""
+        with self._lock_of_groups:
+            self._groups.follow()
+            if self._groups.num_readings != self._fates_of:
+                self.index.note_fates(self._groups.fates())
+                self._fates_of = self._groups.num_readings
+        return self.index.follow(seconds)
 
-    def tokens(self, group: int, attempt: int, episode: int, row: int) -> dict[str, Any] | None:
+    def recorded_rows(
+        self, query: RowQuery, at: int, limit: int, *, has_whole_texts: bool = False
+    ) -> dict[str, Any]:
+        """Recorded rows, as `RowSearch.found` tells them."""
+        self.index.follow()
+        marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
+        return self._search.found(query, at, limit, marked, has_whole_texts=has_whole_texts)
+
+    def bookmarks(self) -> list[dict[str, Any]]:
+        """The rows that the reader has marked, with `note`."""
+        return [_told_mark(name, note) for name, note in self._bookmarks.read().items()]
+
+    def mark(self, names: Sequence[RowName], note: str | None) -> list[dict[str, Any]]:
+        """Marks rows, or, with None, no longer; returns all marks."""
+        marks = self._bookmarks.change(names, note)
+        return [_told_mark(name, note) for name, note in marks.items()]
+
+    def recorded(self, group: int) -> dict[str, Any]:
+        """`attempts`, as `RecordedGroups.of_group` tells them, `rows` with texts, and `damage`."""
+        # the ledger, whose reading may take long, is read anew when the list of rows is seen
+        progress = self.index.follow(READ_S) if self._fates_of else self.read_rows(READ_S)
+        damage = self.index.damage
+        if not progress["is_whole"]:
+            share = progress["num_read_bytes"] / progress["num_bytes"]
+            damage = [*damage, f"the rows are still being read: {share:.0%} so far"]
+        return {
+            "attempts": self._recorded.of_group(group),
+            "rows": self._search.of_group(group),
+            "damage": damage,
+        }
+
+    def tokens(
+        self, group: int, attempt: int, episode: int, row: int, first: int = 0
+    ) -> dict[str, Any] | None:
         """The tokens of a recorded row, as `RecordedGroups.tokens` tells them."""
-        with self._lock_of_records:
-            self._recorded.follow()
-            return self._recorded.tokens(group, attempt, episode, row, self._tokenizer)
+        self.index.follow()
+        return self._recorded.tokens(group, attempt, episode, row, self._tokenizer, first)
 
     def time_line(
         self, first: float | None = None, last: float | None = None, width: int = 2000
@@ -173,6 +230,12 @@ class FollowedRun:
     def fleet(self) -> dict[str, Any]:
         """State and workers, as `fleet_view` tells them."""
         return fleet_view(self.folder)
+
+    def held(self) -> dict[str, int]:
+        """Policy versions of workers, as `TimeLine.held` tells them."""
+        with self._lock_of_records:
+            self._time_line.follow()
+            return self._time_line.held()
 
     def log(self, name: str) -> str | None:
         """The end of a log, as `log_end` gives it."""
@@ -203,3 +266,7 @@ class FollowedRun:
     def _dtype(self) -> Dtype:
         name = self._settings()[0].get("actor.dtype", "")
         return Dtype(name) if name in list(Dtype) else Dtype.float32
+
+
+def _told_mark(name: RowName, note: str) -> dict[str, Any]:
+    return {**dict(zip(("group", "attempt", "episode", "row"), name, strict=True)), "note": note}

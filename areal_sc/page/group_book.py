@@ -21,6 +21,7 @@ from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, 
 from areal_sc.controller.ledger.ledger_records import Record
 from areal_sc.errors import JournalDamaged, RunFolderError
 from areal_sc.metadata import RowMetadata
+from areal_sc.page.row_index import Fate
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.system.disk import Disk
 
@@ -60,7 +61,11 @@ class GroupQuery:
 
 
 class GroupBook:
-    """Reads the journal of a run when it is asked for, at most so often as that is cheap."""
+    """Reads the journal of a run when it is asked for, at most so often as that is cheap.
+
+    Attributes:
+        num_readings: how often it was read.
+    """
 
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
@@ -70,6 +75,7 @@ class GroupBook:
         self._account: RunAccount | None = None
         self._failure = ""
         self._disk = Disk()
+        self.num_readings = 0
 
     def stamp(self) -> Stamp:
         """Changes when there is something new, and it is time to read it."""
@@ -86,7 +92,7 @@ class GroupBook:
             `causes` and `workers` with their numbers of groups; `account`, of the whole run (None:
             the journal cannot be read to its end); `damage`.
         """
-        self._follow()
+        self.follow()
         fitting = [account for account in self._groups if query.fits(account)]
         end = max(at, 0) + max(1, min(limit, MAX_GROUPS))
         outcomes = Counter("undone" if it.is_undone else it.outcome for it in self._groups)
@@ -101,12 +107,23 @@ class GroupBook:
             "damage": [self._failure] if self._failure else [],
         }
 
+    def fates(self) -> dict[tuple[int, int], Fate]:
+        """(group, attempt) -> what became of it at the last reading: last attempts of groups."""
+        # oldest first, and what was undone before what came in its place
+        accounts = sorted(self._groups, key=lambda it: (not it.is_undone, it.lineage))
+        return {
+            (it.group, it.attempt): Fate(
+                "undone" if it.is_undone else it.outcome, _made_version(it.step), it.cause
+            )
+            for it in accounts
+        }
+
     def lives(self, groups: Set[int]) -> dict[int, dict[str, Any]]:
         """Group -> its `account`, and its `events` in order, of those groups that there are.
 
         Raises: RunFolderError: the journal cannot be read.
         """
-        self._follow()
+        self.follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
         lives = {group: _GroupLife() for group in accounts}
         for record in _records(self._ledger, self._disk) if lives else ():
@@ -117,11 +134,13 @@ class GroupBook:
             for group, account in accounts.items()
         }
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Reads the journal, if there is something new and it is time."""
         stamp = self.stamp()
         if stamp == self._read_of:
             return
         began = time.monotonic()
+        self.num_readings += 1
         groups: list[GroupAccount] = []
         self._account, self._failure, self._disk = None, "", Disk()
         try:

@@ -1,4 +1,4 @@
-"""The rows that rollout workers have recorded: memory has their places, the files the rest."""
+"""Single groups that rollout workers have recorded, with all of their numbers and tokens."""
 
 from __future__ import annotations
 
@@ -6,76 +6,34 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from areal_sc.errors import RunFolderError
-from areal_sc.page.followed_blocks import FollowedBlocks
+from areal_sc.page.row_index import PlacedGroup, RowIndex
+from areal_sc.page.row_texts import decoded
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
-from areal_sc.records.record_files import RecordFile, Series
-from areal_sc.records.recorded_rows import RecordedGroup, unpack_group, unpack_tokens
+from areal_sc.records.recorded_rows import (
+    RecordedGroup,
+    RecordedTokens,
+    unpack_group,
+    unpack_tokens,
+)
 
+MAX_TOKENS: Final = 10_000
+"""Tokens of one answer: a page shows so many at once."""
 _MOST_PARTS: Final = 4
 """Most tokens that make one character: a byte each."""
 
 
-class _PlacedGroup(NamedTuple):
-    """When a group began, and where its block is."""
-
-    began: float
-    path: Path
-    begin: int
-    end: int
-
-    @contextmanager
-    def opened(self) -> Iterator[tuple[int, RecordBlock, RecordedGroup]]:
-        """Its file's descriptor, its block, and what that tells.
-
-        Raises: FileNotFoundError: it is gone. RunFolderError: it cannot be read any more; also
-            for what the caller reads of it.
-        """
-        try:
-            with self.path.open("rb") as file:
-                found = next(read_blocks(file.fileno(), self.begin, self.end), None)
-                if not isinstance(found, RecordBlock):
-                    raise ValueError(f"the record at byte {self.begin} is damaged")
-                yield file.fileno(), found, unpack_group(found.head)
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError) as error:
-            raise RunFolderError(f"{self.path.name} cannot be read: {error}") from error
-
-
 class RecordedGroups:
-    """Follows the files of rows in `records/`."""
+    """Reads single groups from where an index says they are."""
 
-    def __init__(self, folder: Path) -> None:
-        self._blocks = FollowedBlocks(folder, (Series.rows, Series.kept))
-        self._kept: dict[int, dict[int, _PlacedGroup]] = {}  # by group and attempt
-
-    @property
-    def damage(self) -> list[str]:
-        """What cannot be read, and what is gone, in sentences."""
-        return self._blocks.damage
-
-    def follow(self) -> None:
-        """Reads what is new."""
-        for file, _, found in self._blocks.read_new():
-            self._add(file, found)
-
-    def _add(self, file: RecordFile, found: RecordBlock) -> None:
-        try:
-            group = unpack_group(found.head)
-        except ValueError as error:
-            self._blocks.note_bad(file, str(error))
-            return
-        attempts = self._kept.setdefault(group.group, {})
-        known = attempts.get(group.attempt)
-        # a run that has gone back may have played another group of this number since
-        if known is None or known.began <= group.began:
-            attempts[group.attempt] = _PlacedGroup(group.began, file.path, found.begin, found.end)
+    def __init__(self, index: RowIndex) -> None:
+        self._index = index
 
     def of_group(self, number: int) -> list[dict[str, Any]]:
         """The attempts of a group that are recorded and not gone, the newest one last.
@@ -86,8 +44,8 @@ class RecordedGroups:
         Raises: RunFolderError: one cannot be read any more.
         """
         groups = list[RecordedGroup]()
-        for _, placed in sorted(self._kept.get(number, {}).items()):
-            with suppress(FileNotFoundError), placed.opened() as (_, _, group):
+        for placed in self._index.places(number).values():
+            with suppress(FileNotFoundError), _opened(placed) as (_, _, group):
                 groups.append(group)
         return [
             {
@@ -116,19 +74,28 @@ class RecordedGroups:
         ]
 
     def tokens(
-        self, number: int, attempt: int, episode: int, row: int, tokenizer: Tokenizer | None
+        self,
+        number: int,
+        attempt: int,
+        episode: int,
+        row: int,
+        tokenizer: Tokenizer | None,
+        first: int = 0,
     ) -> dict[str, Any] | None:
-        """The tokens of a row.
+        """The turns of a row, and its tokens from the one numbered `first` on, as many as are told.
 
         Returns: `ids`, `mask`, `logprobs`, `versions` and, with a tokenizer, `texts` (None without
-            one), each with one value a token; None: it is not recorded.
+            one), each with one value a token; `first`, `num_tokens` of the row; `turns`, runs of
+            tokens that were sampled, or were not, with `is_sampled`, `begin`, `end`, `text` (None
+            without a tokenizer), and `mean_logprob`; `branches`, of the other rows of the episode
+            `row` and `num_shared`, the tokens that both begin with. None: it is not recorded.
         Raises: RunFolderError: it cannot be read any more.
         """
-        placed = self._kept.get(number, {}).get(attempt)
+        placed = self._index.places(number).get(attempt)
         if placed is None:
             return None
         try:
-            with placed.opened() as (file, found, group):
+            with _opened(placed) as (file, found, group):
                 names = [(it.episode, it.row) for it in group.rows]
                 if (episode, row) not in names:
                     return None
@@ -138,14 +105,72 @@ class RecordedGroups:
                 f"{placed.path.name} is gone: records.max_bytes has room for newer rows alone"
             ) from None
         tokens = of_rows[names.index((episode, row))]
-        ids = tokens.input_ids.tolist()
+        branches = [
+            {"row": other, "num_shared": _num_shared(tokens.input_ids, it.input_ids)}
+            for (of_episode, other), it in zip(names, of_rows, strict=True)
+            if of_episode == episode and other != row
+        ]
+        told = slice(max(first, 0), max(first, 0) + MAX_TOKENS)
+        ids = tokens.input_ids[told].tolist()
         return {
             "ids": ids,
-            "mask": tokens.loss_mask.tolist(),
-            "logprobs": [round(it, 5) for it in tokens.behavior_logprobs.tolist()],
-            "versions": tokens.versions.tolist(),
+            "mask": tokens.loss_mask[told].tolist(),
+            "logprobs": [round(it, 5) for it in tokens.behavior_logprobs[told].tolist()],
+            "versions": tokens.versions[told].tolist(),
             "texts": None if tokenizer is None else texts_of(tokenizer, ids),
+            "first": told.start,
+            "num_tokens": len(tokens.input_ids),
+            "turns": _turns(tokens, tokenizer),
+            "branches": branches,
         }
+
+
+def _turns(tokens: RecordedTokens, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    mask = tokens.loss_mask
+    ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    parts = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    texts = (
+        [None] * len(parts)
+        if tokenizer is None
+        else decoded([tokens.input_ids[part] for part in parts], tokenizer)
+    )
+    return [
+        {
+            "is_sampled": bool(mask[part.start]),
+            "begin": part.start,
+            "end": part.stop,
+            "first_version": int(tokens.versions[part.start]),
+            "last_version": int(tokens.versions[part.stop - 1]),
+            "mean_logprob": float(tokens.behavior_logprobs[part].mean()),
+            "text": text,
+        }
+        for part, text in zip(parts, texts, strict=True)
+    ]
+
+
+def _num_shared(first: np.ndarray, second: np.ndarray) -> int:
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if len(different) else length
+
+
+@contextmanager
+def _opened(placed: PlacedGroup) -> Iterator[tuple[int, RecordBlock, RecordedGroup]]:
+    """The file's descriptor, the block, and what that tells.
+
+    Raises: FileNotFoundError: it is gone. RunFolderError: it cannot be read any more; also for what
+        the caller reads of it.
+    """
+    try:
+        with placed.path.open("rb") as file:
+            found = next(read_blocks(file.fileno(), placed.begin, placed.end), None)
+            if not isinstance(found, RecordBlock):
+                raise ValueError(f"the record at byte {placed.begin} is damaged")
+            yield file.fileno(), found, unpack_group(found.head)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{placed.path.name} cannot be read: {error}") from error
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

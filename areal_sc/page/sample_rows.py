@@ -5,12 +5,11 @@ Numbers stay in memory, texts in the file: a row names the place of its line.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,16 +17,11 @@ import msgspec
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page.followed_lines import FollowedLines
+from areal_sc.page.row_query import MAX_ROWS, METRIC, SHOWN_CHARS, VERSION, RowQuery
 from areal_sc.records.samples import Sample, leave_out_replaced
 
-SHOWN_CHARS: Final = 400
-"""Characters of a text in a list."""
-MAX_ROWS: Final = 500
-"""Rows of one answer."""
 SEARCH_S: Final = 1.0
 """A search gives what it has found by then, and where it goes on."""
-
-METRIC: Final = "metrics."
 
 NUMBERS: Final = (
     *("step", "group", "reward", "group_reward", "num_tokens", "staleness"),
@@ -35,10 +29,7 @@ NUMBERS: Final = (
 )
 """What rows are filtered and sorted by, beside `metrics.NAME`."""
 
-VERSION: Final = "version"
-"""Rows are filtered by it, too: that of any of their tokens."""
-
-_WORDS: Final = ("text", "place", "sort", "at", "limit", "key")
+CHOICES: Final = ("place",)
 
 _NEWEST: Final = 100
 """Rows that tell which metrics there are."""
@@ -56,56 +47,12 @@ class SampleRow(Sample, frozen=True, kw_only=True):
     num_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class RowQuery:
-    """Which rows are asked for.
+def sample_query(words: Mapping[str, str]) -> RowQuery:
+    """What the parameters of an address ask of samples.
 
-    Attributes:
-        text: in prompt or answer, in small letters or capitals; "": any.
-        place: "": any.
-        ranges: name of a number -> smallest and largest value.
-        sort: name of a number.
+    Raises: ValueError: as `RowQuery.of`.
     """
-
-    text: str = ""
-    place: str = ""
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    sort: str = "step"
-    is_descending: bool = True
-
-    @classmethod
-    def of(cls, words: Mapping[str, str]) -> RowQuery:
-        """The query that the parameters of an address give: `reward=0..0.5`, `sort=-step`.
-
-        Raises: ValueError: a name or a range is none.
-        """
-        ranges = {}
-        for name, text in words.items():
-            if name in NUMBERS or name == VERSION or name.startswith(METRIC):
-                if text:
-                    ranges[name] = _range(name, text)
-            elif name not in _WORDS:
-                raise ValueError(
-                    f"expected {', '.join((*NUMBERS, VERSION))} or metrics.NAME, got {name!r}"
-                )
-        sort = words.get("sort") or "-step"
-        name = sort.removeprefix("-")
-        if name not in NUMBERS and not name.startswith(METRIC):
-            raise ValueError(f"sort: expected {', '.join(NUMBERS)} or metrics.NAME, got {name!r}")
-        text, place = words.get("text", ""), words.get("place", "")
-        return cls(text, place, ranges, name, sort.startswith("-"))
-
-
-def _range(name: str, text: str) -> tuple[float, float]:
-    first, dots, last = text.partition("..")
-    try:
-        low = float(first) if first.strip() else -math.inf
-        high = (float(last) if last.strip() else math.inf) if dots else low
-    except ValueError:
-        low = high = math.nan
-    if math.isnan(low) or math.isnan(high):
-        raise ValueError(f"{name}: expected a number, or a range such as 0..0.5, got {text!r}")
-    return low, high
+    return RowQuery.of(words, NUMBERS, CHOICES)
 
 
 def _number(name: str) -> Callable[[SampleRow], float | None]:
@@ -212,7 +159,7 @@ class SampleRows:
         if self._order is not None and self._order[:2] == (of_texts, ends_at):
             return self._order[2]
         rows = self._rows
-        if query.place or query.ranges:
+        if query.choices or query.ranges:
             rows = [row for row in rows if _fits(row, query)]
         number = _number(query.sort)
         numbered = [(value, row) for row in rows if (value := number(row)) is not None]
@@ -265,7 +212,7 @@ def _in_list(row: SampleRow, texts: SampleRow) -> dict[str, Any]:
 
 
 def _fits(row: SampleRow, query: RowQuery) -> bool:
-    if query.place and row.place != query.place:
+    if query.choices.get("place", row.place) != row.place:
         return False
     for name, (low, high) in query.ranges.items():
         if name == VERSION:

@@ -2,7 +2,7 @@
 
 consumes     HTTP requests of browsers, and the run folders
 waits for    nothing but the disk: views are made on threads
-unblocked by itself: as long as a browser listens to `/api/changes`, it looks every second which
+unblocked by itself: as long as a browser listens to `/api/changes`, it looks twice a second which
              parts of which runs have changed, and says so; the browser then asks for what it shows
 
     /                                   the page; `?key=`
@@ -14,11 +14,16 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks ev
     /api/runs/N/rows/OFFSET             one of them
     /api/runs/N/groups                  from the ledger; `?outcome=&cause=&worker=&step=&at=`
     /api/runs/N/groups/GROUP            the life of one
-    /api/runs/N/recorded/GROUP          its recorded rows, without their tokens
-    /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   the tokens of one of them
+    /api/runs/N/reading                 reads recorded rows for a second; how far that is
+    /api/runs/N/recorded                recorded rows; `?text=&sort=&at=&limit=&reward=0..1` ...
+    /api/runs/N/recorded.jsonl          the same with all of their texts, a row a line
+    /api/runs/N/marks                   rows that the reader has marked; POST marks others
+    /api/runs/N/recorded/GROUP          recorded rows of one, without their tokens
+    /api/runs/N/tokens/GROUP/ATTEMPT/EPISODE/ROW   turns and tokens of one; `?first=`
     /api/runs/N/time                    what each process did when; `?first=&last=&width=`
     /api/runs/N/trace                   the same as a trace for Perfetto
     /api/runs/N/fleet                   state, workers, logs
+    /api/runs/N/held                    policy version of each rollout worker
     /api/runs/N/logs/NAME               the end of a log
     /api/changes                        server-sent events
 """
@@ -27,28 +32,44 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 from aiohttp import web
 
 from areal_sc.errors import ArealError
 from areal_sc.page.access import HEADERS, Access, Handler
 from areal_sc.page.answers import answer, refusal
-from areal_sc.page.followed_run import FollowedRun
+from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
-from areal_sc.page.sample_rows import RowQuery
+from areal_sc.page.row_query import MAX_ROWS
+from areal_sc.page.row_search import RowName, recorded_query
+from areal_sc.page.sample_rows import sample_query
 from areal_sc.page.stamps import Stamp
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
-LOOK_S: Final = 1.0
+LOOK_S: Final = 0.5
 """Time between two looks at the run folders."""
-_BEAT_LOOKS: Final = 15
+_BEAT_LOOKS: Final = 30
 """A browser that hears nothing for longer asks anew; so something is sent every so many looks."""
 _COMPRESSED_BYTES: Final = 1 << 16
+
+
+class _Marks(msgspec.Struct):
+    """What a browser sends to mark rows.
+
+    Attributes:
+        note: None: they are marked no longer.
+    """
+
+    rows: list[RowName]
+    note: Annotated[str, msgspec.Meta(max_length=2000)] | None = None
+
 
 View = Callable[[FollowedRun, web.Request], Any]
 
@@ -71,15 +92,21 @@ class PageServer:
             "rows/{offset}": lambda run, request: run.row(_whole_number(request, "offset")),
             "groups": _groups,
             "groups/{group}": _group,
+            "reading": lambda run, request: run.read_rows(READ_S),
+            "recorded": _recorded,
+            "marks": lambda run, request: run.bookmarks(),
             "recorded/{group}": lambda run, request: run.recorded(_whole_number(request, "group")),
             "tokens/{group}/{attempt}/{episode}/{row}": _tokens,
             "time": _time,
             "trace": lambda run, request: run.trace(),
             "fleet": lambda run, request: run.fleet(),
+            "held": lambda run, request: run.held(),
             "logs/{name}": _log,
         }
         for path, view in views.items():
             app.router.add_get(f"/api/runs/{{run}}/{path}", self._shown(view))
+        app.router.add_get("/api/runs/{run}/recorded.jsonl", self._recorded_lines)
+        app.router.add_post("/api/runs/{run}/marks", self._mark)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, bind: str, port: int) -> int:
@@ -109,12 +136,47 @@ class PageServer:
     async def _about(self, request: web.Request) -> web.StreamResponse:
         return answer(await asyncio.to_thread(lambda: [run.about() for run in self._runs]))
 
+    def _run(self, request: web.Request) -> FollowedRun:
+        number = _whole_number(request, "run")
+        if not 0 <= number < len(self._runs):
+            raise web.HTTPNotFound(reason=f"the page shows {len(self._runs)} runs, from 0 on")
+        return self._runs[number]
+
+    async def _mark(self, request: web.Request) -> web.StreamResponse:
+        run = self._run(request)
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=_Marks)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"marks: {error}") from error
+        return answer(await asyncio.to_thread(run.mark, wanted.rows, wanted.note))
+
+    async def _recorded_lines(self, request: web.Request) -> web.StreamResponse:
+        run, query = self._run(request), recorded_query(request.query)
+        at: int | None = 0
+
+        def lines() -> tuple[bytes, int | None]:
+            found = run.recorded_rows(query, at or 0, MAX_ROWS, has_whole_texts=True)
+            return b"".join(to_json(row) + b"\n" for row in found["rows"]), found["next"]
+
+        content, at = await asyncio.to_thread(lines)
+        name = re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
+        headers = {
+            "Content-Type": "application/jsonl",
+            "Content-Disposition": f'attachment; filename="{name}.jsonl"',
+        }
+        response = web.StreamResponse(headers=headers)
+        response.headers.update(HEADERS)
+        await response.prepare(request)
+        with suppress(ConnectionResetError):  # the browser has gone
+            await response.write(content)
+            while at is not None:
+                content, at = await asyncio.to_thread(lines)
+                await response.write(content)
+        return response
+
     def _shown(self, view: View) -> Handler:
         async def show(request: web.Request) -> web.StreamResponse:
-            number = _whole_number(request, "run")
-            if not 0 <= number < len(self._runs):
-                return refusal(404, f"the page shows {len(self._runs)} runs, from 0 on")
-            run = self._runs[number]
+            run = self._run(request)
 
             def made() -> bytes | None:
                 found = view(run, request)
@@ -177,8 +239,13 @@ def _steps(run: FollowedRun, request: web.Request) -> Any:
 
 
 def _rows(run: FollowedRun, request: web.Request) -> Any:
-    query = RowQuery.of(request.query)
+    query = sample_query(request.query)
     return run.rows(query, _number(request, "at", 0), _number(request, "limit", 50))
+
+
+def _recorded(run: FollowedRun, request: web.Request) -> Any:
+    query = recorded_query(request.query)
+    return run.recorded_rows(query, _number(request, "at", 0), _number(request, "limit", 50))
 
 
 def _groups(run: FollowedRun, request: web.Request) -> Any:
@@ -200,7 +267,9 @@ def _group(run: FollowedRun, request: web.Request) -> Any:
 
 def _tokens(run: FollowedRun, request: web.Request) -> Any:
     names = ("group", "attempt", "episode", "row")
-    return run.tokens(*(_whole_number(request, name) for name in names))
+    return run.tokens(
+        *(_whole_number(request, name) for name in names), _number(request, "first", 0)
+    )
 
 
 def _time(run: FollowedRun, request: web.Request) -> Any:

@@ -99,6 +99,11 @@ class TimeLine:
             _places(columns.names, self._kinds)[kinds], numbers, times
         )
 
+    def held(self) -> dict[str, int]:
+        """Name of a process -> the policy version that it began to sample by last."""
+        updates = {name: self._updates(it) for name, it in self._processes.items()}
+        return {name: told[-1][1] for name, told in updates.items() if told}
+
     def shown(self, first: float | None, last: float | None, width: int) -> dict[str, Any]:
         """What a page draws of a time.
 

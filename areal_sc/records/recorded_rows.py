@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Protocol
 
 import msgspec
@@ -167,9 +168,11 @@ def unpack_tokens(body: bytes, rows: Sequence[RecordedRow]) -> list[RecordedToke
     versions = np.full(num_tokens, -1, np.int32)
     runs = [run for row in rows for run in row.versions]
     versions[mask] = np.repeat([run[0] for run in runs], [run[1] for run in runs])
-    ends = np.cumsum([row.num_tokens for row in rows])[:-1]
-    parts = (np.split(column, ends) for column in (ids, mask, logprobs, versions))
-    return [RecordedTokens(*columns) for columns in zip(*parts, strict=True)]
+    ends = np.cumsum([row.num_tokens for row in rows]).tolist()
+    return [
+        RecordedTokens(ids[begin:end], mask[begin:end], logprobs[begin:end], versions[begin:end])
+        for begin, end in pairwise([0, *ends])
+    ]
 
 
 def pack_group(group: RecordedGroup) -> bytes:

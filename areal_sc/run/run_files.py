@@ -16,6 +16,8 @@ logs/            <role>-<index>.log
 checkpoints/     step-<number>/: a snapshot; one that is being written has another name
 exports/<role>/  models that are being written
 keys.json        the keys of the run, as long as it lives; its owner's alone
+agents.json      where agents outside find the run, and their key, as long as it lives; its
+                 owner's alone: see `agents_file`
 agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
@@ -60,6 +62,7 @@ class RunFiles:
         self.tracker_id_path = self.path / "tracker_id"
         self.learning_curve_path = self.path / "learning_curve.png"
         self.keys_path = self.path / "keys.json"
+        self.agents_path = self.path / "agents.json"
         self.status_path = self.path / "status.json"
         self.jobs_path = self.path / ".jobs"
         self.join_path = self.path / ".join"

@@ -97,6 +97,7 @@ class RoleStatus(msgspec.Struct):
         num_open, num_finished: groups that are queued or run; that gave rows. None: it has none.
         num_running: groups that run. None: it has none.
         is_held: the script waits in a call of this controller for the end of a pause.
+        agents_url: where agents outside find the run; "": nowhere.
     """
 
     looked: float
@@ -107,6 +108,7 @@ class RoleStatus(msgspec.Struct):
     num_finished: int | None = None
     num_running: int | None = None
     is_held: bool = False
+    agents_url: str = ""
     waits: list[Wait] = []
     agents: list[AgentStatus] = []
     workers: list[WorkerStatus] = []

@@ -113,7 +113,7 @@ class Step:
 
         metrics = StepMetrics(
             step=self.number,
-            reward=_mean_reward(batch),
+            reward=statistics.fmean(batch.episode_rewards),
             group_staleness_mean=staleness.group_mean,
             group_staleness_max=staleness.group_max,
             token_staleness_mean=staleness.token_mean,
@@ -141,6 +141,7 @@ class Step:
             max_staleness=self._rollout.config.max_staleness,
             **of_groups(batch, before, now),
             controller_bytes=new("controller_bytes"),
+            published_bytes=new("published_bytes"),
             workflow=self._rollout.batch_metrics,
             train=stats,
             counters=now,
@@ -148,12 +149,6 @@ class Step:
         self.counters = now
         self._tell(metrics)
         return metrics
-
-
-def _mean_reward(batch: BatchMetadata) -> float:
-    """Mean over episodes, of the means over their rows."""
-    means = [sum(batch.rows[row].reward for row in rows) / len(rows) for rows in batch.episodes]
-    return sum(means) / len(means)
 
 
 def of_groups(

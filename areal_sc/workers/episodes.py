@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -12,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 
+from areal_sc.agents.agent import as_json
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
@@ -208,6 +210,19 @@ class WorkerEpisodeEngine:
         except (WorkerError, ConfigError) as error:
             self.failure = error
             raise
+
+    async def await_agent(
+        self, row: Mapping[str, Any], session: AgentSession
+    ) -> float | Mapping[str, float]:
+        if self._evaluated is not None:
+            raise WorkflowError(
+                "an evaluation cannot wait for agents outside: give it a workflow of its own"
+            )
+        assert self._agents is not None
+        assert self._agent_pool is not None
+        told = json.loads(as_json(row, "an agent outside"))
+        with self._waiting("an agent outside"):
+            return await self._agents.wait_outside(session.api_key, told, self._agent_pool.config)
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)

@@ -16,6 +16,8 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 CHROMIUM = shutil.which("chromium")
 LIMIT_S = 60.0
+AXE = Path(__file__).parents[1] / "browser" / "axe.min.js"
+_CODES = {"Enter": 13, "Tab": 9, "Escape": 27}
 _BAD = ("error", "warning", "assert")
 
 
@@ -68,11 +70,26 @@ class Tab:
             await asyncio.sleep(0.05)
         return found
 
-    async def press(self, key: str) -> None:
-        """Presses a key, wherever the focus is."""
-        text = {"text": key} if len(key) == 1 else {}
-        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+    async def press(self, *keys: str) -> None:
+        """Presses keys one after another, wherever the focus is."""
+        for key in keys:
+            text = {"text": key} if len(key) == 1 else {}
+            text |= {"text": "\r"} if key == "Enter" else {}
+            known = {"key": key, "windowsVirtualKeyCode": _CODES.get(key, 0)}
+            await self.call("Input.dispatchKeyEvent", type="keyDown", **known, **text)
+            await self.call("Input.dispatchKeyEvent", type="keyUp", **known)
+
+    async def complaints(self) -> list[str]:
+        """What axe-core finds that keeps people from using what is shown, each with an example."""
+        if not await self.value("typeof axe === 'object'"):
+            await self.call("Runtime.evaluate", expression=AXE.read_text())
+        found = await self.value(
+            "axe.run(document, {resultTypes: ['violations']}).then(it => it.violations"
+            ".filter(it => ['serious', 'critical'].includes(it.impact))"
+            ".map(it => `${it.id}: ${it.nodes.length}, ${it.nodes[0].html} "
+            "${it.nodes[0].failureSummary}`))"
+        )
+        return list(found)
 
     async def resize(self, width: int, height: int = 1200, *, is_dark: bool = False) -> None:
         """Gives the window a size in pixels, and the scheme of its colours."""

@@ -2,92 +2,99 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
 import tarfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 from integration.browser import CHROMIUM, Tab, browser_tab
-from integration.test_page import OLD_RUN, page_of
-from ledger_history import History, a_run
+from integration.run_process import RunProcess, open_gate, tiny_run
+from integration.test_page import OLD_RUN, Page, page_of
+from page_runs import damage, make_run, row
 from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
-from areal_sc.records.metrics import StepMetrics
-from areal_sc.records.metrics_log import MetricsLog
-from areal_sc.records.recorded_rows import RecordedRejection
+from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.records.reading import Row, rows
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.system.disk import Disk
 from areal_sc.system.json_lines import JsonLines
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: tests/browser")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: tests/browser"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
-EVIL = "<script>document.title='evil'</script><img src=x onerror='document.title=1'>\u202e\x1b[2J"
 NUM_TOKENS = 40
+LONG = "Straße " * 260_000
+"""An answer of 2 MB."""
+WIDTHS = ((390, True), (1280, False), (2560, True))
 
 
-@pytest.fixture
-async def runs(tmp_path: Path) -> list[Path]:
-    """A run with records, its copy with torn and flipped ones, and one of an earlier areal_sc."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run of an agent, its copy with torn and flipped records, one of an earlier areal_sc, and
+    one whose samples are not all known among the records.
+    """
+    path = tmp_path_factory.mktemp("runs")
     for name in ("sound", "damaged"):
-        await make_run(RunFolder(tmp_path / name))
-    for number, path in enumerate(sorted((tmp_path / "damaged" / "records").iterdir())):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content[: -5 if number % 2 else None])
+        await make_run(RunFolder(path / name))
+    damage(path / "damaged" / "records")
+    recorder = recorder_of(path / "sound")
+    recorder.add_group(played(30, [trajectory(2, NUM_TOKENS)], [trajectory(1, 30)]))
+    recorder.add_group(played(31, [row(("Long?", -1), (LONG, 1))]))
+    recorder.add_group(played(32, [row(("Bytes?", -1), (b"\xff\xfe", 1))]))
+    recorder.close()
+    await make_doubtful(RunFolder(path / "doubtful"))
     with tarfile.open(OLD_RUN) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return [tmp_path / name for name in ("sound", "damaged", "tiny")]
+        archive.extractall(path, filter="data")
+    return [path / name for name in ("sound", "damaged", "tiny", "doubtful")]
 
 
-async def make_run(folder: RunFolder) -> None:
-    with folder:
-        folder.open(config_text="actor:\n  dtype: float32\n")
-    with closing(MetricsLog(folder.metrics_path, clock=lambda: 1003.0)) as log:
-        for step in (1, 2):
-            log.on_step(measured(step))
-        log.event("workers_restarted", workers=["rollout/0"], cause=EVIL)
+async def make_doubtful(folder: RunFolder) -> None:
+    await make_run(folder)
     with closing(JsonLines(folder.samples_path)) as lines:
-        lines.append(sample(1, group=0, num_tokens=NUM_TOKENS, reward=0.5, answer=EVIL))
-    history = History(Disk(), folder.ledger)
-    a_run(history)
-    await history.journal.close()
+        lines.append(sample(1, group=9, num_tokens=NUM_TOKENS - 1, reward=0.5))
+        lines.append(sample(2, group=9, num_tokens=NUM_TOKENS, reward=0.5))
+        lines.append(sample(2, group=9, num_tokens=NUM_TOKENS + 1, reward=0.5))
     recorder = recorder_of(folder.path)
-    rejected = (RecordedRejection("reward_error", EVIL, 1),)
-    recorder.add_group(played(0, [trajectory(1, 30)], [trajectory(2, NUM_TOKENS)]))
-    recorder.add_group(played(1, [trajectory(3)], rejected=rejected))
-    recorder.add_span("episode", 1000.0, 2.0, lane=0, about="0.0.0")
-    recorder.add_span("generation", 1000.0, 1.5, lane=0, about="0.0.0", versions=(0, 1))
-    recorder.add_span("the reward " + EVIL, 1001.5, 0.5, lane=0, about="0.0.0")
-    recorder.add_span("updating weights", 1000.5, 0.25, versions=(1, 1))
+    its = [trajectory(4, NUM_TOKENS - 1)], [trajectory(4, NUM_TOKENS)], [trajectory(5, NUM_TOKENS)]
+    recorder.add_group(played(9, *its))
     recorder.close()
 
 
-def measured(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        reward=0.5,
-        group_staleness_mean=0.0,
-        group_staleness_max=0,
-        token_staleness_mean=0.0,
-        token_staleness_max=0,
-        num_rows=8,
-        num_generated_tokens=100,
-        num_trained_tokens=100,
-        step_time_s=2.0,
-        wait_s=1.0,
-        train_s=0.5,
-        sync_s=0.25,
-        mean_sequence_length=20.0,
-        num_train_workers=1,
-        train={},
-    )
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tab]:
+    async with browser_tab(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path]) -> Iterator[Page]:
+    with page_of(*runs) as page:
+        yield page
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tab(browser: Tab, page: Page) -> Tab:
+    """A tab that has just opened the page."""
+    await browser.resize(1280)
+    await browser.open(page.link)
+    browser.errors.clear()
+    return browser
 
 
 async def shows(tab: Tab, place: str) -> str:
     """What the page shows at another place, once it has come."""
     await tab.value("document.querySelector('main > *')?.setAttribute('data-old', '')")
-    await tab.value(f"location.hash = {place!r}")
+    same = "dispatchEvent(new HashChangeEvent('hashchange'))"
+    await tab.value(f"location.hash === {place!r} ? {same} : location.hash = {place!r}")
     await tab.wait_for("document.querySelector('main > :not([data-old])') !== null")
     assert "evil" not in await tab.value("document.title")
     return str(await tab.value("document.body.innerText"))
@@ -95,7 +102,7 @@ async def shows(tab: Tab, place: str) -> str:
 
 async def check_view(tab: Tab, place: str) -> None:
     await shows(tab, place)
-    for width, is_dark in ((390, True), (1280, False), (2560, True)):
+    for width, is_dark in WIDTHS:
         await tab.resize(width, is_dark=is_dark)
         await tab.wait_for(f"innerWidth === {width} && document.querySelector('main > *') !== null")
         assert await tab.value("document.documentElement.scrollWidth <= innerWidth"), (place, width)
@@ -103,94 +110,296 @@ async def check_view(tab: Tab, place: str) -> None:
     assert [it for it in tab.errors if "/api/runs/1/tokens/" not in it] == [], place
 
 
-async def test_each_view_of_each_run(runs: list[Path], tmp_path: Path) -> None:
-    with page_of(*runs) as page:
-        async with browser_tab(tmp_path / "browser") as tab:
-            await tab.open(page.link)
-            await check_view(tab, "#/run")
-            for number, run in enumerate(runs):
-                rows = page.get(f"/api/runs/{number}/rows")["rows"]
-                views = ["time", "rows", f"row?id={rows[0]['offset']}", "groups", "group?group=0"]
-                for view in [*views, "fleet"]:
-                    sign = "&" if "?" in view else "?"
-                    await check_view(tab, f"#/{view}{sign}run={run.name}")
+def views_of(page: Page, number: int, run: Path) -> list[str]:
+    """The address of each view of a run."""
+    samples = page.get(f"/api/runs/{number}/rows")["rows"]
+    recorded = page.get(f"/api/runs/{number}/recorded?sort=time")["rows"]
+    views = ["time", "rows", "rows?of=samples", "groups", "fleet"]
+    views += [f"row?id={samples[0]['offset']}"] if samples else []
+    views += [f"row?name={name_of(recorded[0])}"] if recorded else []
+    views += [f"group?group={page.get(f'/api/runs/{number}/groups')['groups'][-1]['group']}"]
+    return ["#/run", *(f"#/{it}{'&' if '?' in it else '?'}run={run.name}" for it in views)]
 
 
-async def test_tokens_are_those_that_were_recorded(runs: list[Path], tmp_path: Path) -> None:
-    was = trajectory(2, NUM_TOKENS)
-    with page_of(runs[0]) as page:
-        async with browser_tab(tmp_path / "browser") as tab:
-            await tab.open(page.link)
-            (row,) = page.get("/api/runs/0/rows")["rows"]
-            await shows(tab, f"#/row?id={row['offset']}")
-            box = "document.querySelector('.tokens')"
-            await tab.wait_for(f"!!{box}")  # of the row whose reward and length are the sample's
-            ids = await tab.value(f"{box}.innerText.trim().split(/\\s+/).map(Number)")
-            assert ids == was.input_ids
-            classes = await tab.value(f"[...{box}.children].map(it => it.className)")
-            for name, is_trained, version in zip(classes, was.loss_mask, was.versions, strict=True):
-                assert name == (f"hue{version}" if is_trained else "given")
-            await tab.value(f"{box}.focus()")
-            for _ in range(7):
-                await tab.press("ArrowRight")
-            under = await tab.value("document.querySelector('.under').innerText")
-            assert f"token 6 of {NUM_TOKENS}, id {was.input_ids[6]}" in under
-            assert "sampled by version 3" in under
-            assert "#/row" in await tab.value("location.hash"), "the arrow keys are the tokens'"
-            shown = await shows(tab, "#/group?group=1")
-            assert "<script>document.title='evil'</script>" in shown
-            assert "\\u202e\\u001b[2J" in shown
-            assert tab.errors == []
+def name_of(it: Any) -> str:
+    return f"{it['group']}.{it['attempt']}.{it['episode']}.{it['row']}"
 
 
-async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], tmp_path: Path) -> None:
-    with page_of(runs[0]) as page:
-        async with browser_tab(tmp_path / "browser") as tab:
-            await tab.resize(1280)
-            await tab.open(page.link)
-            await shows(tab, "#/time")
-            await tab.wait_for("document.querySelector('canvas')?.height > 50")
-            sums = await tab.value("document.querySelector('table').innerText")
-            told = page.get("/api/runs/0/time")
-            for process in told["processes"]:
-                for count, _ in process["totals"].values():
-                    assert f"{process['name']}\t" in sums
-                    assert str(count) in sums
-            before = await tab.picture()
-            await tab.press("5")  # to Fleet and back, by keys
-            await tab.wait_for("!document.querySelector('canvas')")
-            await tab.press("2")
-            await tab.wait_for("document.querySelector('canvas')?.height > 50")
-            await tab.press("+")
-            await tab.wait_for("/first=/.test(location.hash)")
-            words = "Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))"
-            view = await tab.value(words)
-            assert float(view["last"]) - float(view["first"]) == pytest.approx(
-                (told["end"] - told["begin"] + 1e-3) / 2, rel=1e-3
+async def test_each_view_of_each_run(runs: list[Path], page: Page, tab: Tab) -> None:
+    for number, run in enumerate(runs[:3]):
+        for view in views_of(page, number, run):
+            await check_view(tab, view)
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+async def test_people_who_see_or_steer_it_otherwise_can_use_it(
+    runs: list[Path], page: Page, tab: Tab, is_dark: bool
+) -> None:
+    await tab.resize(1280 if is_dark else 390, is_dark=is_dark)
+    for view in views_of(page, 0, runs[0]):
+        await shows(tab, view)
+        assert await tab.complaints() == [], view
+
+
+async def test_every_control_is_reached_by_tab_and_is_seen_to_be(
+    runs: list[Path], page: Page, tab: Tab
+) -> None:
+    controls = "a[href], button, select, input, summary, [tabindex='0']"
+    for view in ("#/rows", "#/row?name=0.0.0.1", "#/fleet", "#/time"):
+        await shows(tab, view)
+        await tab.value("document.activeElement.blur()")
+        number = await tab.value(
+            f"[...document.querySelectorAll({controls!r})].filter(it => it.checkVisibility())"
+            ".map((it, n) => it.dataset.control = n).length"
+        )
+        reached = set()
+        for _ in range(number + 2):
+            await tab.press("Tab")
+            at, outline = await tab.value(
+                "[document.activeElement.dataset.control ?? '', "
+                "getComputedStyle(document.activeElement).outlineStyle]"
             )
-            assert await tab.picture() != before
-            await tab.press("Home")
-            await tab.wait_for("!/first=/.test(location.hash)")
-            assert tab.errors == []
+            reached.add(at)
+            assert outline != "none" or at == "", view
+        assert {str(it) for it in range(number)} <= reached, view
 
 
-async def test_of_a_row_that_is_not_known_by_its_numbers_the_page_says_so(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    await make_run(folder)
-    with closing(JsonLines(folder.samples_path)) as lines:
-        lines.append(sample(2, group=2, num_tokens=NUM_TOKENS, reward=0.5))
-        lines.append(sample(2, group=2, num_tokens=NUM_TOKENS + 1, reward=0.5))
-    recorder = recorder_of(folder.path)
-    recorder.add_group(played(2, [trajectory(4, NUM_TOKENS)], [trajectory(5, NUM_TOKENS)]))
-    recorder.close()
-    doubts = {0: None, 1: "2 recorded rows of the group have", 2: "this row is not recorded"}
-    with page_of(folder.path) as page:
-        async with browser_tab(tmp_path / "browser") as tab:
+async def test_rows_by_keys_alone(runs: list[Path], page: Page, tab: Tab) -> None:
+    await shows(tab, "#/run")
+    await tab.press("3")
+    await tab.wait_for("document.querySelectorAll('.row').length > 2")
+    await tab.press("/", *"ten letters, 2", "Enter")
+    await tab.wait_for("/text=ten/.test(location.hash)")
+    await tab.wait_for("document.querySelectorAll('.row').length === 1")
+    assert await tab.value("document.querySelector('mark').innerText") == "ten letters, 2"
+    await tab.value("document.activeElement.blur()")
+    await tab.press("j", "b")
+    await tab.wait_for("document.querySelector('.star').ariaPressed === 'true'")
+    await tab.press("Enter")
+    await tab.wait_for("location.hash.includes('name=2.0.0.0')")
+    await tab.wait_for("document.querySelector('h2 .star')?.ariaPressed === 'true'")
+    await tab.press("Escape")
+    await tab.wait_for("document.querySelectorAll('.row').length === 1")
+    await shows(tab, "#/rows?marked=yes")
+    assert await tab.value("document.querySelectorAll('.row').length") == 1
+    assert page.get("/api/runs/0/marks") == [
+        {"group": 2, "attempt": 0, "episode": 0, "row": 0, "note": ""}
+    ]
+    await shows(tab, "#/row?name=2.0.0.0")
+    await tab.press("j")
+    await tab.wait_for("location.hash.includes('name=2.0.0.1')")
+    await tab.press("p")
+    await tab.wait_for("/dataset=0&index=7/.test(location.hash)")
+    assert tab.errors == []
+
+
+async def test_numbers_of_rows_are_those_of_the_files(
+    runs: list[Path], page: Page, tab: Tab
+) -> None:
+    await check_numbers(tab, runs[0])
+
+
+async def check_numbers(tab: Tab, run: Path) -> None:
+    """The newest rows that the page lists are those that were recorded."""
+    of = {f"{it.group}.{it.attempt}.{it.episode}.{it.row}": it for it in rows(run)}
+    await shows(tab, f"#/rows?run={run.name}&sort=-time")
+    cards = await tab.value(
+        "[...document.querySelectorAll('.row')].filter(it => it.querySelector('.star')).map(it => "
+        "[new URLSearchParams(it.querySelector('a').hash.split('?')[1]).get('name'), "
+        "...[...it.querySelectorAll('.numbers > span')].map(it => it.textContent)])"
+    )
+    assert len(cards) == min(len(of), 50)
+    for name, *numbers in cards:
+        check_row(of[name], numbers)
+
+
+def check_row(it: Row, numbers: list[str]) -> None:
+    told = dict(text.split(" ", 1) for text in numbers)
+    assert float(told["reward"]) == pytest.approx(it.reward, rel=1e-3)
+    assert told["tokens"].replace(",", "") == str(len(it.input_ids))
+    sampled = it.versions[it.loss_mask]
+    first, last = int(sampled[0]), int(sampled[-1])
+    assert told["version"] == (f"{first}" if first == last else f"{first} to {last}")
+    for metric, value in it.metrics.items():
+        assert float(told[metric].replace(",", "")) == pytest.approx(value, rel=1e-3)
+
+
+async def test_turns_and_branches_of_an_agent(runs: list[Path], page: Page, tab: Tab) -> None:
+    shown = await shows(tab, "#/row?name=1.0.0.1")
+    assert "<script>document.title='evil'</script>" in shown
+    assert "\\u202e\\u001b[2J" in shown
+    assert "1 answers were rejected: reward_error:" in shown
+    turns = await tab.value("[...document.querySelectorAll('.turn h2')].map(h => h.innerText)")
+    assert [it.split(" ")[0] for it in turns] == ["Prompt", *["Model,", "Given"] * 2, "Model,"]
+    assert "calls python" in turns[1]
+    assert turns[2].startswith("Given by a tool")
+    texts = await tab.value("[...document.querySelectorAll('.turn pre')].map(h => h.innerText)")
+    assert texts[3:] == ["Wait: is that right?", "Yes.", " Ten."]
+    table = await tab.value("document.querySelector('[aria-label=branches]').innerText")
+    (first, second) = [it for it in rows(runs[0]) if (it.group, it.episode) == (1, 0)]
+    parts = zip(first.input_ids, second.input_ids, strict=False)
+    shared = next(number for number, (a, b) in enumerate(parts) if a != b)
+    assert f"1.1\t{shared}\t{len(first.input_ids)}\t1" in table
+    beside = await tab.value("document.querySelectorAll('.beside .answer').length")
+    assert beside == 3
+
+
+async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page, tab: Tab) -> None:
+    was = trajectory(2, NUM_TOKENS)
+    await shows(tab, "#/row?name=30.0.0.0")
+    box = "document.querySelector('.tokens')"
+    classes = await tab.value(f"[...{box}.children].map(it => it.className)")
+    for name, is_trained, version in zip(classes, was.loss_mask, was.versions, strict=True):
+        assert name == (f"hue{version}" if is_trained else "given")
+    await tab.value(f"{box}.focus()")
+    for number, (token, version) in enumerate(zip(was.input_ids, was.versions, strict=True)):
+        await tab.press("ArrowRight")
+        under = await tab.value("document.querySelector('.under').innerText")
+        assert f"token {number} of {NUM_TOKENS}, id {token}" in under
+        if was.loss_mask[number]:
+            assert f"sampled by version {version}" in under
+            logprob = float(re.findall(r"log-probability (\S+),", under)[0])
+            assert logprob == pytest.approx(was.behavior_logprobs[number], rel=2e-3, abs=1e-4)
+    assert "name=30" in await tab.value("location.hash"), "the arrow keys are the tokens'"
+    assert tab.errors == []
+
+
+async def test_of_a_very_long_answer_a_part_is_shown(
+    runs: list[Path], page: Page, tab: Tab
+) -> None:
+    shown = await shows(tab, "#/row?name=31.0.0.0")
+    assert "show all 1,820,000 characters" in shown
+    assert "tokens 0 to 9,999 of 2,080,005" in shown
+    later = "[...document.querySelectorAll('button')].find(it => it.innerText === 'later tokens')"
+    await tab.value(f"{later}.click()")
+    await tab.wait_for("document.body.innerText.includes('tokens 10,000 to 19,999 of')")
+    assert await tab.value("document.querySelectorAll('.tokens > span').length") == 10_000
+    shown = await shows(tab, "#/rows?text=%EF%BF%BD")  # what is no UTF-8
+    assert "1 found" in shown
+    assert tab.errors == []
+
+
+async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab: Tab) -> None:
+    await shows(tab, "#/time")
+    await tab.wait_for("document.querySelector('canvas')?.height > 50")
+    sums = await tab.value("document.querySelector('table').innerText")
+    told = page.get("/api/runs/0/time")
+    for process in told["processes"]:
+        for count, _ in process["totals"].values():
+            assert f"{process['name']}\t" in sums
+            assert str(count) in sums
+    before = await tab.picture()
+    await tab.press("5")  # to Fleet and back, by keys
+    await tab.wait_for("!document.querySelector('canvas')")
+    await tab.press("2")
+    await tab.wait_for("document.querySelector('canvas')?.height > 50")
+    await tab.press("+")
+    await tab.wait_for("/first=/.test(location.hash)")
+    words = "Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))"
+    view = await tab.value(words)
+    assert float(view["last"]) - float(view["first"]) == pytest.approx(
+        (told["end"] - told["begin"] + 1e-3) / 2, rel=1e-3
+    )
+    assert await tab.picture() != before
+    await tab.press("Home")
+    await tab.wait_for("!/first=/.test(location.hash)")
+    assert tab.errors == []
+
+
+async def test_of_a_row_that_is_not_known_by_its_numbers_the_page_says_so(
+    page: Page, tab: Tab
+) -> None:
+    doubts = [None, "2 recorded rows of the group have", "this row is not recorded"]
+    found = page.get("/api/runs/3/rows?group=9&sort=num_tokens")["rows"]
+    for it, doubt in zip(found, doubts, strict=True):
+        await shows(tab, f"#/row?run=doubtful&id={it['offset']}")
+        await tab.wait_for("!!document.querySelector('main > :not([data-old]) .tokens')")
+        told = await tab.value("document.querySelector('main .complaint')?.innerText")
+        assert told == doubt or (doubt and told.startswith(doubt))
+
+
+async def test_a_run_that_goes_on_is_killed_and_goes_on(
+    tmp_path: Path, tiny_model_folder: Path, tab: Tab
+) -> None:
+    """All views beside one run: live, dead with torn files, resumed, and finished."""
+    settings = ("task.num_free_episodes=32", "total_steps=5", "checkpoint.every_steps=1")
+    run_dir = tmp_path / "run"
+    with tiny_run(run_dir, tiny_model_folder, *settings) as run:
+        run.wait_for_step(1)
+        with page_of(run_dir) as page:
             await tab.open(page.link)
-            rows = page.get("/api/runs/0/rows")["rows"]
-            by_length = sorted(rows, key=lambda row: (row["num_tokens"], row["group"]))
-            for number, doubt in doubts.items():
-                await shows(tab, f"#/row?id={by_length[number]['offset']}")
-                await tab.wait_for("!!document.querySelector('main > :not([data-old]) .tokens')")
-                told = await tab.value("document.querySelector('main .complaint')?.innerText")
-                assert told == doubt or (doubt and told.startswith(doubt))
+            await shows(tab, "#/rows")
+            before = await tab.value("document.querySelectorAll('.row').length")
+            open_gate(run_dir)
+            await tab.wait_for(f"document.querySelectorAll('.row').length > {before}")
+            await shows(tab, "#/run")
+            open_gate(run_dir)
+            await tab.wait_for(
+                "document.querySelector('.tile .number').innerText === "
+                "String(document.querySelector('.tile .number').title)"
+            )
+            await check_fleet(tab, run)
+            await check_each_view(tab, page, run_dir)
+            await check_numbers_of_steps(tab, run)
+            os.kill(run.pid, signal.SIGKILL)
+            run.kill_all()
+            tear(run_dir)
+            shown = await shows(tab, "#/run")
+            assert "the last 9 bytes are left out" in shown
+            assert "dead" in shown
+            await check_each_view(tab, page, run_dir)
+            with tiny_run(run_dir, tiny_model_folder, *settings) as resumed:
+                resumed.wait_until(lambda: resumed.events("resumed"), "its resumption")
+                for _ in range(5):
+                    open_gate(run_dir)
+                resumed.finish()
+                shown = await shows(tab, "#/run")
+                assert "finished" in shown
+                assert "resumed" in shown
+                await check_each_view(tab, page, run_dir)
+                await check_numbers_of_steps(tab, resumed)
+                await check_numbers(tab, run_dir)
+                await check_lineage(tab, run_dir)
+
+
+def tear(run_dir: Path) -> None:
+    """The ends of files, as a machine that has crashed may leave them."""
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": ')
+    for path in (run_dir / "records").iterdir():
+        with path.open("ab") as file:
+            file.write(path.read_bytes()[:100])
+
+
+async def check_each_view(tab: Tab, page: Page, run_dir: Path) -> None:
+    for view in views_of(page, 0, run_dir):
+        await check_view(tab, view)
+    await tab.resize(1280)
+
+
+async def check_numbers_of_steps(tab: Tab, run: RunProcess) -> None:
+    await shows(tab, "#/run")
+    step = run.records("step")[-1]
+    tiles = "[...document.querySelectorAll('.tile')].map(it => it.innerText.split('\\n'))"
+    told = {name: value for name, value, *_ in await tab.value(tiles)}
+    assert told["step"].split(" ")[0] == str(step["step"])
+    assert float(told["reward"]) == pytest.approx(step["reward"], rel=1e-3)
+
+
+async def check_fleet(tab: Tab, run: RunProcess) -> None:
+    await shows(tab, "#/fleet")
+    await tab.wait_for("document.body.innerText.includes('rollout/0')")
+    table = await tab.value("document.querySelector('[aria-label=workers]').innerText")
+    status = json.loads((run.run_dir / "status.json").read_text())
+    for role in status["roles"].values():
+        for worker in role["workers"]:
+            assert f"{worker['name']}\t{worker['state']}" in table
+            assert str(worker["pid"]) in table
+
+
+async def check_lineage(tab: Tab, run_dir: Path) -> None:
+    account = read_account(RunFolder(run_dir).ledger, lambda it: None)
+    shown = await shows(tab, "#/groups")
+    assert f"policy version\n{account.version}\n" in shown
+    assert f"consumed\n{account.totals['consumed']}\n" in shown
+    assert f"rows trained\n{account.totals['rows_trained']} of" in shown.replace("  ", " ")

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from areal_sc.controller.ledger.group import Group
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.sources.prompt_choice import PromptPast
 
 Split = tuple[tuple[tuple[int, ...], ...], ...]
 """Who trains which rows of a batch: [data rank][minibatch][row of the batch]."""
@@ -37,6 +38,7 @@ class LedgerState(Struct, array_like=True, tag=0):
         num_prompts_taken: position in the dataset, counted over all epochs.
         returned_prompts: of rejected groups; they are admitted before the next of the dataset.
         kept: steps that were not released, oldest first.
+        past: what prompts have given, by dataset and index; empty where nothing is chosen by it.
     """
 
     next_id: int = 0
@@ -53,10 +55,12 @@ class LedgerState(Struct, array_like=True, tag=0):
     num_prompts_taken: int = 0
     returned_prompts: tuple[PromptReference, ...] = ()
     kept: tuple[ConsumedStep, ...] = ()
+    past: dict[int, dict[int, PromptPast]] = {}
 
 
 class Admit(Struct, frozen=True, array_like=True, tag=1):
-    """Attributes: num_prompts_taken: afterwards; it stays when a returned prompt is admitted."""
+    """Attributes: num_prompts_taken: afterwards, with those that were passed over; it stays when a
+    returned prompt is admitted."""
 
     group_id: int
     prompt: PromptReference

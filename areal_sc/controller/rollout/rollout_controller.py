@@ -30,12 +30,7 @@ from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
-from areal_sc.controller.rollout.evaluation import (
-    EvaluationOutcome,
-    EvaluationSet,
-    Keep,
-    Known,
-)
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
 from areal_sc.controller.rollout.progress import ProgressWatch
@@ -43,6 +38,7 @@ from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.rollout.weights_reader import WeightsReader
@@ -57,6 +53,7 @@ from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
+from areal_sc.run.run_status import RoleStatus
 from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
@@ -93,14 +90,9 @@ class RolloutController(WeightsReader):
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
-        self._workers = RolloutWorkers(
-            engine,
-            self.fleet,
-            self._background,
-            self._needs,
-            self._journal.durable,
-            self._hear,
-        )
+        needs, durable, card = self._needs, self._journal.durable, common_of(scheduler).card
+        own = engine, self.fleet, self._background, needs, durable, self._hear, card
+        self._workers = RolloutWorkers(*own)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         tools = GroupTools(
             self.config,
@@ -113,7 +105,8 @@ class RolloutController(WeightsReader):
         )
         self.groups = TrainingGroups(tools, self._journal.durable)
         self._outside = OutsideGroups(tools)
-        self._tell_more = self.groups.tell
+        self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
+        self._tell_more = self._tell
         self._scaling = Scaling(
             self.config,
             self._recovery,
@@ -156,8 +149,8 @@ class RolloutController(WeightsReader):
         return self._samples.newest
 
     async def measures_free_memory(self) -> bool:
-        if not self.engine.takes_free_memory:
-            return False
+        if not self.engine.takes_free_memory or self._workers.card.is_shared:
+            return False  # or it finds what it had in the turn before
         nodes = [it for it in await self.scheduler.nodes() if it.purpose.takes(self.role)]
         return any(node.facts.num_devices for node in nodes)
 
@@ -168,6 +161,8 @@ class RolloutController(WeightsReader):
         """
         common_of(self.scheduler).needs.add(self._needs)
         common_of(self.scheduler).keepers.add(self.keep_rows)
+        if self._adopts:
+            self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
@@ -181,8 +176,10 @@ class RolloutController(WeightsReader):
         common_of(self.scheduler).needs.discard(self._needs)
         common_of(self.scheduler).keepers.discard(self.keep_rows)
         self.groups.end()
+        await self._workers.card.close()
         await self._recovery.close()
         await self._background.close()
+        await self._address.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
         try:
@@ -289,7 +286,8 @@ class RolloutController(WeightsReader):
             num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
             num_prompts = min(num_wanted, source.num_prompts or num_wanted)
             registered.append(RegisteredSet(source, num_prompts, num_samples, one.temperature))
-        of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
+        with self._workers.card.wanted_when_idle():
+            of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
         return [
             EvaluationOutcome.of(replies, it.num_samples, cut_is_wrong=cut_is_wrong)
             for it, replies in zip(registered, of_sets, strict=True)
@@ -311,7 +309,7 @@ class RolloutController(WeightsReader):
         """
         if goes_on and self._journal.exists():
             self.groups.take_over(self._journal.take_up(self.groups.ledger))
-        found = await self._workers.take_over(self.groups.ledger)
+        found = await self._workers.take_over(self.groups.ledger, goes_on=goes_on)
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so
@@ -381,7 +379,12 @@ class RolloutController(WeightsReader):
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)
 
+    def _tell(self, status: RoleStatus) -> None:
+        self.groups.tell(status)
+        status.agents_url = self._address.url
+
     def _hear(self, event: FleetEvent | StepEvent) -> None:
+        self._address.note(event)
         match event:
             case UnitLost(unit):
                 self._workers.leave_out(unit)
@@ -444,7 +447,10 @@ class RolloutController(WeightsReader):
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         self._check_loop()
         await self._sources.register_prompts_async(prompts)
-        return self.register(prompts, workflow)
+        source = self.register(prompts, workflow)
+        if workflow.waits_outside or self.config.agents.bind:
+            await self._address.open()
+        return source
 
     prepare_batch = blocking(prepare_batch_async, before=_register)
     rollout_batch = blocking(rollout_batch_async, before=_register)

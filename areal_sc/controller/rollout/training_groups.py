@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from areal_sc.controller.events import BatchFormed, RowsNeeded
 from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
@@ -37,13 +37,18 @@ from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
-from areal_sc.errors import StoreFull, WorkerLost
-from areal_sc.metadata import BatchMetadata, RowMetadata, concat
+from areal_sc.errors import ConfigError, StoreFull, WorkerLost
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.run.run_status import RoleStatus
+from areal_sc.sources.prompt_choice import PromptChoice
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
 logger = logging.getLogger(__name__)
+
+MAX_PASSED: Final = 1000
+"""Prompts in a row that are passed over; the one after them is taken, and the loop goes on."""
 
 
 class TrainingGroups(Groups):
@@ -61,7 +66,8 @@ class TrainingGroups(Groups):
     def __init__(self, tools: GroupTools, durable: Callable[[], Awaitable[None]]) -> None:
         super().__init__(tools)
         config = tools.config
-        self.ledger = Ledger()
+        self._choice = PromptChoice(config.choose_prompts, config.seed)
+        self.ledger = Ledger(remembers_prompts=not self._choice.takes_all)
         self.kept_rows = KeptRows()
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
@@ -106,12 +112,18 @@ class TrainingGroups(Groups):
     async def next_batch(self, source: RolloutSource) -> BatchMetadata:
         """The batch for `RolloutController.prepare_batch_async`.
 
-        Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
+        Raises: ConfigError: all of `total_steps` are trained, or prompts are to be chosen from a
+            stream. TooManyRejections, WorkerLost: as of
             a group. WaitTimeout: nothing changed for long. StepsLost: the ranks are lost, or as of
             `StepLife.take_back`.
         """
         if self.step.batch is None:
             self.admission.note_asked(self.version)
+        if source.num_prompts is None and not self._choice.takes_all:
+            raise ConfigError(
+                "rollout.choose_prompts: expected all with a stream of prompts, where none comes "
+                f"again, got {self._config.choose_prompts!r}"
+            )
         self._source = source
         if (batch := self.step.batch) is not None:  # asked for again, as rows of it are gone, say
             await self._workers.notice_losses({shard.node_id for shard in batch.shards})
@@ -143,9 +155,10 @@ class TrainingGroups(Groups):
                     self._consume(decision.groups)
                 continue
             self._workers.set.check_room()
-            await self._background.wait(
-                f"{decision.num_missing} more groups for the batch of version {self.version}"
-            )
+            with self._workers.card.wanted(Side.generation):
+                await self._background.wait(
+                    f"{decision.num_missing} more groups for the batch of version {self.version}"
+                )
 
     async def _stand_still(self) -> None:
         def check() -> None:
@@ -257,11 +270,21 @@ class TrainingGroups(Groups):
                 self._make_room()
                 return
             # prompts of stale groups come again first
-            prompt = self.ledger.returned_prompt or self._source.next_prompt(
-                self.ledger.num_prompts_taken, self._config.seed
-            )
-            group = self.ledger.admit(prompt, self.version)
+            prompt, num_passed = self.ledger.returned_prompt, 0
+            if prompt is None:
+                prompt, num_passed = self._next_prompt(self._source)
+            group = self.ledger.admit(prompt, self.version, num_passed)
             self._start(group, self._run(group, self._source))
+
+    def _next_prompt(self, source: RolloutSource) -> tuple[PromptReference, int]:
+        """The next prompt that is chosen, and how many before it are passed over."""
+        num_passed = 0
+        while True:
+            position = self.ledger.num_prompts_taken + num_passed
+            prompt = source.next_prompt(position, self._config.seed)
+            if num_passed == MAX_PASSED or self._choice.takes(position, self.ledger.past(prompt)):
+                return prompt, num_passed
+            num_passed += 1
 
     def take_over(self, ledger: Ledger) -> None:
         """Goes on from what an earlier start of the script has left; `go_on` follows."""

@@ -13,6 +13,7 @@ from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers, YieldMemory
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.step_life import StepLife
+from areal_sc.controller.turns import Side
 from areal_sc.fleet.member import Member
 from areal_sc.metadata import RowMetadata
 from areal_sc.weights import WeightsReference
@@ -100,7 +101,8 @@ class WeightsReader(Controller):
 
         These get it when they are started again, before anything else.
         """
-        await self._workers.updates.wait_until_newest()
+        with self._workers.card.wanted(Side.generation):
+            await self._workers.updates.wait_until_newest()
 
     @property
     def current_members(self) -> list[Member]:

@@ -50,6 +50,7 @@ from areal_sc.controller.train.train_step import (
     seen_by_loss,
     trained_content,
 )
+from areal_sc.controller.turns import Side
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
@@ -105,6 +106,7 @@ class TrainController(Controller):
             self._recovery,
             self._publisher,
             self._common.needs,
+            self._common.card,
             self._hear,
         )
         self._tell_more = self._ranks.tell
@@ -132,6 +134,10 @@ class TrainController(Controller):
         Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
             module of the loss.
         """
+        async with self._common.card.held(Side.training):
+            await self._start()
+
+    async def _start(self) -> None:
         ranks = range(self.config.parallel.num_ranks)
         await self._launch([self._order(rank, self.config) for rank in ranks])
         left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
@@ -150,6 +156,7 @@ class TrainController(Controller):
 
     async def close_async(self) -> None:
         """Ends the workers."""
+        await self._common.card.close()
         await self._ranks.memory.close()
         await super().close_async()
         with suppress(OSError):  # it is not there, or an export is still being copied from it

@@ -76,7 +76,7 @@ async function show(isSame = false) {
   } else {
     if (!isSame) frame(view, run);
     try {
-      made = await VIEWS[view].show({ runs, run, words });
+      made = await VIEWS[view].show({ runs, run, words, again: () => show(true) });
     } catch (error) {
       made = failure(error.message);
     }
@@ -85,7 +85,8 @@ async function show(isSame = false) {
   const { scrollX: left, scrollY: top } = window;
   const open = new Set([...main.querySelectorAll("details[open]")].map((it) => it.dataset.name));
   const focused = isSame && main.contains(document.activeElement) ? document.activeElement.name : "";
-  if (!isSame) resetZoom();
+  if (isSame) body?.stop?.();
+  else resetZoom();
   release(main);
   main.replaceChildren(made);
   body = made;
@@ -105,7 +106,10 @@ function follow(changed) {
   const isShown = ({ index, name }) => ofAll || name === (words.run || runs[0].name);
   const isTouched = runs.some((run) => isShown(run) && (changed[run.index] || []).some((part) => parts.includes(part)));
   if (!isTouched || waiting) return;
-  if (document.hidden || document.activeElement?.matches("main select") || (body?.isQuiet && !body.isQuiet())) return;
+  if (document.hidden || document.activeElement?.matches("main select") || (body?.isQuiet && !body.isQuiet())) {
+    body?.onChange?.();
+    return;
+  }
   waiting = true;
   show(true).finally(() => (waiting = false));
 }

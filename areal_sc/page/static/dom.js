@@ -33,6 +33,20 @@ export function shown(text) {
   return parts;
 }
 
+/** The parts of a text, in which each place where something stands, in small letters or capitals, is marked. */
+export function marked(text, wanted) {
+  if (!wanted) return shown(text);
+  const [low, small] = [text.toLowerCase(), wanted.toLowerCase()];
+  if (low.length !== text.length) return shown(text); // its places are others
+  const parts = [];
+  let at = 0;
+  for (let found = low.indexOf(small); found >= 0; found = low.indexOf(small, at)) {
+    parts.push(...shown(text.slice(at, found)), el("mark", {}, shown(text.slice(found, found + small.length))));
+    at = found + small.length;
+  }
+  return [...parts, ...shown(text.slice(at))];
+}
+
 const FIRST_CHARS = 20000;
 
 /** A long text in its own box; the rest of one that is very long comes when it is asked for. */

@@ -12,10 +12,19 @@ export async function get(path, words = {}) {
     if (Object.hasOwn(answers, path)) return answers[path];
     throw new Error("This is not in the exported file; `python -m areal_sc page` on the run folder shows it.");
   }
+  return told(query(path, words));
+}
+
+/** A path with words; those without a value are left out. */
+export function query(path, words) {
   const asked = new URLSearchParams(Object.entries(words).filter(([, value]) => value !== "" && value != null));
+  return asked.size ? `${path}?${asked}` : path;
+}
+
+async function told(path, how) {
   let response;
   try {
-    response = await fetch(asked.size ? `${path}?${asked}` : path);
+    response = await fetch(path, how);
   } catch {
     throw new Error("The server of this page does not answer; it may have been ended.");
   }
@@ -54,6 +63,19 @@ if (key !== null) {
 export function sharedAddress() {
   const known = isFile ? null : sessionStorage.getItem("key");
   return known === null ? location.href : `${location.origin}/?key=${encodeURIComponent(known)}${location.hash}`;
+}
+
+const namesOf = (rows) => new Set(rows.map((it) => `${it.group}.${it.attempt}.${it.episode}.${it.row}`));
+
+/** Names of the rows of a run that the reader has marked. */
+export async function marks(run) {
+  return namesOf(await get(`/api/runs/${run}/marks`));
+}
+
+/** Marks a row, or no longer. */
+export async function markRow(run, name, isMarked) {
+  const body = JSON.stringify({ rows: [name.split(".").map(Number)], note: isMarked ? "" : null });
+  await told(`/api/runs/${run}/marks`, { method: "POST", body });
 }
 
 const known = new Map();

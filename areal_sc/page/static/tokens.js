@@ -19,7 +19,8 @@ export async function recordedRows(run, group, wanted = {}) {
   const show = async (name) => {
     const row = rows.find((one) => one.name === name);
     try {
-      area.replaceChildren(tokenBox(row, await get(`/api/runs/${run.index}/tokens/${group}/${row.attempt}/${row.episode}/${row.row}`)));
+      const path = `/api/runs/${run.index}/tokens/${group}/${row.attempt}/${row.episode}/${row.row}`;
+      area.replaceChildren(tokenArea(row, await get(path), (first) => get(path, { first })));
     } catch (error) {
       area.replaceChildren(el("p", { class: "dim" }, shown(error.message)));
     }
@@ -40,7 +41,30 @@ export async function recordedRows(run, group, wanted = {}) {
   );
 }
 
-function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
+/** The tokens of a row, a part of them at once. `load` gives those from another one on. */
+export function tokenArea(row, tokens, load) {
+  const area = el("div", {});
+  const show = (told) => {
+    const { first, ids, num_tokens: numTokens } = told;
+    const last = first + ids.length;
+    const part = (text, begin) => el("button", { type: "button", on: { click: () => load(begin).then(show, (error) => area.append(el("p", { class: "failure", role: "alert" }, shown(error.message)))) } }, text);
+    const parts =
+      ids.length < numTokens
+        ? el(
+            "p",
+            { class: "found" },
+            el("span", { class: "dim" }, `tokens ${short(first)} to ${short(last - 1)} of ${short(numTokens)}`),
+            first > 0 ? part("earlier tokens", Math.max(0, first - tokens.ids.length)) : null,
+            last < numTokens ? part("later tokens", last) : null,
+          )
+        : null;
+    area.replaceChildren(...[parts, tokenBox(row, told)].filter(Boolean));
+  };
+  show(tokens);
+  return area;
+}
+
+function tokenBox(row, { ids, mask, logprobs, versions, texts, first, num_tokens: numTokens }) {
   const under = el("p", { class: "under", role: "status" }, "point at a token, or go along them with ← and →");
   const box = el("div", { class: "tokens text", tabindex: "0", dir: "ltr", role: "group", "aria-label": "tokens" });
   const marks = ids.map((id, index) => {
@@ -63,10 +87,12 @@ function tokenBox(row, { ids, mask, logprobs, versions, texts }) {
     under.replaceChildren(...numbersOf(at));
   };
   const numbersOf = (index) => [
-    `token ${short(index)} of ${short(ids.length)}, id ${ids[index]}`,
+    `token ${short(first + index)} of ${short(numTokens)}, id ${ids[index]}`,
     texts ? [" ", el("code", {}, shown(JSON.stringify(texts[index])))] : "",
     mask[index] ? `, sampled by version ${short(versions[index])}, log-probability ` : ", given: not trained",
     ...(mask[index] ? [number(logprobs[index]), `, probability ${short(Math.exp(logprobs[index]))}`] : []),
+    mask[index] && row.step ? `, staleness ${short(row.step - 1 - versions[index])}` : "",
+    mask[index] && typeof row.advantage === "number" ? `, advantage ${short(row.advantage)}` : "",
   ].flat();
   box.addEventListener("pointerover", (event) => event.target !== box && point(event.target.closest(".tokens > span").index));
   box.addEventListener("keydown", (event) => {

@@ -9,7 +9,7 @@ export const fleetParts = ["fleet", "steps"];
 
 export async function showFleet({ run, words }) {
   const base = `/api/runs/${run.index}`;
-  const [fleet, told] = await Promise.all([get(`${base}/fleet`), steps(run.index)]);
+  const [fleet, told, held] = await Promise.all([get(`${base}/fleet`), steps(run.index), get(`${base}/held`)]);
   const names = fleet.logs.map((log) => log.name);
   const name = names.includes(words.log) ? words.log : names.find((it) => it.startsWith("controller")) || names[0];
   const log = name ? await get(`${base}/logs/${encodeURIComponent(name)}`) : null;
@@ -34,10 +34,12 @@ export async function showFleet({ run, words }) {
           ]
         : null,
       fleet.snapshots.length ? tile("newest snapshot", shown(fleet.snapshots.at(-1))) : null,
+      roles.map(([name, role]) => tile(`policy version of ${name}`, number(role.version), role.lineage ? el("span", { class: "dim" }, `  lineage ${role.lineage}`) : "")),
       roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open)} open, ${short(role.num_finished)} finished`)),
     ),
     waits(roles, ago),
-    workers(run, roles, fleet.have_workers_ended, ago),
+    workers(run, roles, fleet, held, ago),
+    nodes(roles, ago),
     restarts(told.events),
     name
       ? [
@@ -62,25 +64,44 @@ function waits(roles, ago) {
     : null;
 }
 
-function workers(run, roles, haveEnded, ago) {
+function workers(run, roles, { have_workers_ended: haveEnded, logs }, held, ago) {
   const all = roles.flatMap(([, role]) => role.workers);
+  const logOf = (worker) => logs.find((it) => it.name === `${worker.name.replace("/", "-")}.log`);
   if (!all.length) return el("p", { class: "dim" }, "no workers: the script has ended, or has not started any");
   return [
     el("h2", {}, "Workers"),
     table(
-      ["worker", "state", "restarts", "heard", "process", "host", "log"],
+      ["worker", "state", "version", "restarts", "heard", "process", "host", "log"],
       all.map((worker) => [
         shown(worker.name),
         el("span", { class: `state ${haveEnded ? "ended" : worker.state.replaceAll(" ", "-")}` }, haveEnded ? "ended" : shown(worker.state)),
+        number(held[worker.name]),
         number(worker.restarts),
         `${ago(worker.heard)} ago`,
         String(worker.pid),
         shown(worker.host),
-        el("a", { href: linkTo("fleet", { run: run.name, log: `${worker.name.replace("/", "-")}.log` }) }, "log"),
+        logOf(worker)
+          ? [el("a", { href: linkTo("fleet", { run: run.name, log: logOf(worker).name }), "aria-label": `log of ${worker.name}` }, "log"), " ", el("code", { class: "dim last" }, shown(logOf(worker).last))]
+          : "–",
       ]),
       { label: "workers" },
     ),
   ];
+}
+
+function nodes(roles, ago) {
+  const all = new Map(roles.flatMap(([, role]) => role.agents).map((agent) => [agent.host, agent]));
+  const workersOn = (host) => roles.flatMap(([, role]) => role.workers).filter((worker) => worker.host === host);
+  return all.size
+    ? [
+        el("h2", {}, "Nodes"),
+        table(
+          ["node", "heard", "workers"],
+          [...all.values()].map((agent) => [shown(agent.host), `${ago(agent.heard)} ago`, shown(workersOn(agent.host).map((it) => it.name).join(", ") || "–")]),
+          { label: "nodes" },
+        ),
+      ]
+    : null;
 }
 
 function restarts(events) {

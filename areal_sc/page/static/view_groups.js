@@ -4,7 +4,7 @@ import { change, linkTo } from "./address.js";
 import { choice, el, field, notes, number, short, shown, table, tile } from "./dom.js";
 import { get, isFile } from "./source.js";
 import { recordedRows } from "./tokens.js";
-import { rowCard } from "./view_rows.js";
+import { recordedCard, rowCard } from "./view_rows.js";
 import { span } from "./view_run.js";
 
 export const groupsParts = ["groups"];
@@ -121,14 +121,15 @@ const SAID = {
 
 export async function showGroup({ run, words }) {
   const recorded = recordedRows(run, encodeURIComponent(words.group || "")).catch((error) => el("p", { class: "dim" }, shown(error.message)));
-  const { account, events, rows } = await get(`/api/runs/${run.index}/groups/${encodeURIComponent(words.group || "")}`);
+  const group = encodeURIComponent(words.group || "");
+  const [{ account, events, rows }, kept] = await Promise.all([get(`/api/runs/${run.index}/groups/${group}`), get(`/api/runs/${run.index}/recorded/${group}`)]);
   const finished = events.filter((event) => event.what === "finished").at(-1);
   return el(
     "article",
     {},
     el(
       "nav",
-      { class: "ways" },
+      { class: "ways", "aria-label": "from this group" },
       el("a", { href: linkTo("groups", { run: run.name }) }, "all groups"),
       account.step !== null ? el("a", { href: linkTo("groups", { run: run.name, step: account.step }) }, "groups of the same step") : null,
     ),
@@ -150,8 +151,12 @@ export async function showGroup({ run, words }) {
           ),
         ]
       : null,
-    el("h2", {}, "Texts that were kept"),
-    rows.length ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row))) : el("p", { class: "dim" }, "none: of each step a few groups are kept (samples.groups_per_step)"),
+    el("h2", {}, "Texts"),
+    kept.rows.length
+      ? el("div", { class: "rows" }, kept.rows.map((row) => recordedCard(run, row)))
+      : rows.length
+        ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row)))
+        : el("p", { class: "dim" }, "none: not recorded (records.keep), or gone (records.max_bytes)"),
     await recorded,
   );
 }

@@ -1,92 +1,182 @@
 // What the model wrote: rows that are searched, filtered and sorted by the server.
 
 import { change, goTo, linkTo } from "./address.js";
-import { choice, el, field, notes, number, short, shown } from "./dom.js";
-import { get, isFile } from "./source.js";
+import { choice, el, field, marked, notes, number, percent, short, shown } from "./dom.js";
+import { get, isFile, marks, markRow, query } from "./source.js";
 import { span } from "./view_run.js";
 
-export const rowsParts = ["rows"];
+export const rowsParts = ["rows", "recorded", "groups"];
 
-const SORTS = [
-  ["-step", "newest first"],
-  ["step", "oldest first"],
-  ["-reward", "highest reward"],
-  ["reward", "lowest reward"],
-  ["-num_tokens", "longest"],
-  ["num_tokens", "shortest"],
-  ["-staleness", "stalest"],
-  ["-last_version", "newest version"],
-  ["first_version", "oldest version"],
+const both = (name, most, least) => [
+  [`-${name}`, most],
+  [name, least],
 ];
-const RANGES = ["reward", "num_tokens", "staleness", "version", "step", "group"];
-const PLACES = [["", "any place"], ["best", "best of its group"], ["worst", "worst of its group"], ["equal", "all answers alike"]];
+// where rows come from: what they are asked for by, and how one is shown
+const RECORDED = {
+  path: "recorded",
+  sorts: [
+    ...both("time", "newest first", "oldest first"),
+    ...both("reward", "highest reward", "lowest reward"),
+    ...both("advantage", "highest advantage", "lowest advantage"),
+    ...both("num_tokens", "longest", "shortest"),
+    ...both("staleness", "stalest", "freshest"),
+    ...both("step", "newest step", "oldest step"),
+    ...both("last_version", "newest version", "oldest version"),
+    ["-num_interruptions", "most interruptions"],
+  ],
+  ranges: ["reward", "advantage", "num_tokens", "staleness", "version", "step", "group", "index"],
+  card: recordedCard,
+};
+const SAMPLES = {
+  path: "rows",
+  sorts: [
+    ...both("step", "newest first", "oldest first"),
+    ...both("reward", "highest reward", "lowest reward"),
+    ...both("num_tokens", "longest", "shortest"),
+    ["-staleness", "stalest"],
+    ["-last_version", "newest version"],
+    ["first_version", "oldest version"],
+  ],
+  ranges: ["reward", "num_tokens", "staleness", "version", "step", "group"],
+  card: rowCard,
+};
+const TITLES = { num_tokens: "tokens", index: "row of the data", marked: "bookmarks" };
+const PLACES = [["", "any"], ["best", "best of its group"], ["worst", "worst of its group"], ["equal", "all answers alike"]];
 
-/** Rows that a reader goes through by keyboard, in the order in which the list showed them. */
-export const listed = { run: "", offsets: [] };
+/** Rows that a reader goes through by keyboard, as links, in the order in which the list showed them. */
+export const listed = { run: "", links: [] };
 
-export async function showRows({ run, words }) {
-  const path = `/api/runs/${run.index}/rows`;
+export async function showRows({ run, words, again }) {
+  const { run: _, of, ...asked } = words;
+  const base = `/api/runs/${run.index}`;
+  let table = isFile || of === "samples" ? SAMPLES : RECORDED;
+  let first = await get(`${base}/${table.path}`, { ...asked, at: 0, limit: 50 });
+  if (table === RECORDED && of === undefined && first.num_rows === 0) {
+    const { num_bytes: numBytes } = await get(`${base}/reading`);
+    if (numBytes === 0) table = SAMPLES; // an old run, or one that records nothing
+    first = await get(`${base}/${table.path}`, { ...(table === SAMPLES ? known(asked) : asked), at: 0, limit: 50 });
+  }
+  const stars = table === RECORDED ? await marks(run.index) : new Set();
   const list = el("div", { class: "rows" });
   const more = el("button", { type: "button", hidden: true }, "more");
+  const fresh = el("button", { type: "button", hidden: true, on: { click: () => again() } }, "there are new rows: show them");
   const said = el("p", { class: "dim", role: "status" });
-  const { run: _, ...asked } = words;
-  let first = null;
+  const reading = el("p", { class: "dim", role: "status" });
   let isStopped = false;
   listed.run = run.name;
-  listed.offsets = [];
+  listed.links = [];
 
-  async function load(at, wanted) {
+  /** Shows what was found, and goes on until so many rows are shown, or there is nothing left. */
+  async function load(found, wanted) {
     more.hidden = true;
-    let missing = wanted;
-    while (missing > 0 && at !== null && !isStopped) {
-      const found = await get(path, { ...asked, at, limit: missing });
-      first ??= found;
-      list.append(...found.rows.map((row) => rowCard(run, row, asked)));
-      listed.offsets.push(...found.rows.map((row) => row.offset));
+    for (let missing = wanted; ; ) {
+      const cards = found.rows.map((row) => table.card(run, row, words, stars));
+      list.append(...cards);
+      listed.links.push(...cards.map((card) => card.querySelector("a").hash));
       missing -= found.rows.length;
-      at = found.next;
-      const searched = asked.text && at !== null ? `, ${short(at)} searched` : "";
-      said.textContent = `${listed.offsets.length} shown of ${short(found.num_fitting)} that fit${searched}; ${short(found.num_rows)} rows in all`;
-      if (asked.text && at !== null && missing > 0 && !list.isConnected && listed.offsets.length > 0) break; // the first hits are shown at once
+      const { next } = found;
+      said.textContent = asked.text
+        ? `${short(listed.links.length)} found in ${next === null ? "" : `the first ${short(next)} of `}${short(found.num_fitting)} rows; ${short(found.num_rows)} in all`
+        : `${short(listed.links.length)} shown of ${short(found.num_fitting)} that fit; ${short(found.num_rows)} rows in all`;
+      more.hidden = next === null;
+      more.onclick = () => go(next, 50).catch((error) => said.replaceChildren(error.message));
+      if (missing <= 0 || next === null || isStopped) return;
+      if (!list.isConnected) {
+        // the first hits are shown at once
+        setTimeout(() => more.onclick());
+        return;
+      }
+      found = await get(`${base}/${table.path}`, { ...asked, at: next, limit: missing });
     }
-    more.hidden = at === null;
-    more.onclick = () => load(at, 50).catch((error) => said.replaceChildren(error.message));
   }
 
-  await load(0, 50);
+  async function go(at, wanted) {
+    await load(await get(`${base}/${table.path}`, { ...asked, at, limit: wanted }), wanted);
+  }
+
+  /** Lets the server read rows until all are there, and says how far it is. */
+  async function read() {
+    for (let isWhole = false; !isWhole && !isStopped; ) {
+      const told = await get(`${base}/reading`);
+      isWhole = told.is_whole;
+      reading.textContent = isWhole ? "" : `rows are being read: ${percent(told.num_bytes ? told.num_read_bytes / told.num_bytes : 0)}`;
+      if (isStopped || told.num_changes === first.num_changes || (!isWhole && listed.links.length)) continue;
+      if (root.isQuiet()) again();
+      else fresh.hidden = false;
+    }
+  }
+
+  await load(first, 50);
   const root = el(
     "div",
-    { on: { keydown: keys(list) } },
+    {},
     notes(first.damage, "damage"),
-    isFile ? el("p", { class: "dim" }, "The newest rows of the run; the command `page` searches all of them.") : filters(words, first.metrics),
-    said,
+    isFile ? el("p", { class: "dim" }, "The newest rows of the run; the command `page` searches all of them.") : filters(run, words, table, first),
+    table === RECORDED && !first.has_texts
+      ? el("p", { class: "complaint" }, "The tokenizer of the run's model is not on this machine: of the texts only the prompts of the data set are here.")
+      : null,
+    reading,
+    el("p", { class: "found" }, said, fresh),
     list,
     more,
   );
+  root.onKey = keys(list);
   root.stop = () => {
     isStopped = true;
   };
-  root.isQuiet = () => listed.offsets.length <= 50 && scrollY < 200 && !root.contains(document.activeElement);
+  root.isQuiet = () => listed.links.length <= 50 && scrollY < 200 && !root.contains(document.activeElement);
+  root.onChange = () => (fresh.hidden = false);
+  if (table === RECORDED) read().catch((error) => reading.replaceChildren(error.message));
   return root;
 }
 
-function filters(words, metrics) {
+/** The words that samples are asked for by, too. */
+function known(asked) {
+  return Object.fromEntries(Object.entries(asked).filter(([name]) => [...SAMPLES.ranges, "text"].includes(name) || name.startsWith("metrics.")));
+}
+
+function filters(run, words, table, found) {
   const apply = (event) => {
     event.preventDefault();
     const form = new FormData(event.target.closest("form"));
     change(Object.fromEntries([...form].map(([name, value]) => [name, String(value).trim()])));
   };
-  const text = (name, placeholder, attributes = {}) => el("input", { name, value: words[name] || "", placeholder, size: 9, ...attributes });
-  const sorts = [...SORTS, ...metrics.flatMap((name) => [[`-metrics.${name}`, `highest ${name}`], [`metrics.${name}`, `lowest ${name}`]])];
+  const ranges = [...table.ranges, ...found.metrics.map((name) => `metrics.${name}`)];
+  const numSet = ranges.filter((name) => words[name]).length;
+  const text = (name, attributes = {}) => el("input", { name, value: words[name] || "", placeholder: "0..1 or 3", size: 9, ...attributes });
+  const sorts = [...table.sorts, ...found.metrics.flatMap((name) => both(`metrics.${name}`, `highest ${name}`, `lowest ${name}`))];
+  const counted = (counts) => [["", "any"], ...Object.entries(counts).map(([name, count]) => [name, `${name} (${short(count)})`])];
+  const chosen = (name, options) => field(TITLES[name] || name, choice(name, options, words[name] || "", (value) => change({ [name]: value })));
+  const ofWords = table === RECORDED ? ["worker", "outcome", "cause"].filter((name) => words[name] || Object.keys(found[name]).length > 0) : [];
+  const { run: _, of: __, ...asked } = words;
   return el(
     "form",
-    { class: "controls", on: { submit: apply } },
-    field("search", text("text", "in prompts and answers", { type: "search", size: 28, id: "search" })),
-    field("order", choice("sort", sorts, words.sort || "-step", (sort) => change({ sort }))),
-    field("place", choice("place", PLACES, words.place || "", (place) => change({ place }))),
-    [...RANGES, ...metrics.map((name) => `metrics.${name}`)].map((name) => field(name.replace("metrics.", ""), text(name, "0..1 or 3"))),
-    el("button", {}, "apply"),
-    el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run }) } }, "clear"),
+    { class: "filters", role: "search", on: { submit: apply } },
+    el(
+      "div",
+      { class: "controls" },
+      field("search", text("text", { type: "search", size: 28, id: "search", placeholder: "in prompts and answers" })),
+      chosen("sort", sorts),
+      table === RECORDED ? ofWords.map((name) => chosen(name, counted(found[name]))) : chosen("place", PLACES),
+      table === RECORDED ? chosen("marked", [["", "any"], ["yes", "bookmarked"]]) : null,
+      el("button", {}, "apply"),
+      el("button", { type: "button", on: { click: () => goTo("rows", { run: words.run, of: words.of }) } }, "clear"),
+    ),
+    el(
+      "details",
+      { "data-name": "numbers", open: numSet > 0 },
+      el("summary", {}, numSet ? `numbers: ${numSet} set` : "numbers"),
+      el("div", { class: "controls" }, ranges.map((name) => field(TITLES[name] || name.replace("metrics.", ""), text(name)))),
+    ),
+    el(
+      "p",
+      { class: "ways" },
+      table === RECORDED ? el("a", { href: query(`/api/runs/${run.index}/recorded.jsonl`, asked), download: "" }, "download as JSONL") : null,
+      table === RECORDED
+        ? el("a", { href: linkTo("rows", { run: words.run, of: "samples" }) }, "only the samples of each step")
+        : el("a", { href: linkTo("rows", { run: words.run, of: "recorded" }) }, "all recorded rows"),
+      el("span", { class: "dim" }, table === RECORDED ? "keys: j, k, Enter, b" : "keys: j, k, Enter"),
+    ),
   );
 }
 
@@ -94,32 +184,79 @@ function filters(words, metrics) {
 export function rowNumbers(row) {
   const pairs = [
     ["reward", number(row.reward)],
+    typeof row.advantage === "number" ? ["advantage", number(row.advantage)] : null,
     ["tokens", number(row.num_tokens)],
-    ["staleness", number(row.staleness)],
+    row.staleness === null ? null : ["staleness", number(row.staleness)],
     ["version", span(row.first_version, row.last_version)],
     ...Object.entries(row.metrics).map(([name, value]) => [shown(name), number(value)]),
-  ];
+  ].filter(Boolean);
   return el("span", { class: "numbers" }, pairs.map(([name, value]) => el("span", {}, el("span", { class: "dim" }, name), " ", value)));
 }
 
+/** A sample in a list. */
 export function rowCard(run, row, asked = {}) {
+  const link = linkTo("row", { ...asked, run: run.name, id: row.offset });
+  return card(row, link, [`step ${short(row.step)}`], [` group ${short(row.group)} `, el("span", { class: `place ${row.place}` }, row.place)], asked.text);
+}
+
+/** A recorded row in a list. */
+export function recordedCard(run, row, asked = {}, stars = new Set()) {
+  const name = nameOf(row);
+  const isRejected = row.episode < 0;
+  const link = isRejected ? linkTo("group", { run: run.name, group: row.group }) : linkTo("row", { ...asked, run: run.name, name });
+  const title = [`group ${short(row.group)}`, isRejected ? "" : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
+  const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
+  const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];
+  return card(row, link, title, rest, asked.text, isRejected ? null : star(run, name, stars));
+}
+
+export function nameOf(row) {
+  return `${row.group}.${row.attempt}.${row.episode}.${row.row}`;
+}
+
+/** Marks a row, or no longer. */
+export function star(run, name, stars) {
+  const button = el("button", { type: "button", class: "star" });
+  const paint = () => {
+    const isMarked = stars.has(name);
+    button.setAttribute("aria-pressed", String(isMarked));
+    button.setAttribute("aria-label", `bookmark ${name}`);
+    button.textContent = isMarked ? "★" : "☆";
+  };
+  button.addEventListener("click", async () => {
+    try {
+      await markRow(run.index, name, !stars.has(name));
+      stars[stars.has(name) ? "delete" : "add"](name);
+      paint();
+    } catch (error) {
+      button.title = error.message;
+    }
+  });
+  paint();
+  return button;
+}
+
+function card(row, href, title, rest, wanted, button = null) {
+  const promptAt = row.prompt_at ?? Math.max(0, row.prompt_chars - row.prompt.length);
+  const answerAt = row.answer_at ?? 0;
   return el(
-    "a",
-    { class: `row ${row.place}`, href: linkTo("row", { run: run.name, id: row.offset, ...asked }) },
-    el("span", { class: "head" }, el("b", {}, `step ${short(row.step)}`), ` group ${short(row.group)} `, el("span", { class: `place ${row.place}` }, row.place), " ", rowNumbers(row)),
-    el("span", { class: "line prompt" }, row.prompt_chars > row.prompt.length ? "…" : "", shown(row.prompt)),
-    el("span", { class: "line" }, shown(row.answer), row.answer_chars > row.answer.length ? "…" : ""),
+    "div",
+    { class: `row ${row.place || ""}` },
+    el("span", { class: "head" }, el("a", { href }, title), rest, " ", row.episode < 0 ? "" : rowNumbers(row)),
+    el("span", { class: "line prompt" }, promptAt > 0 ? "…" : "", marked(row.prompt, wanted)),
+    el("span", { class: "line" }, answerAt > 0 ? "…" : "", marked(row.answer, wanted), row.answer_chars > answerAt + row.answer.length ? "…" : ""),
+    button,
   );
 }
 
 function keys(list) {
   return (event) => {
-    if (event.target.matches("input, select")) return;
     const cards = [...list.children];
     const at = cards.indexOf(document.activeElement.closest(".row"));
+    if (event.key === "b") cards[at]?.querySelector(".star")?.click();
     const to = { j: at + 1, ArrowDown: at + 1, k: at - 1, ArrowUp: at - 1 }[event.key];
     if (to === undefined || !cards[to]) return;
     event.preventDefault();
-    cards[to].focus();
+    cards[to].querySelector("a").focus();
   };
 }

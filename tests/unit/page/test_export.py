@@ -18,6 +18,7 @@ from areal_sc.page.followed_run import FollowedRun
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import JsonLines
 
+TESTS = Path(__file__).parents[2]
 MARKUP = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
 
 
@@ -63,11 +64,13 @@ def test_each_module_stands_once_and_after_what_it_imports() -> None:
             assert places[imported] < places[name]
 
 
-def test_the_plot_library_is_unmodified() -> None:
-    told = re.findall(r"^([0-9a-f]{64})  (\S+)$", (STATIC / "uPlot.txt").read_text(), re.MULTILINE)
-    assert {name for _, name in told} == {it.name for it in STATIC.glob("uPlot.*")} - {"uPlot.txt"}
-    for digest, name in told:
-        assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest
+@pytest.mark.parametrize(("folder", "name"), [(STATIC, "uPlot"), (TESTS / "browser", "axe")])
+def test_libraries_are_unmodified(folder: Path, name: str) -> None:
+    text = (folder / f"{name}.txt").read_text()
+    told = re.findall(r"^([0-9a-f]{64})  (\S+)$", text, re.MULTILINE)
+    assert {it for _, it in told} == {it.name for it in folder.glob(f"{name}.*")} - {f"{name}.txt"}
+    for digest, it in told:
+        assert hashlib.sha256((folder / it).read_bytes()).hexdigest() == digest
 
 
 def test_no_script_of_the_page_makes_markup_of_texts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,9 @@ from recorded_groups import played, recorder_of, trajectory
 from tokenizers import Tokenizer, decoders, models
 
 from areal_sc.errors import RunFolderError
+from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, texts_of, tokenizer_of
+from areal_sc.page.row_index import RowIndex
 from areal_sc.records.recorded_rows import RecordedRejection
 
 
@@ -25,10 +26,24 @@ def record(run: Path, *numbers: int) -> None:
     recorder.close()
 
 
-def followed(run: Path) -> RecordedGroups:
-    groups = RecordedGroups(run / "records")
-    groups.follow()
-    return groups
+class Followed(RecordedGroups):
+    """The groups of a run, and the index that has their places."""
+
+    def __init__(self, run: Path) -> None:
+        self.index = RowIndex(run / "records", run / "rows.sqlite", lambda: None, advantages_by({}))
+        super().__init__(self.index)
+        self.follow()
+
+    def follow(self) -> None:
+        self.index.follow(60.0)
+
+    @property
+    def damage(self) -> list[str]:
+        return self.index.damage
+
+
+def followed(run: Path) -> Followed:
+    return Followed(run)
 
 
 def test_numbers_and_tokens_are_what_was_recorded(tmp_path: Path) -> None:
@@ -109,24 +124,6 @@ def test_what_is_gone_is_told(tmp_path: Path) -> None:
     assert groups.of_group(1) == []
     groups.follow()
     assert groups.damage == ["records: the oldest 1 files are gone, as records.max_bytes wants it"]
-
-
-def test_what_is_kept_of_a_group_is_where_it_is(tmp_path: Path) -> None:
-    num_groups = 200
-    recorder = recorder_of(tmp_path)
-    group = played(1, *([trajectory(number)] for number in range(8))).group
-    long = structs.replace(group, prompt="word " * 400)
-    for number in range(num_groups):
-        its = played(number, *([trajectory(row)] for row in range(8)))
-        recorder.add_group(replace(its, group=structs.replace(long, group=number)))
-    recorder.close()
-    followed(tmp_path)  # what is made once
-    tracemalloc.start()
-    groups = followed(tmp_path)
-    kept_bytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(groups.of_group(num_groups - 1)[0]["rows"]) == 8
-    assert kept_bytes < 1000 * num_groups
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -12,7 +12,8 @@ from sample_rows import sample
 
 from areal_sc.errors import RunFolderError
 from areal_sc.page import sample_rows
-from areal_sc.page.sample_rows import RowQuery, SampleRows
+from areal_sc.page.row_query import SHOWN_CHARS
+from areal_sc.page.sample_rows import SampleRows, sample_query
 from areal_sc.records.samples import Place, Sample, read_samples
 from areal_sc.system.json_lines import JsonLines
 
@@ -62,7 +63,7 @@ def all_rows(rows: SampleRows, words: dict[str, str], limit: int = 7) -> list[di
     """Page by page."""
     found, at = [], 0
     while at is not None:
-        page = rows.found(RowQuery.of(words), at, limit)
+        page = rows.found(sample_query(words), at, limit)
         assert len(page["rows"]) <= limit
         found += page["rows"]
         at = page["next"]
@@ -111,7 +112,7 @@ def test_a_search_that_takes_long_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr(sample_rows, "SEARCH_S", 0.0)
     rows = followed(path)
-    assert rows.found(RowQuery.of({"text": "Prompt 299", "sort": "step"}))["next"] == 1
+    assert rows.found(sample_query({"text": "Prompt 299", "sort": "step"}))["next"] == 1
     assert [row["prompt"] for row in all_rows(rows, {"text": "Prompt 299"})] == ["Prompt 299"]
 
 
@@ -121,8 +122,8 @@ def test_a_row_has_all_of_its_texts_and_its_group(tmp_path: Path) -> None:
     worst = sample(1, group=1, answer=long, place=Place.worst)
     write(path, sample(1, group=1), worst, sample(2, group=2))
     rows = followed(path)
-    listed = rows.found(RowQuery.of({"sort": "step"}))["rows"]
-    assert listed[1]["answer"] == long[: sample_rows.SHOWN_CHARS]
+    listed = rows.found(sample_query({"sort": "step"}))["rows"]
+    assert listed[1]["answer"] == long[:SHOWN_CHARS]
     assert listed[1]["answer_chars"] == len(long)
     told = rows.row(listed[1]["offset"])
     assert told is not None
@@ -137,7 +138,7 @@ def test_it_follows_a_run_that_goes_on_and_goes_back(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     rows = SampleRows(path)
     rows.follow()
-    assert rows.found(RowQuery.of({}))["rows"] == []
+    assert rows.found(sample_query({}))["rows"] == []
     steps: list[Sample] = [
         sample(1),
         sample(2),
@@ -152,7 +153,7 @@ def test_it_follows_a_run_that_goes_on_and_goes_back(tmp_path: Path) -> None:
         assert [(row["step"], row["time"]) for row in found] == [
             (it.step, it.time) for it in read_samples(path)
         ]
-        assert rows.found(RowQuery.of({}))["num_rows"] == len(found) <= number
+        assert rows.found(sample_query({}))["num_rows"] == len(found) <= number
 
 
 def test_a_text_that_is_no_utf8_is_shown(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_text_that_is_no_utf8_is_shown(tmp_path: Path) -> None:
     write(path, sample(1, answer="BAD"))
     path.write_bytes(path.read_bytes().replace(b"BAD", b"\xff\xfe<script>"))
     rows = followed(path)
-    page = rows.found(RowQuery.of({"text": "<SCRIPT>"}))
+    page = rows.found(sample_query({"text": "<SCRIPT>"}))
     assert page["rows"][0]["answer"] == "\ufffd\ufffd<script>"
     assert "no valid UTF-8" in page["damage"][0]
 
@@ -171,10 +172,10 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path: Path) -> None:
     rows = followed(path)
     path.write_text("x" * 1000)
     with pytest.raises(RunFolderError, match="has changed meanwhile"):
-        rows.found(RowQuery.of({}))
+        rows.found(sample_query({}))
     path.unlink()
     with pytest.raises(RunFolderError, match="cannot be read: No such file"):
-        rows.found(RowQuery.of({}))
+        rows.found(sample_query({}))
 
 
 @pytest.mark.parametrize(
@@ -188,4 +189,4 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path: Path) -> None:
 )
 def test_wrong_words_are_told(words: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        RowQuery.of(words)
+        sample_query(words)

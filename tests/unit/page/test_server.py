@@ -167,6 +167,11 @@ async def test_nothing_but_reading(session: ClientSession) -> None:
         ("/static/../server.py", 404, "Not Found"),
         ("/api/runs/0/tokens/0/0/0/9", 404, "nothing of that number"),
         ("/api/runs/0/tokens/0/0/0/..", 404, "Not Found"),
+        ("/api/runs/0/recorded?limit=a", 400, "limit: expected a whole number, got 'a'"),
+        ("/api/runs/0/recorded?place=best", 400, "expected time, step"),
+        ("/api/runs/0/recorded.jsonl?reward=a", 400, "reward: expected a number"),
+        ("/api/runs/1/recorded.jsonl", 404, "the page shows 1 runs"),
+        ("/api/runs/0/tokens/0/0/0/0?first=a", 400, "first: expected a whole number"),
         ("/api/runs/0/recorded/x", 400, "expected a whole number"),
         ("/api/runs/0/time?first=a", 400, "first: expected a number, got 'a'"),
         ("/api/runs/0/time?last=inf", 400, "last: expected a number, got 'inf'"),
@@ -224,6 +229,47 @@ async def test_answers_are_what_the_files_say(session: ClientSession, folder: Ru
     assert log.startswith("first\n")
     assert len(log) < 70_000
     assert await get(session, "/api/runs/0/health") == {"complaints": {}, "num_steps": 3}
+
+
+async def test_recorded_rows_are_read_found_and_downloaded(session: ClientSession) -> None:
+    reading = await get(session, "/api/runs/0/reading")
+    assert reading["is_whole"]
+    assert reading["num_read_bytes"] == reading["num_bytes"] > 0
+    found = await get(session, "/api/runs/0/recorded?sort=time")
+    assert [(it["group"], it["episode"]) for it in found["rows"]] == [(0, 0), (0, 1)]
+    # the ledger's group 0 was trained by its first attempt, as far as the journal tells
+    life = await get(session, "/api/runs/0/groups/0")
+    assert {it["outcome"] for it in found["rows"]} == {life["account"]["outcome"]}
+    assert {it["step"] for it in found["rows"]} == {life["account"]["step"]}
+    async with session.get(f"/api/runs/0/recorded.jsonl?sort=time&key={KEY}") as response:
+        assert response.headers["Content-Disposition"] == 'attachment; filename="run.jsonl"'
+        assert_safe(response)
+        lines = [json.loads(line) async for line in response.content]
+    assert [(it["group"], it["episode"]) for it in lines] == [(0, 0), (0, 1)]
+    assert lines[0]["prompt"] == "{'prompt': 'sort <script>\u202e'}"
+    assert (await get(session, "/api/runs/0/tokens/0/0/1/0?first=38"))["ids"] == trajectory(
+        2
+    ).input_ids[38:]
+
+
+async def test_rows_are_marked(session: ClientSession) -> None:
+    async def mark(content: bytes, **headers: str) -> tuple[int, Any]:
+        path = f"/api/runs/0/marks?key={KEY}"
+        async with session.post(path, data=content, headers=headers) as response:
+            return response.status, json.loads(await response.text())
+
+    one = {"group": 0, "attempt": 0, "episode": 1, "row": 0, "note": "why <b>?"}
+    content = b'{"rows": [[0, 0, 1, 0]], "note": "why <b>?"}'
+    assert await mark(content) == (200, [one])
+    assert await get(session, "/api/runs/0/marks") == [one]
+    found = await get(session, "/api/runs/0/recorded?marked=yes")
+    assert [(it["group"], it["episode"]) for it in found["rows"]] == [(0, 1)]
+    for wrong in (b"", b"[]", b'{"rows": [[0, 0, 1]]}', b'{"rows": [["a"]]}', b"\xff"):
+        status, told = await mark(wrong)
+        assert status == 400
+        assert told["error"].startswith("marks: ")
+    assert (await mark(content, Origin="http://evil.example"))[0] == 403
+    assert await mark(b'{"rows": [[0, 0, 1, 0]]}') == (200, [])
 
 
 async def test_what_is_wrong_with_the_learning_is_told(

@@ -1,0 +1,44 @@
+"""The advantages of recorded rows: they follow from the rewards of their group and the settings.
+
+Those that need the whole batch, a critic or a function of the user's are not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from areal_sc.algorithms.advantages import DEVIATIONS, normalized_advantages
+from areal_sc.page.row_index import Advantages
+from areal_sc.records.recorded_rows import RecordedGroup
+
+_ADVANTAGE: Final = ("advantage", "advantage_std", "advantage_deviation", "advantage_eps")
+
+
+def advantages_by(settings: Mapping[str, str]) -> Advantages:
+    """How a run makes advantages of rewards, where it compares those of a group alone.
+
+    Args:
+        settings: of the run, by their names.
+    """
+    named = {name: settings.get(f"actor.ppo.{name}", "") for name in _ADVANTAGE}
+    mean, std = named["advantage"] or "group", named["advantage_std"] or "group"
+    try:
+        eps = float(named["advantage_eps"] or 1e-6)
+    except ValueError:
+        eps = 0.0
+    deviation = named["advantage_deviation"] or "population"
+    is_known = {mean, std} <= {"group", "leave_one_out", "none"} and eps > 0
+
+    def advantages(group: RecordedGroup) -> Sequence[float | None]:
+        rewards = [row.reward for row in group.rows]
+        if not is_known or deviation not in DEVIATIONS or not all(map(math.isfinite, rewards)):
+            return [None] * len(rewards)
+        episodes = [row.episode for row in group.rows]
+        found: list[float] = normalized_advantages(
+            rewards, [0] * len(rewards), episodes, mean=mean, std=std, deviation=deviation, eps=eps
+        ).tolist()
+        return found
+
+    return advantages

@@ -1,0 +1,256 @@
+"""Recorded rows as a table that is searched, filtered and sorted: queries to a `RowIndex`."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from areal_sc.page.row_index import RowIndex, metric_columns, state_of
+from areal_sc.page.row_query import MAX_ROWS, METRIC, SHOWN_CHARS, VERSION, RowQuery
+
+NUMBERS: Final = (
+    *("time", "step", "group", "index", "dataset", "reward", "group_reward", "advantage"),
+    *("num_tokens", "num_trained_tokens", "staleness", "first_version", "last_version"),
+    "num_interruptions",
+)
+"""What rows are filtered and sorted by, beside `metrics.NAME`."""
+WORDS: Final = ("worker", "outcome", "cause")
+"""What rows are filtered by as it is."""
+MARKED: Final = "marked"
+"""`yes`: rows that the reader has marked."""
+SEARCH_S: Final = 0.5
+"""A search gives what it has found by then, and where it goes on."""
+
+_NAME: Final = ("group", "attempt", "episode", "row")
+_SHOWN: Final = (*_NAME, *NUMBERS, *WORDS)
+_AT_ONCE: Final = 100
+"""Rows whose texts are read together."""
+
+RowName = tuple[int, int, int, int]
+"""Group, attempt, episode and row."""
+
+
+def recorded_query(words: Mapping[str, str]) -> RowQuery:
+    """What the parameters of an address ask of recorded rows.
+
+    Raises: ValueError: as `RowQuery.of`.
+    """
+    return RowQuery.of(words, NUMBERS, (*WORDS, MARKED), "-time")
+
+
+class RowSearch:
+    """Answers queries, and remembers the last one: a reader turns its pages."""
+
+    def __init__(self, index: RowIndex) -> None:
+        self._index = index
+        self._fitting: tuple[Any, list[int]] = (None, [])
+        self._facets: tuple[int, dict[str, Any]] = (-1, {})
+
+    def found(
+        self,
+        query: RowQuery,
+        at: int = 0,
+        limit: int = 50,
+        marked: Collection[RowName] = (),
+        *,
+        has_whole_texts: bool = False,
+    ) -> dict[str, Any]:
+        """Some rows of a query, with parts of their texts: of a search around what was found.
+
+        Args:
+            at: place to go on from, among the rows whose numbers fit.
+            limit: rows at most.
+            marked: names of the rows that the reader has marked.
+            has_whole_texts: nothing of the texts is left out.
+        Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
+            fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`
+            and `cause`: how many rows have which; `has_texts`: a tokenizer is there; `is_whole`:
+            all rows are read; `num_changes`, as of `RowIndex.follow`; `damage`.
+        Raises: RunFolderError: the database cannot be had.
+        """
+        limit = max(1, min(limit, MAX_ROWS))
+        wanted, ends = query.text, time.monotonic() + SEARCH_S
+        with self._index.connected() as database:
+            database.execute("BEGIN")  # nothing changes meanwhile
+            state = state_of(database)
+            fitting = self._ids(database, query, state.num_changes, marked)
+            place = first = min(max(at, 0), len(fitting))
+            hits = list[tuple[int, str, str]]()
+            while place < len(fitting) and len(hits) < limit:
+                if wanted and place > first and time.monotonic() > ends:
+                    break
+                num = _AT_ONCE if wanted else min(_AT_ONCE, limit - len(hits))
+                some = fitting[place : place + num]
+                for number, prompt, answer in _texts(database, some):
+                    if not wanted or _has(wanted, prompt, answer):
+                        hits.append((number, _text(prompt), _text(answer)))
+                    place += 1
+                    if len(hits) == limit:
+                        break
+            return {
+                "rows": _rows(database, hits, None if has_whole_texts else wanted),
+                "next": place if place < len(fitting) else None,
+                "num_fitting": len(fitting),
+                **self._counted(database, state.num_changes),
+                "has_texts": state.has_texts,
+                "is_whole": self._index.is_whole,
+                "num_changes": state.num_changes,
+                "damage": self._index.damage,
+            }
+
+    def of_group(self, group: int) -> list[dict[str, Any]]:
+        """The rows of a group with all of their texts, in order; the newest attempt comes last.
+
+        Raises: RunFolderError: the database cannot be had.
+        """
+        with self._index.connected() as database:
+            database.execute("BEGIN")
+            found = database.execute(
+                "SELECT rows.id FROM rows JOIN groups ON place = groups.id WHERE number = ? "
+                "ORDER BY rows.attempt, episode, row",
+                (group,),
+            )
+            texts = _texts(database, [number for (number,) in found])
+            return _rows(database, [(it, _text(a), _text(b)) for it, a, b in texts], None)
+
+    def _ids(
+        self,
+        database: sqlite3.Connection,
+        query: RowQuery,
+        num_changes: int,
+        marked: Collection[RowName],
+    ) -> list[int]:
+        """The rows whose numbers fit, sorted; those without the number come last."""
+        marked = tuple(marked) if query.choices.get(MARKED) else ()
+        choices, ranges = (tuple(sorted(it.items())) for it in (query.choices, query.ranges))
+        key = (choices, ranges, query.sort, query.is_descending, num_changes, marked)
+        if self._fitting[0] == key:
+            return self._fitting[1]
+        columns = metric_columns(database)
+        where, values = _condition(query, columns, marked)
+        column, way = _column(query.sort, columns), "DESC" if query.is_descending else "ASC"
+        found = database.execute(
+            f"SELECT id FROM rows WHERE {where} ORDER BY {column} IS NULL, {column} {way}, "
+            f"id {way}",
+            values,
+        )
+        fitting = [number for (number,) in found]
+        self._fitting = key, fitting
+        return fitting
+
+    def _counted(self, database: sqlite3.Connection, num_changes: int) -> dict[str, Any]:
+        if self._facets[0] != num_changes:
+            facets: dict[str, Any] = {
+                name: dict(
+                    database.execute(
+                        f'SELECT "{name}", count(*) FROM rows WHERE "{name}" != \'\' GROUP BY 1'
+                    )
+                )
+                for name in WORDS
+            }
+            (facets["num_rows"],) = database.execute("SELECT count(*) FROM rows").fetchone()
+            facets["metrics"] = sorted(metric_columns(database))
+            self._facets = num_changes, facets
+        return self._facets[1]
+
+
+def _condition(
+    query: RowQuery, columns: Mapping[str, str], marked: Sequence[RowName]
+) -> tuple[str, list[Any]]:
+    parts, values = ["1"], list[Any]()
+    for name, (low, high) in query.ranges.items():
+        if name == VERSION:
+            parts.append("last_version >= ? AND first_version <= ?")
+        else:
+            parts.append(f"{_column(name, columns)} BETWEEN ? AND ?")
+        values += low, high
+    for name, text in query.choices.items():
+        if name == MARKED:
+            among = ", ".join(["(?, ?, ?, ?)"] * len(marked))
+            parts.append(f'("group", attempt, episode, row) IN (VALUES {among})' if marked else "0")
+            values += [number for it in marked for number in it]
+        else:
+            parts.append(f'"{name}" = ?')
+            values.append(text)
+    return " AND ".join(parts), values
+
+
+def _column(name: str, columns: Mapping[str, str]) -> str:
+    """The column of a number; NULL of a metric that no row has."""
+    if name.startswith(METRIC):
+        return columns.get(name.removeprefix(METRIC), "NULL")
+    return f'"{name}"'
+
+
+def _texts(
+    database: sqlite3.Connection, numbers: Sequence[int]
+) -> Iterator[tuple[int, bytes, bytes]]:
+    """Prompt and answer of some rows, in their order."""
+    marks = ", ".join("?" * len(numbers))
+    found = database.execute(
+        f"SELECT id, prompt, answer FROM texts WHERE id IN ({marks})", tuple(numbers)
+    )
+    known = {row[0]: row for row in found}
+    return (known.get(number, (number, b"", b"")) for number in numbers)
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")
+
+
+def _has(wanted: str, prompt: bytes, answer: bytes) -> bool:
+    if wanted.isascii():  # of other bytes nothing becomes one of its
+        small = wanted.lower().encode()
+        return small in answer.lower() or small in prompt.lower()
+    folded = wanted.casefold()
+    return folded in _text(answer).casefold() or folded in _text(prompt).casefold()
+
+
+def _numbers(database: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """All numbers and words of some rows, in their order; `metrics` are those that they have."""
+    columns = metric_columns(database)
+    names = ", ".join(f'"{name}"' for name in (*_SHOWN, *columns.values()))
+    marks = ", ".join("?" * len(numbers))
+    found = database.execute(
+        f"SELECT id, {names} FROM rows WHERE id IN ({marks})", tuple(numbers)
+    ).fetchall()
+    known = {}
+    for number, *values in found:
+        metrics = zip(columns, values[len(_SHOWN) :], strict=True)
+        known[number] = {
+            **dict(zip(_SHOWN, values, strict=False)),
+            "metrics": {name: value for name, value in metrics if value is not None},
+        }
+    return [known[number] for number in numbers]
+
+
+def _rows(
+    database: sqlite3.Connection, hits: Sequence[tuple[int, str, str]], wanted: str | None
+) -> list[dict[str, Any]]:
+    """Args: wanted: what a search has found them by: parts of their texts are shown; None: all."""
+    rows = _numbers(database, [number for number, _, _ in hits])
+    for row, (_, prompt, answer) in zip(rows, hits, strict=True):
+        row["prompt_chars"], row["answer_chars"] = len(prompt), len(answer)
+        row["prompt"], row["prompt_at"] = prompt, 0
+        row["answer"], row["answer_at"] = answer, 0
+        if wanted is not None:
+            # the end of a prompt tells more than its beginning, which many share
+            row["prompt_at"] = _beginning(prompt, wanted, max(0, len(prompt) - SHOWN_CHARS))
+            row["answer_at"] = _beginning(answer, wanted, 0)
+            row["prompt"] = prompt[row["prompt_at"] :][:SHOWN_CHARS]
+            row["answer"] = answer[row["answer_at"] :][:SHOWN_CHARS]
+    return rows
+
+
+def _beginning(text: str, wanted: str, without: int) -> int:
+    """Where the shown part of a text begins.
+
+    Args:
+        without: where nothing was searched for, or it stands in there.
+    """
+    at = text.lower().find(wanted.lower()) if wanted else -1
+    if at < 0 or without <= at <= without + SHOWN_CHARS - len(wanted):
+        return without
+    return max(0, at - SHOWN_CHARS // 4)
