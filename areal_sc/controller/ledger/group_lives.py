@@ -33,7 +33,7 @@ from areal_sc.run.run_files import RunFiles
 from areal_sc.system.disk import Disk
 
 
-class Fate(StrEnum):
+class RowFate(StrEnum):
     """What has become of a row.
 
     waiting: it is there, and no step was trained with it yet.
@@ -73,7 +73,7 @@ class RowLife:
     reward: float
     num_tokens: int
     versions: tuple[tuple[int, int], ...]
-    fate: Fate = Fate.waiting
+    fate: RowFate = RowFate.waiting
     why: str = ""
     step: int | None = None
     place: int | None = None
@@ -189,7 +189,7 @@ class _PromptLives:
             case kinds.Requeue(group_id=group, cause=cause):
                 if self.groups[group].attempts:  # else it had not begun
                     self.groups[group].attempts[-1].why = cause
-                _end(self.groups[group].rows, Fate.lost, cause)
+                _end(self.groups[group].rows, RowFate.lost, cause)
             case kinds.Reject(group_id=group, reason=reason):
                 self._reject(group, reason)
             case kinds.Consume(group_ids=ids, step=step):
@@ -204,7 +204,7 @@ class _PromptLives:
                 self._train(num_rows, splits)
             case kinds.Publish(version=version):
                 for row in self._batch:
-                    if row.fate is Fate.trained:
+                    if row.fate is RowFate.trained:
                         row.version = version
             case kinds.GoBack(state=state):
                 self._go_back(state)
@@ -212,7 +212,7 @@ class _PromptLives:
     def _reject(self, group: int, reason: str) -> None:
         self._open.pop(group, None)
         self.groups[group].rejected = reason
-        _end(self.groups[group].rows, Fate.rejected, reason)
+        _end(self.groups[group].rows, RowFate.rejected, reason)
 
     def _train(self, num_rows: dict[int, int], splits: Sequence[Split]) -> None:
         first = 0
@@ -227,12 +227,12 @@ class _PromptLives:
             rows = self.groups[group].rows
             for row in rows:
                 if row.rank is not None or count >= len(rows):
-                    row.fate = Fate.trained
+                    row.fate = RowFate.trained
                 elif not splits:
-                    row.fate, row.why = Fate.lost, f"{count} rows of its group were trained"
+                    row.fate, row.why = RowFate.lost, f"{count} rows of its group were trained"
         for row in self._batch:
-            if row.fate is Fate.waiting:
-                row.fate, row.why = Fate.lost, "its step was trained without it"
+            if row.fate is RowFate.waiting:
+                row.fate, row.why = RowFate.lost, "its step was trained without it"
 
     def _go_back(self, state: LedgerState) -> None:
         """Nothing counts that was done since that state."""
@@ -245,7 +245,7 @@ class _PromptLives:
                 continue
             if is_consumed:
                 del self._open[group]
-                _end(rows, Fate.undone, why)
+                _end(rows, RowFate.undone, why)
             else:
                 self._reject(group, why)
 
@@ -261,6 +261,6 @@ def _rows_of(batch: BatchMetadata) -> list[RowLife]:
     return rows
 
 
-def _end(rows: Sequence[RowLife], fate: Fate, why: str) -> None:
+def _end(rows: Sequence[RowLife], fate: RowFate, why: str) -> None:
     for row in rows:
         row.fate, row.why = fate, why
