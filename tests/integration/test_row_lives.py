@@ -9,7 +9,7 @@ from pathlib import Path
 
 from integration.run_process import gate_of, tiny_run
 
-from areal_sc.controller.ledger.group_lives import Fate, group_lives
+from areal_sc.controller.ledger.group_lives import RowFate, group_lives
 from areal_sc.records.reading import rows, unended
 from areal_sc.records.samples import read_samples
 
@@ -35,12 +35,12 @@ def test_every_row_has_one_life_and_none_ends_without_a_reason(
     lives = {life.group: life for life in group_lives(first.run_dir)}
     assert list(lives) == [*range(len(lives))]
     ended = [row for life in lives.values() for it in life.attempts for row in it.rows]
-    assert all(row.why for row in ended if row.fate not in (Fate.trained, Fate.waiting))
-    assert {row.fate for row in ended} >= {Fate.trained, Fate.rejected}
+    assert all(row.why for row in ended if row.fate not in (RowFate.trained, RowFate.waiting))
+    assert {row.fate for row in ended} >= {RowFate.trained, RowFate.rejected}
     for life in lives.values():
         assert [it.attempt for it in life.attempts] == [*range(len(life.attempts))]
         assert all(it.why for it in life.attempts[:-1])
-    trained = [row for row in ended if row.fate is Fate.trained]
+    trained = [row for row in ended if row.fate is RowFate.trained]
     assert Counter(row.version for row in trained) == dict.fromkeys(range(1, 13), 8)
     for version in range(1, 13):
         of_step = [row for row in trained if row.version == version]

@@ -33,7 +33,7 @@ from areal_sc.run.run_files import RunFiles
 from areal_sc.system.disk import Disk
 
 
-class Fate(StrEnum):
+class RowFate(StrEnum):
     """What has become of a row.
 
     waiting: it is there, and no step was trained with it yet.
@@ -73,7 +73,7 @@ class RowLife:
     reward: float
     num_tokens: int
     versions: tuple[tuple[int, int], ...]
-    fate: Fate = Fate.waiting
+    fate: RowFate = RowFate.waiting
     why: str = ""
     step: int | None = None
     place: int | None = None
@@ -104,8 +104,8 @@ class AttemptLife:
 
 
 @dataclass
-class GroupLife:
-    """A group.
+class PromptLife:
+    """A group, that is a prompt and its attempts.
 
     Attributes:
         lineage: of the weights when it was admitted.
@@ -128,7 +128,7 @@ class GroupLife:
         return self.attempts[-1].rows if self.attempts else []
 
 
-def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[GroupLife]:
+def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[PromptLife]:
     """The groups of a run in the order of their admission; also while it goes on.
 
     Args:
@@ -139,21 +139,21 @@ def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[GroupLife
     paths = segment_paths(folder, disk)
     if not paths:
         raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
-    lives: _Lives | None = None
+    lives: _PromptLives | None = None
     for path in paths:
         try:
             content = disk.read(path)
         except OSError as error:
             raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
         segment = read_segment(content, path)
-        lives = lives or _Lives(segment.state)
+        lives = lives or _PromptLives(segment.state)
         for record in segment.records:
             lives.read(record)
     assert lives is not None
     yield from lives.groups.values()
 
 
-class _Lives:
+class _PromptLives:
     """Follows the records from a first state on.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Lives:
     """
 
     def __init__(self, state: LedgerState) -> None:
-        self.groups: dict[int, GroupLife] = {}
+        self.groups: dict[int, PromptLife] = {}
         self._lineage = state.lineage
         self._open = dict[int, None]()  # groups that were not rejected, nor undone
         self._batch: list[RowLife] = []  # of the newest step
@@ -174,7 +174,7 @@ class _Lives:
                 self.groups[group.group_id].attempts.append(attempt)
 
     def _admit(self, group: int, prompt: PromptReference, version: int) -> None:
-        self.groups[group] = GroupLife(group, self._lineage, prompt.dataset, prompt.index, version)
+        self.groups[group] = PromptLife(group, self._lineage, prompt.dataset, prompt.index, version)
         self._open[group] = None
 
     def read(self, record: kinds.Record) -> None:
@@ -189,7 +189,7 @@ class _Lives:
             case kinds.Requeue(group_id=group, cause=cause):
                 if self.groups[group].attempts:  # else it had not begun
                     self.groups[group].attempts[-1].why = cause
-                _end(self.groups[group].rows, Fate.lost, cause)
+                _end(self.groups[group].rows, RowFate.lost, cause)
             case kinds.Reject(group_id=group, reason=reason):
                 self._reject(group, reason)
             case kinds.Consume(group_ids=ids, step=step):
@@ -204,7 +204,7 @@ class _Lives:
                 self._train(num_rows, splits)
             case kinds.Publish(version=version):
                 for row in self._batch:
-                    if row.fate is Fate.trained:
+                    if row.fate is RowFate.trained:
                         row.version = version
             case kinds.GoBack(state=state):
                 self._go_back(state)
@@ -212,7 +212,7 @@ class _Lives:
     def _reject(self, group: int, reason: str) -> None:
         self._open.pop(group, None)
         self.groups[group].rejected = reason
-        _end(self.groups[group].rows, Fate.rejected, reason)
+        _end(self.groups[group].rows, RowFate.rejected, reason)
 
     def _train(self, num_rows: dict[int, int], splits: Sequence[Split]) -> None:
         first = 0
@@ -227,12 +227,12 @@ class _Lives:
             rows = self.groups[group].rows
             for row in rows:
                 if row.rank is not None or count >= len(rows):
-                    row.fate = Fate.trained
+                    row.fate = RowFate.trained
                 elif not splits:
-                    row.fate, row.why = Fate.lost, f"{count} rows of its group were trained"
+                    row.fate, row.why = RowFate.lost, f"{count} rows of its group were trained"
         for row in self._batch:
-            if row.fate is Fate.waiting:
-                row.fate, row.why = Fate.lost, "its step was trained without it"
+            if row.fate is RowFate.waiting:
+                row.fate, row.why = RowFate.lost, "its step was trained without it"
 
     def _go_back(self, state: LedgerState) -> None:
         """Nothing counts that was done since that state."""
@@ -245,7 +245,7 @@ class _Lives:
                 continue
             if is_consumed:
                 del self._open[group]
-                _end(rows, Fate.undone, why)
+                _end(rows, RowFate.undone, why)
             else:
                 self._reject(group, why)
 
@@ -261,6 +261,6 @@ def _rows_of(batch: BatchMetadata) -> list[RowLife]:
     return rows
 
 
-def _end(rows: Sequence[RowLife], fate: Fate, why: str) -> None:
+def _end(rows: Sequence[RowLife], fate: RowFate, why: str) -> None:
     for row in rows:
         row.fate, row.why = fate, why

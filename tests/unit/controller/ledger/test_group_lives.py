@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from ledger_history import History, a_run
 
-from areal_sc.controller.ledger.group_lives import Fate, GroupLife, RowLife, group_lives
+from areal_sc.controller.ledger.group_lives import PromptLife, RowFate, RowLife, group_lives
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.errors import RunFolderError
 from areal_sc.system.disk import Disk
 
 
-def lives_of(run: Path, play: Callable[[History], None]) -> dict[int, GroupLife]:
+def lives_of(run: Path, play: Callable[[History], None]) -> dict[int, PromptLife]:
     async def write() -> None:
         history = History(Disk(), run / "ledger")
         play(history)
@@ -42,7 +42,7 @@ def test_each_group_is_told_from_its_prompt_to_the_version_that_it_made(tmp_path
     ]
     assert [(row.episode, row.row) for row in one.rows] == [(0, 0), (0, 1), (0, 2)]
     for place, row in enumerate(one.rows):
-        assert (row.fate, row.step, row.version, row.place) == (Fate.trained, 2, 2, place)
+        assert (row.fate, row.step, row.version, row.place) == (RowFate.trained, 2, 2, place)
         assert (row.reward, row.num_tokens, row.num_interruptions) == (1.0, 9, 1)
         assert (row.rank, row.minibatch) == (None, None)  # nobody has said
     assert lives[2].rejected == "reward_error"
@@ -88,14 +88,14 @@ def test_rows_that_are_not_trained_have_a_reason(tmp_path: Path) -> None:
 
     lives = lives_of(tmp_path, play)
     back = "the run went back to version 1"
-    assert [(row.fate, row.why) for row in lives[0].rows] == [(Fate.trained, "")] * 2
+    assert [(row.fate, row.why) for row in lives[0].rows] == [(RowFate.trained, "")] * 2
     lost = [(row.fate, row.why) for row in lives[1].attempts[0].rows]
-    assert lost[0][0] in (Fate.lost, Fate.rejected)
+    assert lost[0][0] in (RowFate.lost, RowFate.rejected)
     assert all(why for _, why in lost)
-    assert [(row.fate, row.why) for row in lives[2].rows] == [(Fate.rejected, "stale")] * 2
-    assert [(row.fate, row.why) for row in lives[3].rows] == [(Fate.undone, back)] * 2
+    assert [(row.fate, row.why) for row in lives[2].rows] == [(RowFate.rejected, "stale")] * 2
+    assert [(row.fate, row.why) for row in lives[3].rows] == [(RowFate.undone, back)] * 2
     assert [(row.fate, row.why, row.step) for row in lives[4].rows] == [
-        (Fate.rejected, back, None)
+        (RowFate.rejected, back, None)
     ] * 2
     assert lives[5].rejected == back
 
@@ -143,17 +143,17 @@ def test_lives_and_accounts_say_the_same(tmp_path: Path) -> None:
         num[account.outcome] += 1
         if account.outcome == "rejected":
             assert life.rejected, account
-            assert all(row.fate in (Fate.rejected, Fate.lost) for row in life.rows), account
+            assert all(row.fate in (RowFate.rejected, RowFate.lost) for row in life.rows), account
         elif account.is_undone:
             assert fates(life.rows) == ["undone"] * account.num_rows, account
             num["undone"] += 1
         else:
-            trained = [row for row in life.rows if row.fate is Fate.trained]
+            trained = [row for row in life.rows if row.fate is RowFate.trained]
             if account.num_trained == account.num_rows:
                 assert len(trained) == account.num_trained
         every = [row for attempt in life.attempts for row in attempt.rows]
         for row in every:
-            if row.fate in (Fate.lost, Fate.rejected, Fate.undone):
+            if row.fate in (RowFate.lost, RowFate.rejected, RowFate.undone):
                 assert row.why
     assert min(num[name] for name in ("rejected", "undone", "trained")) > 20
 
