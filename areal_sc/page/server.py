@@ -267,9 +267,8 @@ def _group(run: FollowedRun, request: web.Request) -> Any:
 
 def _tokens(run: FollowedRun, request: web.Request) -> Any:
     names = ("group", "attempt", "episode", "row")
-    return run.tokens(
-        *(_whole_number(request, name) for name in names), _number(request, "first", 0)
-    )
+    group, attempt, episode, row = (_whole_number(request, name) for name in names)
+    return run.tokens(group, attempt, episode, row, _number(request, "first", 0))
 
 
 def _time(run: FollowedRun, request: web.Request) -> Any:

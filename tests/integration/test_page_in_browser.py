@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import tarfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,11 @@ async def shows(tab: Tab, place: str) -> str:
     return str(await tab.value("document.body.innerText"))
 
 
-async def check_view(tab: Tab, place: str) -> None:
+async def check_view(
+    tab: Tab, place: str, widths: Sequence[tuple[int, bool]] = ((1280, False),)
+) -> None:
     await shows(tab, place)
-    for width, is_dark in WIDTHS:
+    for width, is_dark in widths:
         await tab.resize(width, is_dark=is_dark)
         await tab.wait_for(f"innerWidth === {width} && document.querySelector('main > *') !== null")
         assert await tab.value("document.documentElement.scrollWidth <= innerWidth"), (place, width)
@@ -128,7 +130,7 @@ def name_of(it: Any) -> str:
 async def test_each_view_of_each_run(runs: list[Path], page: Page, tab: Tab) -> None:
     for number, run in enumerate(runs[:3]):
         for view in views_of(page, number, run):
-            await check_view(tab, view)
+            await check_view(tab, view, WIDTHS)
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
@@ -374,7 +376,6 @@ def tear(run_dir: Path) -> None:
 async def check_each_view(tab: Tab, page: Page, run_dir: Path) -> None:
     for view in views_of(page, 0, run_dir):
         await check_view(tab, view)
-    await tab.resize(1280)
 
 
 async def check_numbers_of_steps(tab: Tab, run: RunProcess) -> None:
