@@ -236,7 +236,7 @@ class Session:
         return rows_of(nodes, returns, AgentRows(self._settings.rows), {**told, **(metrics or {})})
 
     def note_undelivered(self, delivery: str) -> None:
-        """As of the call that it is of."""
+        """An answer could not be passed on; see `SessionCall.note_undelivered`."""
         for call in self._calls:
             call.note_undelivered(delivery)
 
