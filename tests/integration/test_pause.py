@@ -107,8 +107,6 @@ def test_a_paused_run_is_ended_by_ctrl_c_and_goes_on_where_it_was(
         second.finish()
         names = [record["name"] for record in second.records("event")]
     assert (names.count("paused"), names.count("pause_ended")) == (2, 1)
-    steps = [record["step_time_s"] for record in second.records("step")]
-    assert max(steps) < PAUSE_S
     summary = second.summary()
     assert (summary["num_rows_trained"], summary["num_rows_trained_twice"]) == (40, 0)
     with pytest.raises(CommandError, match="is not paused: All of its 5 steps are done"):
@@ -198,7 +196,6 @@ def test_rows_are_trained_alike_with_a_pause_and_without(
     assert len(of_plain) == len(of_paused) == 40
     for name in ("loss", "grad_norm", "num_tokens"):
         assert [it.train[name] for it in of_plain] == [it.train[name] for it in of_paused]
-    assert max(it.step_time_s for it in of_paused) < PAUSE_S
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
