@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_sc.agents.command import AgentCommand as AgentCommand
+    from areal_sc.agents.online import OnlineWorkflow as OnlineWorkflow
     from areal_sc.agents.workflow import AgentWorkflow as AgentWorkflow
     from areal_sc.config.schema import GRPOConfig as GRPOConfig
     from areal_sc.controller.rollout.evaluation import EvaluationSet as EvaluationSet
@@ -64,6 +65,7 @@ _HOMES = {
     "GRPOConfig": "areal_sc.config.schema",
     "JsonlPrompts": "areal_sc.sources.prompts",
     "LocalGenerator": "areal_sc.engines.handles",
+    "OnlineWorkflow": "areal_sc.agents.online",
     "PPOTrainer": "areal_sc.trainer.ppo_trainer",
     "Prompts": "areal_sc.sources.prompts",
     "RolloutController": "areal_sc.controller.rollout.rollout_controller",

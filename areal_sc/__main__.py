@@ -13,7 +13,8 @@ from areal_sc.errors import CommandError
 from areal_sc.trainer.failure import run_script
 
 COMMANDS: Final = (
-    *("new", "status", "page", "samples", "curve", "evaluate", "export", "plan", "ledger", "stop"),
+    *("new", "status", "page", "samples", "curve", "evaluate", "export", "plan", "ledger"),
+    *("pause", "resume", "scale", "stop"),
 )
 
 

@@ -21,6 +21,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -272,6 +273,11 @@ class BatchMetadata(Struct, frozen=True, array_like=True):
         for number, row in enumerate(self.rows):
             episodes.setdefault((row.group_id, row.episode), []).append(number)
         return tuple(map(tuple, episodes.values()))
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """The reward of each episode, the mean over its rows; in the order of `episodes`."""
+        return [fmean(self.rows[row].reward for row in rows) for rows in self.episodes]
 
     def select(self, fields: Sequence[str]) -> BatchMetadata:
         """The same rows with only the named fields.

@@ -24,9 +24,12 @@ class RejectionKind(StrEnum):
     reward_timeout: the reward took longer than `rollout.reward_timeout_s`.
     reward_process_died: its process ended while it ran.
     agent_error: the agent raised.
-    agent_timeout: it took longer than `agents.episode_timeout_s`, again when it was alone.
+    agent_timeout: it took longer than `agents.episode_timeout_s`, again when it was alone, or
+        outside.
     agent_died: its process ended while it ran, again when it was alone.
     agent_no_call: it ended, and had no answer of the model.
+    agent_idle: an agent outside claimed it, and did nothing for `agents.idle_timeout_s`.
+    agent_rejected: the agent outside that claimed it has rejected it.
     dataset_error: the row of the dataset cannot be read.
     prompt_error: the prompt cannot be used.
     prompt_too_long: it leaves no room for an answer, and is left out.
@@ -45,6 +48,8 @@ class RejectionKind(StrEnum):
     agent_timeout = "agent_timeout"
     agent_died = "agent_died"
     agent_no_call = "agent_no_call"
+    agent_idle = "agent_idle"
+    agent_rejected = "agent_rejected"
     dataset_error = "dataset_error"
     prompt_error = "prompt_error"
     prompt_too_long = "prompt_too_long"

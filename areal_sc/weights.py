@@ -62,15 +62,31 @@ class WeightBroadcast(Struct, frozen=True, array_like=True):
     buckets: tuple[BucketLayout, ...]
 
 
+class WeightChanges(Struct, frozen=True, array_like=True):
+    """What makes the weights of a version of those of another one; see `workers/weight_changes`.
+
+    Attributes:
+        base: (lineage, version) of the other one.
+        shards: each rank's sealed part.
+        num_bytes: of all of them.
+    """
+
+    base: tuple[int, int]
+    shards: tuple[ShardReference, ...]
+    num_bytes: int
+
+
 class WeightsReference(Struct, frozen=True, array_like=True):
     """Where the weights of one policy version are.
 
     Attributes:
         lineage, version: name the policy; 0 where a lineage is of no interest.
         shards: each rank's sealed part; () when `folder` is set.
-        folder: a Hugging Face folder that holds them; "" when they are sealed.
+        folder: a Hugging Face folder that holds them; "" when they are sealed. Where there are
+            neither, they are those of the model's own folder.
         nodes: tokens of the nodes whose shared memory the shards lie in.
         broadcast: how they come to the ranks of a group; None: they are pulled.
+        changes: which whoever has their base pulls in place of the shards; None: there are none.
     """
 
     version: int
@@ -79,6 +95,12 @@ class WeightsReference(Struct, frozen=True, array_like=True):
     broadcast: WeightBroadcast | None = None
     lineage: int = 0
     nodes: tuple[str, ...] = ()
+    changes: WeightChanges | None = None
+
+    @property
+    def is_of_model_folder(self) -> bool:
+        """Whether they are those that an engine begins with."""
+        return not (self.shards or self.folder or self.broadcast)
 
     @property
     def policy(self) -> tuple[int, int]:

@@ -177,7 +177,8 @@ def play(folder: Path, memory: Path, arguments: Any) -> dict[str, float]:
         *(f"actor.path={folder / 'warm_start'}", f"transport.shared_memory={memory}"),
         *arguments.overrides,
     ]
-    environment = os.environ | {BOOKS: str(books), "PYTHONPATH": str(ROOT / "benchmarks")}
+    path = os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.getenv("PYTHONPATH")]))
+    environment = os.environ | {BOOKS: str(books), "PYTHONPATH": path}
     script = Script(command, environment, folder / "output.txt", run_dir)
     kills: list[Kill] = []
     try:

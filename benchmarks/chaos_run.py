@@ -132,6 +132,7 @@ def main(argv: list[str]) -> None:
 
     from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
     from areal_sc.config.schema import SchedulerConfig
+    from areal_sc.controller.weights.weight_sources import WeightSources
     from areal_sc.run.run_folder import RunFolder
     from areal_sc.schedulers.local import LocalScheduler
     from areal_sc.trainer import run
@@ -142,6 +143,8 @@ def main(argv: list[str]) -> None:
 
     run.make_scheduler = booked_scheduler  # type: ignore[assignment]
     config = load_config(argv, Config, makes_model=True)
+    if config.weight_update.has_changes:  # workers are taken for those of another node
+        WeightSources._is_far = lambda *_: True  # type: ignore[method-assign]
     with PPOTrainer(config) as trainer:
         warm_start(config, trainer)
         trainer.fit(

@@ -113,9 +113,9 @@ class SimulatedWorker:
     async def update_weights(self, _: WeightsReference) -> None:
         await asyncio.sleep(random.uniform(*UPDATE_S))
 
-    async def copy_weights(self, _: calls.CopyWeights) -> ShardReference:
+    async def copy_weights(self, _: calls.CopyWeights) -> tuple[ShardReference, ...]:
         await asyncio.sleep(random.uniform(*UPDATE_S))
-        return (await self.seal(None)).shard
+        return ((await self.seal(None)).shard,)
 
     async def seal(self, _: Any) -> calls.SealedShard:
         self.last_sequence += 1

@@ -69,8 +69,9 @@ class WeightWorker(SimulatedWorker):
         self.plane.store.sweep(sweep.live, sweep.acknowledged, sweep.dead)
         return self.plane.store.last_sequence
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
-        return ShardReference(self.name, self.address, await self._held.copy(wanted))
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
+        ids = await self._held.copy(wanted)
+        return tuple(ShardReference(self.name, self.address, shard_id) for shard_id in ids)
 
     async def update_weights(self, weights: WeightsReference) -> None:
         """Reads and compares all values."""
@@ -83,12 +84,22 @@ class WeightWorker(SimulatedWorker):
 
 
 class Nodes:
-    """The nodes of this process."""
+    """The nodes of this process.
 
-    def __init__(self, folder: Path, stack: contextlib.AsyncExitStack) -> None:
+    Attributes:
+        workers: of all of them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stack: contextlib.AsyncExitStack,
+        worker_class: type[WeightWorker] = WeightWorker,
+    ) -> None:
+        self.workers: list[Any] = []
         self._folder = folder
         self._stack = stack
-        self._planes: list[DataPlane] = []
+        self._worker_class = worker_class
 
     async def start(
         self, role: str, node: int, first: int, count: int, numel: int, num_ranks: int
@@ -113,7 +124,7 @@ class Nodes:
 
     def served_bytes(self) -> int:
         """Sent by the bulk servers of all workers, since the start."""
-        return sum(plane.stats().served_bytes for plane in self._planes)
+        return sum(worker.plane.stats().served_bytes for worker in self.workers)
 
     async def _worker(
         self, name: str, arenas: ArenaFolder, numel: int, num_ranks: int
@@ -132,8 +143,8 @@ class Nodes:
             idle_buffer_bytes=0,
         )
         self._stack.push_async_callback(plane.close)
-        self._planes.append(plane)
-        worker = WeightWorker(name, plane, incarnation, numel, num_ranks)
+        worker = self._worker_class(name, plane, incarnation, numel, num_ranks)
+        self.workers.append(worker)
         served = [*await plane.start(), *worker.methods()]
         worker.address = await self._serve(ours.rpc_server(name, incarnation, self._folder, served))
         return worker

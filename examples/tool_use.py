@@ -197,7 +197,7 @@ def warm_up(config: ActorConfig, num_steps: int, seed: int, scheduler: Scheduler
     shutil.rmtree(untrained)
 
 
-def train(argv: list[str], workflow: Workflow) -> None:
+def train(argv: list[str], workflow: Workflow, evaluation_workflow: Workflow | None = None) -> None:
     """Makes the model that is trained, if it is not there, and trains it on the task."""
     config = load_config(argv, GRPOConfig, makes_model=True)
     with PPOTrainer(config) as trainer:
@@ -205,7 +205,10 @@ def train(argv: list[str], workflow: Workflow) -> None:
             with trainer.display.phase("warm-up"):
                 warm_up(config.actor, config.task["warm_up_steps"], config.seed, trainer.scheduler)
         trainer.fit(
-            workflow, Keys(config.seed), evaluation_prompts=Keys(config.seed + 1_000_003, size=256)
+            workflow,
+            Keys(config.seed),
+            evaluation_prompts=Keys(config.seed + 1_000_003, size=256),
+            evaluation_workflow=evaluation_workflow,
         )
 
 

@@ -1,9 +1,11 @@
-"""Keys of sessions. No torch.
+"""Keys of a run's sessions, and the key of the run's address. No torch.
 
-    areal-WORKER-NUMBER-MAC
+    areal-WORKER-LIFE-NUMBER-CODE   of a session
+    areal-run-CODE                  of the run: whoever has it claims episodes
 
-The worker's name is for whoever passes calls on to it. The code makes sure that a key was made
-here, without a list of all that ever were.
+The code is made with a secret that the run's workers share. So whoever has the secret knows,
+without a list of all that ever were, whether a key was made in this run, and by which life of which
+worker.
 """
 
 from __future__ import annotations
@@ -11,31 +13,57 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Final
+from typing import Final, NamedTuple
 
 _CODE_CHARS: Final = 32
+_RUN: Final = "areal-run"
+
+
+class SessionName(NamedTuple):
+    """Which session a key is of.
+
+    Attributes:
+        life: incarnation of the worker.
+        number: of the session in that life.
+    """
+
+    worker: str
+    life: str
+    number: int
 
 
 class SessionKeys:
-    """Makes the keys of one worker, and reads them."""
+    """Makes keys, and reads them.
 
-    def __init__(self, worker: str) -> None:
-        self._worker = worker
-        self._secret = secrets.token_bytes(32)
+    Args:
+        secret: of the run; b"": one of this object's own.
+    """
 
-    def key_of(self, number: int) -> str:
-        """The key of the session of this number."""
-        named = f"areal-{self._worker}-{number}"
-        code = hmac.new(self._secret, named.encode(), hashlib.sha256)
+    def __init__(self, secret: bytes = b"") -> None:
+        self._secret = secret or secrets.token_bytes(32)
+        self.run_key = self._with_code(_RUN)
+
+    def key_of(self, name: SessionName) -> str:
+        """The key of a session."""
+        return self._with_code(f"areal-{name.worker}-{name.life}-{name.number}")
+
+    def read(self, key: str) -> SessionName | None:
+        """Which session it is of; None: no session has, or had, this key."""
+        named = key.rpartition("-")[0]
+        if not _is_equal(key, self._with_code(named)):
+            return None
+        parts = named.removeprefix("areal-").rsplit("-", 2)
+        return SessionName(parts[0], parts[1], int(parts[2])) if len(parts) == 3 else None
+
+    def is_run_key(self, key: str) -> bool:
+        """Whether it is the run's."""
+        return _is_equal(key, self.run_key)
+
+    def _with_code(self, named: str) -> str:
+        code = hmac.new(self._secret, named.encode(errors="replace"), hashlib.sha256)
         return f"{named}-{code.hexdigest()[:_CODE_CHARS]}"
 
-    def read(self, key: str) -> int | None:
-        """The number of its session; None: no session has, or had, this key."""
-        number = key.rpartition("-")[0].rpartition("-")[2]
-        if not (number.isascii() and number.isdecimal() and len(number) <= 18):
-            return None
-        # in constant time: a guess tells nothing of how near it is
-        is_ours = hmac.compare_digest(
-            key.encode(errors="replace"), self.key_of(int(number)).encode()
-        )
-        return int(number) if is_ours else None
+
+def _is_equal(told: str, key: str) -> bool:
+    """In constant time: a guess tells nothing of how near it is."""
+    return hmac.compare_digest(told.encode(errors="replace"), key.encode(errors="replace"))

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
+import ipaddress
 import logging
-import math
 import socket
 import threading
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -31,48 +29,58 @@ from collections.abc import (
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused, Dialect, ModelCall
-from areal_sc.agents.dialects.chat_completions import ChatCompletions
-from areal_sc.agents.dialects.messages import AnthropicMessages
-from areal_sc.agents.dialects.responses import Responses
-from areal_sc.agents.keys import SessionKeys
+from areal_sc.agents.certificate import make_certificate
+from areal_sc.agents.claims import Claims, Offer
+from areal_sc.agents.http import (
+    BACKLOG,
+    DELIVERY,
+    DIALECTS,
+    MAX_BODY_BYTES,
+    RETRY_COUNT,
+    UNDELIVERED,
+    Handler,
+    decoded,
+    key_in,
+    no_session,
+    read_body,
+    refuse_path,
+    refusing,
+)
+from areal_sc.agents.keys import SessionKeys, SessionName
+from areal_sc.agents.routes import AgentsAt
 from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SESSION_ENDED, Session, SessionSettings, anew
 from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
+from areal_sc.transport.sockets.interface import Interface, bracketed, family_of
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from areal_sc.config.agent_settings import AgentsConfig
     from areal_sc.config.schema import GenerationConfig
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages())
-MAX_BODY_BYTES: Final = 8 << 20
-_BODY_TIMEOUT_S: Final = 60.0
 _HOST: Final = "127.0.0.1"
 _STREAM_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
 }
-_RETRY_COUNT: Final = "x-stainless-retry-count"
-"""What the clients of OpenAI and Anthropic say: 0, or which try it is."""
-_BACKLOG: Final = 1024
-"""Connections that may come in one instant; a thousand agents may begin together."""
 _SHUTDOWN_S: Final = 1.0
 _START_TIMEOUT_S: Final = 60.0
 _END_TIMEOUT_S: Final = 10.0
 _MAX_LOST: Final = 256
 """Sessions of which is remembered that they were given up; of older ones, that they ended."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class OpenSession:
@@ -100,19 +108,31 @@ class OpenSession:
 
 
 class AgentServer:
-    """Serves the sessions of one worker to agents on its machine.
+    """Serves the sessions of one life of a worker to agents on its machine.
 
     Args:
         worker: its name.
+        life: its incarnation.
+        secret: of all sessions of the run; b"": of these alone.
 
     Attributes:
         port: of 127.0.0.1, once a session was open.
     """
 
-    def __init__(self, worker: str, dialects: Iterable[Dialect] = DIALECTS) -> None:
-        self._keys = SessionKeys(worker)
+    def __init__(
+        self,
+        worker: str,
+        life: str = "0",
+        secret: bytes = b"",
+        *,
+        dialects: Iterable[Dialect] = DIALECTS,
+    ) -> None:
+        self._worker = worker
+        self._life = life
+        self._keys = SessionKeys(secret)
+        self._claims = Claims(self._keys, self._session_named)
         self._dialects = tuple(dialects)
-        self._numbers = itertools.count(1)
+        self._num_opened = 0
         self._sessions = dict[int, Session]()
         self._lost = dict[int, CallRefused]()  # of the last sessions that were given up
         self._starting: asyncio.Task[None] | None = None
@@ -121,6 +141,7 @@ class AgentServer:
         self._is_ending: asyncio.Event | None = None
         self._runner: web.AppRunner | None = None
         self._sites = dict[socket.socket, web.SockSite]()
+        self._listening: asyncio.Task[tuple[int, str]] | None = None
         self._sending = set[asyncio.Task[None]]()
         self.port = 0
 
@@ -133,17 +154,17 @@ class AgentServer:
         Raises: WorkerError: the thread could not begin, as there is no free port, say; the next
             session tries it again.
         """
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start(), name="agent server")
-        await asyncio.shield(self._starting)
-        number = next(self._numbers)
+        await self._started()
+        self._num_opened += 1
+        number = self._num_opened
+        name = SessionName(self._worker, self._life, number)
         session = Session(_EngineOnItsLoop(engine), sampling, settings)
         self._sessions[number] = session
         lost: CallRefused | None = None
         try:
             url = f"http://{_HOST}:{self.port}/v1"
             with session.raising():
-                yield OpenSession(url, self._keys.key_of(number), session)
+                yield OpenSession(url, self._keys.key_of(name), session)
         except BaseException as error:
             lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
             raise
@@ -152,6 +173,29 @@ class AgentServer:
             if lost:
                 self._note_lost(number, lost)
             self._soon(partial(session.end, lost))
+
+    async def wait_outside(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
+        """Offers an open session to agents outside until one has rewarded it.
+
+        Args:
+            row: as JSON holds it.
+        Raises: AgentError: it was rejected, or came to a limit.
+        """
+        return await self._on_thread(self._offer(key, row, config))
+
+    async def reachable(self, interface: Interface) -> AgentsAt:
+        """Where the process that has the run's address reaches this: by TLS, unless on loopback.
+
+        Raises: WorkerError: as `open`. OSError: the interface cannot be listened on.
+        """
+        await self._started()
+        if ipaddress.ip_address(interface.host).is_loopback:
+            return AgentsAt(self._life, f"http://{_HOST}:{self.port}")
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._on_thread(self._listen(interface.host)))
+        port, fingerprint = await asyncio.shield(self._listening)
+        host = bracketed(interface.advertised_host)
+        return AgentsAt(self._life, f"https://{host}:{port}", fingerprint)
 
     async def close(self) -> None:
         """Refuses all calls of open sessions, and ends the thread."""
@@ -179,9 +223,21 @@ class AgentServer:
         if (site := self._sites.pop(listener, None)) and self._loop and not self._loop.is_closed():
             await self._on_thread(site.stop())
 
-    async def _on_thread(self, asked: Coroutine[Any, Any, None]) -> None:
+    async def _on_thread(self, asked: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
+
+    async def _offer(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
+        name = self._keys.read(key)
+        assert name is not None
+        return await self._claims.wait(Offer(name, key, row, self._session_named(name)), config)
+
+    async def _listen(self, host: str) -> tuple[int, str]:
+        assert self._runner is not None
+        context, fingerprint = make_certificate()
+        listener = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
+        await web.SockSite(self._runner, listener, ssl_context=context).start()
+        return listener.getsockname()[1], fingerprint
 
     async def _begin_site(self, listener: socket.socket) -> None:
         assert self._runner is not None
@@ -192,6 +248,11 @@ class AgentServer:
         self._lost[number] = why
         while len(self._lost) > _MAX_LOST:
             del self._lost[next(iter(self._lost))]
+
+    async def _started(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="agent server")
+        await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
         started: Future[int] = Future()
@@ -220,13 +281,16 @@ class AgentServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         for dialect in self._dialects:
             app.router.add_post(dialect.path, self._handler(dialect))
-        app.router.add_route("*", "/{path:.*}", self._handler_of_nothing)
+        app.router.add_post(UNDELIVERED, refusing(self._note_undelivered))
+        self._claims.add_routes(app.router)
+        paths = ", ".join(f"POST {dialect.path}" for dialect in self._dialects)
+        app.router.add_route("*", "/{path:.*}", refuse_path(paths))
         # a client that goes away ends its handler, and so stops waiting
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
         )
         await runner.setup()
-        await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
+        await web.TCPSite(runner, _HOST, 0, backlog=BACKLOG).start()
         self._loop, self._runner = asyncio.get_running_loop(), runner
         self._is_ending = asyncio.Event()
         started.set_result(runner.addresses[0][1])
@@ -236,24 +300,13 @@ class AgentServer:
         await runner.cleanup()
 
     def _handler(self, dialect: Dialect) -> Handler:
-        async def serve(request: web.Request) -> web.StreamResponse:
-            try:
-                return await self._answer(dialect, request)
-            except CallRefused as refused:
-                return _refusal(dialect, refused)
-
-        return serve
-
-    async def _handler_of_nothing(self, request: web.Request) -> web.StreamResponse:
-        paths = ", ".join(f"POST {dialect.path}" for dialect in self._dialects)
-        why = f"there is no {request.method} {request.path:.80} here: expected {paths}"
-        return _refusal(self._dialects[0], CallRefused(404, "unknown_path", why))
+        return refusing(partial(self._answer, dialect), dialect)
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         try:
-            body = await _read(request)
-            call = dialect.read(_decoded(body))
+            body = await read_body(request)
+            call = dialect.read(decoded(body))
         except CallRefused:
             session.counts["refused"] += 1
             raise
@@ -263,7 +316,7 @@ class AgentServer:
             call,
             digest=digest,
             key=f"key {retried}" if retried else digest,
-            is_retry=bool(retried) or request.headers.get(_RETRY_COUNT, "0") != "0",
+            is_retry=bool(retried) or request.headers.get(RETRY_COUNT, "0") != "0",
         )
         with begun.client():
             if call.is_streamed:
@@ -308,7 +361,7 @@ class AgentServer:
             request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
 
         async def send() -> None:
-            with begun.delivering():
+            with begun.delivering(request.headers.get(DELIVERY, "")):
                 await response.prepare(request)
                 await response.write_eof(rest)
 
@@ -324,19 +377,26 @@ class AgentServer:
         if not task.cancelled() and (error := task.exception()):
             logger.debug("a client went away before its answer was sent: %r", error)
 
+    async def _note_undelivered(self, request: web.Request) -> web.StreamResponse:
+        self._session_of(request).note_undelivered(request.headers.get(DELIVERY, ""))
+        return web.Response()
+
     def _session_of(self, request: web.Request) -> Session:
         """Raises: CallRefused: 401, 409 or 410: the request has no key, or none of an open one."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("x-api-key", "")
-        number = self._keys.read(key.strip())
-        if number is None:
-            raise CallRefused(
-                401, "invalid_api_key", "the key is of no session: expected that of this episode"
-            )
-        if (session := self._sessions.get(number)) is not None:
+        if (name := self._keys.read(key_in(request))) is None:
+            raise no_session()
+        return self._session_named(name)
+
+    def _session_named(self, name: SessionName) -> Session:
+        """Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up."""
+        if (name.worker, name.life) != (self._worker, self._life):
+            why = f"the worker {name.worker} of this episode has been started again since"
+            raise CallRefused(410, "session_lost", why)
+        if name.number > self._num_opened:
+            raise CallRefused(404, "unknown_episode", "no episode has this id")
+        if (session := self._sessions.get(name.number)) is not None:
             return session
-        raise anew(self._lost.get(number, SESSION_ENDED))
+        raise anew(self._lost.get(name.number, SESSION_ENDED))
 
 
 class _EngineOnItsLoop:
@@ -368,45 +428,5 @@ class _EngineOnItsLoop:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
 
-async def _read(request: web.Request) -> bytes:
-    """Raises: CallRefused: 413, 408 or 400: the body is too large, does not come, or is broken."""
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise CallRefused(
-            413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes"
-        ) from error
-    except web.RequestPayloadError as error:
-        told = request.headers.get("Content-Encoding", "none")
-        raise CallRefused(
-            400, "invalid_encoding", f"the body is not of its Content-Encoding, {told:.80}"
-        ) from error
-    except TimeoutError as error:
-        raise CallRefused(
-            408, "body_too_slow", f"the body did not come in {_BODY_TIMEOUT_S:g} s"
-        ) from error
-
-
-def _decoded(body: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise CallRefused(400, "invalid_json", f"the body is no JSON object: {error}") from error
-
-
 def _digest(path: str, body: bytes) -> str:
     return hashlib.blake2b(path.encode() + b" " + body, digest_size=16).hexdigest()
-
-
-def _refusal(dialect: Dialect, refused: CallRefused) -> web.Response:
-    comes_again = refused.retry_after_s is not None
-    headers = {"x-should-retry": "true" if comes_again else "false"}
-    if refused.retry_after_s is not None:
-        headers["Retry-After"] = f"{math.ceil(refused.retry_after_s)}"
-    return web.Response(
-        status=refused.status,
-        body=msgspec.json.encode(dialect.refuse(refused)),
-        content_type="application/json",
-        headers=headers,
-    )

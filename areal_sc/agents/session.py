@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,7 @@ class Session:
         self._by_key = dict[str, list[SessionCall]]()  # that a retry has, too
         self._tasks = set[asyncio.Task[None]]()
         self._num_tool_calls = 0
+        self._last_activity_s = time.monotonic()
         self._ended: CallRefused | None = None
 
     def begin(
@@ -128,6 +130,7 @@ class Session:
         """
         if self._ended:
             raise anew(self._ended)
+        self.note_activity()
         same = self._by_key.setdefault(key, []) if key else []
         if same and same[0].digest != digest:
             self.counts["refused"] += 1
@@ -156,8 +159,17 @@ class Session:
         same.append(begun)
         task = asyncio.create_task(self._run(call, begun), name=f"call {begun.answer_id}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_done)
         return begun
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long nobody has called; 0 while a call runs."""
+        return 0.0 if self._tasks else time.monotonic() - self._last_activity_s
+
+    def note_activity(self) -> None:
+        """Somebody is there."""
+        self._last_activity_s = time.monotonic()
 
     async def answer(self, call: ModelCall) -> ModelAnswer:
         """A whole call of a client in this process.
@@ -214,11 +226,7 @@ class Session:
         Raises: WorkflowError: a reward is of no call.
         """
         calls = list(self._calls)
-        trained = [
-            TrainedCall(it.answer_id, it.model, it.node)
-            for it in calls
-            if it.is_delivered and it.node
-        ]
+        trained = _trained(calls)
         nodes = [call.node for call in trained]
         returns = returns_of(trained, reward, discount)
         num_lost = sum(call.node is not None and not call.is_delivered for call in calls)
@@ -226,6 +234,21 @@ class Session:
         counted |= {name: self.counts[name] for name in COUNTED}
         told = {f"agent/{name}": float(number) for name, number in counted.items()}
         return rows_of(nodes, returns, AgentRows(self._settings.rows), {**told, **(metrics or {})})
+
+    def note_undelivered(self, delivery: str) -> None:
+        """As of the call that it is of."""
+        for call in self._calls:
+            call.note_undelivered(delivery)
+
+    def check_reward(self, reward: Rewards) -> None:
+        """Raises: WorkflowError: no answer was delivered, or a reward is of no call."""
+        if not (trained := _trained(self._calls)):
+            raise WorkflowError("the episode has no answer of the model yet: call it, or reject it")
+        returns_of(trained, reward, 1.0)
+
+    def _note_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.note_activity()
 
     async def _run(self, call: ModelCall, begun: SessionCall) -> None:
         """Ends with an answer, or with why there is none."""
@@ -328,6 +351,13 @@ class Session:
                 _tell_of_sampling(name, own)
         most = min(run.max_new_tokens, call.max_tokens or run.max_new_tokens)
         return replace(run, max_new_tokens=most, stop=stop)
+
+
+def _trained(calls: Sequence[SessionCall]) -> list[TrainedCall]:
+    """The calls whose answers were delivered."""
+    return [
+        TrainedCall(it.answer_id, it.model, it.node) for it in calls if it.is_delivered and it.node
+    ]
 
 
 def _stop_of(node: TurnNode, stop: Sequence[str]) -> str:

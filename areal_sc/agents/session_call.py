@@ -33,6 +33,7 @@ class SessionCall:
         self.node: TurnNode | None = None
         self.after: SessionCall | None = None
         self._was_delivered = False
+        self._passed_on = set[str]()
         self._num_sending = 0
         self._num_clients = 0
         self._text = ""
@@ -54,7 +55,7 @@ class SessionCall:
     @property
     def is_delivered(self) -> bool:
         """Whether a client has the answer, or is about to have it."""
-        return self._was_delivered or self._num_sending > 0
+        return self._was_delivered or bool(self._passed_on) or self._num_sending > 0
 
     @property
     def is_left(self) -> bool:
@@ -91,21 +92,31 @@ class SessionCall:
         return await asyncio.shield(self._answer)
 
     @contextmanager
-    def delivering(self) -> Iterator[None]:
+    def delivering(self, delivery: str = "") -> Iterator[None]:
         """Around sending the last byte of the answer, whose client may be done before it ends.
 
         Where that raises, the answer counts as lost, unless another client has it.
+
+        Args:
+            delivery: names it for `note_undelivered`, where the client passes the answer on.
         """
         self._num_sending += 1
         try:
             yield
-            self.note_delivered()
+            if delivery:
+                self._passed_on.add(delivery)
+            else:
+                self.note_delivered()
         finally:
             self._num_sending -= 1
 
     def note_delivered(self) -> None:
         """A client has the answer."""
         self._was_delivered = True
+
+    def note_undelivered(self, delivery: str) -> None:
+        """An answer could not be passed on."""
+        self._passed_on.discard(delivery)
 
     def add_text(self, text: str) -> None:
         """Takes the next piece of the answer's content."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from areal_sc.agents.agent import AgentFunction, NamedAgent, check_agent, check_in_interpreter
 from areal_sc.agents.command import AgentCommand
+from areal_sc.agents.rows import Rewards
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.agent_settings import AgentNetwork
 from areal_sc.config.sandbox_settings import Isolation
@@ -19,7 +20,7 @@ from areal_sc.config.schema import RolloutConfig
 from areal_sc.errors import AgentError, ConfigError, WorkflowError
 from areal_sc.rejection import RejectionKind
 from areal_sc.rewards.functions import name_of
-from areal_sc.workflows.base import AgentReturn, AgentSession, EpisodeEngine, Trajectory, Workflow
+from areal_sc.workflows.base import AgentSession, EpisodeEngine, Trajectory, Workflow
 
 _ALONE_NEXT: Final = (RejectionKind.agent_timeout, RejectionKind.agent_died)
 """What an agent may have done to others, or others to it."""
@@ -28,7 +29,39 @@ _WITHOUT_NETWORKS: Final = (Isolation.landlock, Isolation.none)
 """Isolations in which no process has a network of its own."""
 
 
-class AgentWorkflow(Workflow):
+class SessionWorkflow(Workflow):
+    """An episode is a session of an agent.
+
+    Args:
+        discount: of the reward, for each call before the last one; in [0, 1].
+        rows, history, chat_template_arguments: as of `EpisodeEngine.open_session`.
+    Raises: WorkflowError: an argument is none of those.
+    """
+
+    def __init__(
+        self,
+        discount: float,
+        rows: str,
+        history: str,
+        chat_template_arguments: Mapping[str, Any] | None,
+    ) -> None:
+        if not 0 <= discount <= 1:
+            raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
+        self.discount = discount
+        self._session: dict[str, Any] = {
+            "rows": rows,
+            "history": history,
+            "chat_template_arguments": dict(chat_template_arguments or {}),
+        }
+        SessionSettings(rows, history)
+
+    def _rows_of(self, reward: Rewards, session: AgentSession) -> list[Trajectory]:
+        """Raises: WorkflowError: a reward is of no call."""
+        metrics = {"accuracy": float(reward >= 1.0)} if isinstance(reward, float) else {}
+        return session.trajectories(reward, discount=self.discount, metrics=metrics)
+
+
+class AgentWorkflow(SessionWorkflow):
     """Trains what an agent samples that knows nothing of training.
 
     The agent runs in a process of its own that can be killed. It gets the row, and finds the model
@@ -56,15 +89,7 @@ class AgentWorkflow(Workflow):
     ) -> None:
         self.agent = NamedAgent.find(agent) if isinstance(agent, str) else agent
         check_agent(self.agent)
-        if not 0 <= discount <= 1:
-            raise WorkflowError(f"discount: expected a number in [0, 1], got {discount!r}")
-        self.discount = discount
-        self._session: dict[str, Any] = {
-            "rows": rows,
-            "history": history,
-            "chat_template_arguments": dict(chat_template_arguments or {}),
-        }
-        SessionSettings(rows, history)
+        super().__init__(discount, rows, history, chat_template_arguments)
 
     def constructor_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A worker finds the agent where the script did."""
@@ -116,7 +141,11 @@ class AgentWorkflow(Workflow):
     ) -> list[Trajectory]:
         async with engine.open_session(**self._session) as session:
             end = await engine.run_agent(self.agent, row, session, is_alone=is_alone)
-            rows = await asyncio.to_thread(self._rows_of, end, session)
+            try:
+                rows = await asyncio.to_thread(self._rows_of, end.reward, session)
+            except WorkflowError as error:  # a reward is of no call
+                message = f"agent {name_of(self.agent)}: {error}"
+                raise AgentError(message, kind=RejectionKind.bad_reward) from error
         if not rows:
             raise AgentError(
                 f"agent {name_of(self.agent)}: it ended without an answer of the model: expected "
@@ -125,12 +154,3 @@ class AgentWorkflow(Workflow):
                 kind=RejectionKind.agent_no_call,
             )
         return [replace(one, output=end.output) for one in rows]
-
-    def _rows_of(self, end: AgentReturn, session: AgentSession) -> list[Trajectory]:
-        reward = end.reward
-        metrics = {"accuracy": float(reward >= 1.0)} if isinstance(reward, float) else {}
-        try:
-            return session.trajectories(reward, discount=self.discount, metrics=metrics)
-        except WorkflowError as error:  # a reward is of no call
-            message = f"agent {name_of(self.agent)}: {error}"
-            raise AgentError(message, kind=RejectionKind.bad_reward) from error

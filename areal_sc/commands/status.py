@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 MAX_WORKERS: Final = 24
-_STYLES: Final = {State.healthy: "green", State.finished: "green", State.waiting: "yellow"}
+_STYLES: Final = {
+    **dict.fromkeys((State.healthy, State.finished), "green"),
+    **dict.fromkeys((State.waiting, State.paused), "yellow"),
+}
 
 
 def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,14 +59,16 @@ def run(arguments: argparse.Namespace) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    for name, text in _facts(found, newest, now):
+    for name, text in _facts(found, newest, folder.agents_path, now):
         facts.add_row(name, Text(text))
     console.print(facts)
     if found.status is not None:
         _show_workers(console, found.status, now, have_ended=found.have_workers_ended)
 
 
-def _facts(found: Verdict, newest: Path | None, now: float) -> Iterator[tuple[str, str]]:
+def _facts(
+    found: Verdict, newest: Path | None, agents_path: Path, now: float
+) -> Iterator[tuple[str, str]]:
     def ago(at: float) -> str:
         return f"{short_duration(max(0.0, now - at))} ago"
 
@@ -87,6 +92,11 @@ def _facts(found: Verdict, newest: Path | None, now: float) -> Iterator[tuple[st
                 yield "waits", f"{wait.who}: {wait.what}, since {since}"
             if said.num_open is not None:
                 yield "groups", f"{said.num_open} open, {said.num_finished} finished"
+            if said.agents_url:
+                yield "agents", f"{said.agents_url}, by the key in {agents_path}"
+        if status.wishes is not None and (answer := status.wishes.scale) is not None:
+            outcome = f"refused: {answer.refusal}" if answer.refusal else "followed"
+            yield "scale", f"{answer.num_workers} rollout workers, {outcome}"
         restarts = [role.restart for role in status.roles.values() if role.restart is not None]
         if restarts:
             last = max(restarts, key=lambda restart: restart.began)

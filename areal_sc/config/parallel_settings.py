@@ -20,6 +20,21 @@ class TrainEngineKind(StrEnum):
     megatron = "megatron"
 
 
+class Placement(StrEnum):
+    """How training and generation share the GPUs.
+
+    auto: apart or beside, as there are GPUs; in turns where they share some and do not both fit.
+    apart: each has GPUs of its own.
+    beside: they may use the same GPU at the same time, each a part of its memory.
+    turns: they may use the same GPU one after the other, each all of its memory.
+    """
+
+    auto = "auto"
+    apart = "apart"
+    beside = "beside"
+    turns = "turns"
+
+
 @dataclass
 class ParallelConfig:
     """How the model and its rows are spread over ranks, one process each."""

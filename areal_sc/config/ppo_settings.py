@@ -193,6 +193,16 @@ class PPOConfig(Section):
         return self.kl_coefficient if self.kl_place is KLPlace.loss else 0.0
 
 
+@dataclass
+class CriticPPOConfig(PPOConfig):
+    """What a critic learns by. A single update a step is too few to follow the policy."""
+
+    num_minibatches: int = shared(
+        "${actor.ppo.num_minibatches}", 4, "optimizer updates a training step", ge=1
+    )
+    loss: str = setting("value", "its name; your own by import path: package.module:function")
+
+
 def ppo_requirements(ppo: PPOConfig) -> Iterator[tuple[str, bool, str]]:
     """Switches that go together: (setting, whether it is right, what is expected and why)."""
     if ppo.loss == POLICY_GRADIENT:

@@ -24,8 +24,8 @@ from areal_sc.config.follow_settings import (
 )
 from areal_sc.config.length_settings import SoftLengthConfig
 from areal_sc.config.lora_settings import LoraConfig
-from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
-from areal_sc.config.ppo_settings import PPOConfig
+from areal_sc.config.parallel_settings import ParallelConfig, Placement, TrainEngineKind
+from areal_sc.config.ppo_settings import CriticPPOConfig, PPOConfig
 from areal_sc.config.ray_settings import RayConfig
 from areal_sc.config.run_only import KnowsRunOnly
 from areal_sc.config.sandbox_settings import SandboxConfig
@@ -198,6 +198,14 @@ class WeightUpdateConfig(Section):
         256 << 20, "weights sent at one time; at most two such buckets exist", ge=1
     )
     step_timeout_s: float = setting(600.0, "limit of one bucket, load or meeting of ranks", gt=0)
+    whole_every_steps: int = setting(
+        1, "steps between versions that other nodes pull whole, not as what has changed", ge=1
+    )
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether versions are published as what has changed, too."""
+        return self.whole_every_steps > 1 and self.method is WeightUpdateMethod.pull
 
 
 @dataclass
@@ -272,7 +280,7 @@ class CriticConfig(ActorConfig):
     random_init: bool = setting(False, "draw weights from seed")
     is_frozen: bool = setting(False, "it is trained")
     head: ModelHead = setting(ModelHead.value)
-    ppo: PPOConfig = setting(lambda: PPOConfig(num_minibatches=1, loss="value"))
+    ppo: CriticPPOConfig = setting(CriticPPOConfig)
 
 
 @dataclass
@@ -290,6 +298,7 @@ class RolloutConfig(Section):
     num_workers: int = setting(1, "processes, one engine each", ge=1)
     autoscale: AutoscaleConfig = setting(AutoscaleConfig)
     device: Device = setting(Device.auto)
+    placement: Placement = shared("${placement}", Placement.auto)
     dtype: Dtype = shared("${actor.dtype}", Dtype.float32, "type of parameters and KV cache")
     float32_output_layer: bool = setting(
         False, "with a 16-bit dtype: logits are not rounded to it, as trainers do not either"
@@ -308,6 +317,7 @@ class RolloutConfig(Section):
     max_staleness: int = setting(4, "bound eta, in policy versions; 0 is synchronous", ge=0)
     over_bound: OverBound = setting(OverBound.train)
     keep_groups: KeepGroups = setting(KeepGroups.all)
+    choose_prompts: str = setting("all", "in later epochs; with_signal, package.module:function")
     soft_length: SoftLengthConfig = setting(SoftLengthConfig)
     admission: AdmissionMode = setting(AdmissionMode.just_in_time)
     max_concurrent_groups: int = setting(256, "running groups, all workers together", ge=1)
@@ -424,6 +434,7 @@ class GRPOConfig:
     resume: Resume = setting(Resume.auto)
     overwrite: bool = setting(False, "empty the run folder first")
     dry_run: bool = setting(False, "start nothing; end when all of the task was looked at")
+    placement: Placement = setting(Placement.auto)
     generation: GenerationConfig = setting(GenerationConfig)
     actor: ActorConfig = setting(ActorConfig)
     reference: FrozenModelConfig = setting(FrozenModelConfig)

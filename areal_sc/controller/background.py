@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import ArealError, WaitTimeout
 from areal_sc.run.run_status import SCRIPT, Wait
 
@@ -30,6 +31,7 @@ class Background:
         limit_s: without any change for so long a wait ends with WaitTimeout.
         describe: state of the controller, for that error's message.
         is_held_up: whether the next change may take as long as it likes.
+        standstill: of the run; while it is paused no wait is too long.
 
     Attributes:
         is_closing: `close` ends the tasks, and with them the controller.
@@ -40,8 +42,10 @@ class Background:
         limit_s: float,
         describe: Callable[[], str],
         is_held_up: Callable[[], bool] = lambda: False,
+        standstill: Standstill | None = None,
     ) -> None:
         self.is_closing = False
+        self.standstill = standstill or Standstill()
         self._limit_s = limit_s
         self._describe = describe
         self._is_held_up = is_held_up
@@ -78,7 +82,7 @@ class Background:
         self._waits[waiter] = what, time.time()
         try:
             while not await self._changes():
-                if not self._is_held_up():
+                if not (self.standstill.is_on or self._is_held_up()):
                     raise WaitTimeout(
                         f"waited {self._limit_s:g} s without any change for {what}; "
                         f"{self._describe()}"

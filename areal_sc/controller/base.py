@@ -21,16 +21,18 @@ from areal_sc.config.schema import ActorConfig, RolloutConfig
 from areal_sc.controller import dry_run
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import role_status
+from areal_sc.controller.standstill import Standstill
 from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
 from areal_sc.errors import RunFolderError, StaleTerm, WorkerError
-from areal_sc.fleet.events import FleetEvent
+from areal_sc.fleet.events import FleetEvent, PauseWished
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
+from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import STATS
@@ -68,6 +70,7 @@ class Controller(ABC):
         fleet: its workers.
         worker_lost: why the run cannot go on, once one of its workers was given up, or its journal
             has failed.
+        standstill: whether a person has paused the run.
         is_dry_run: nothing is started, and calls that would wait for workers end the process.
     """
 
@@ -96,6 +99,7 @@ class Controller(ABC):
         self._tell_more: Callable[[RoleStatus], None] = lambda status: None
         self._counters: dict[str, WorkerCounters] = {}
         self._sources = SourceRegistry(Path(scheduler.config.run_dir), role)
+        self.standstill = Standstill()
 
     @property
     @abstractmethod
@@ -134,7 +138,7 @@ class Controller(ABC):
         self, orders: Sequence[WorkerOrder], spares: Sequence[WorkerOrder] = ()
     ) -> None:
         """Starts these workers, or takes them over, as `Fleet.launch`."""
-        self.scheduler.status.follow(self.role, self._status)
+        self.scheduler.status.follow(self.role, self._status, self._hear_wishes)
         self._name_files(orders)
         await self.fleet.launch(orders, adopts=self._adopts, spares=spares)
 
@@ -208,6 +212,11 @@ class Controller(ABC):
         finally:
             self._recovery.listeners.remove(listener)
 
+    def _hear_wishes(self, wishes: RunWishes) -> None:
+        if wishes.pause != self.standstill.wish:
+            self.standstill.wish = wishes.pause
+            self._recovery.announce(PauseWished(wishes.pause))
+
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         """The run cannot go on: every call that waits ends with the cause."""
         if isinstance(cause.__cause__, StaleTerm):
@@ -227,6 +236,7 @@ class Controller(ABC):
         """For people who look from outside."""
         calls = [] if self._call is None else [self._call]
         status = role_status(self.fleet, self._recovery.newest_outage, self.version, calls)
+        status.is_held = self.standstill.is_held
         self._tell_more(status)
         return status
 

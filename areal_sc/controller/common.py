@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from areal_sc.controller.events import RowsNeeded
+from areal_sc.controller.shared_card import SharedCard
 from areal_sc.run.run_lineage import begin_lineage
 from areal_sc.workers.calls import GroupAttempt
 
@@ -28,10 +29,12 @@ class Common:
     Attributes:
         needs: each rollout controller adds what it says of rows.
         keepers: each adds what keeps rows for a model that is trained on them.
+        card: who may use the memory of GPUs that training and generation share.
     """
 
     needs: set[NeedsRun] = field(default_factory=set)
     keepers: set[KeepsRows] = field(default_factory=set)
+    card: SharedCard = field(default_factory=SharedCard)
     _lineage: int = 0
     _entered: set[str] = field(default_factory=set)
 

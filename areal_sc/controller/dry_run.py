@@ -253,6 +253,8 @@ class TaskLook:
             if self._tokenizer is None:
                 self._read_tokenizer(model)
             workflow, prompts = reader.workflow(source.workflow), reader.prompts(source.dataset)
+            if workflow.waits_outside:
+                return tell("episodes wait for agents outside, so no prompt is looked at")
             found = _Found()
             indices = range(source.num_prompts or MAX_STREAMED)
             for index in indices[:: -(-len(indices) // MAX_ROWS)]:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import Final
 
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.errors import BatchLost, StepsLost
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.workers.calls import GroupAttempt
@@ -87,7 +88,7 @@ class StepLife:
 
     def _forget_updates(self) -> None:
         self.num_updates = 0
-        self._updates: dict[int, Sequence[RowMetadata]] = {}  # the rows of each
+        self._updates: dict[int, tuple[Sequence[RowMetadata], Split]] = {}
         self._is_undone = False
         self._is_begun_before = False
 
@@ -107,7 +108,14 @@ class StepLife:
     @property
     def trained_rows(self) -> list[RowMetadata]:
         """The rows that the updates of this step train."""
-        return list(chain.from_iterable(self._updates.values()))
+        return list(chain.from_iterable(rows for rows, _ in self._updates.values()))
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Of each update; None, where one trains other rows than those of the batch."""
+        of_batch = [] if self.batch is None else _groups(self.batch.rows)
+        are_of_batch = all(_groups(rows) == of_batch for rows, _ in self._updates.values())
+        return tuple(split for _, split in self._updates.values()) if are_of_batch else ()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -166,11 +174,12 @@ class StepLife:
         with self._changing():
             self._is_begun_before = True
 
-    def begin_update(self, number: int, rows: Sequence[RowMetadata]) -> None:
+    def begin_update(self, number: int, rows: Sequence[RowMetadata], split: Split = ()) -> None:
         """The ranks will train on these rows, even if the call is given up; repeats change nothing.
 
         Args:
             number: of the update in this step, from 0.
+            split: which rank trains which of them.
         Raises: BatchLost: the updates before this one were undone.
         """
         if number:
@@ -178,7 +187,7 @@ class StepLife:
         with self._changing():
             if self._is_undone:
                 self._forget_updates()
-            self._updates.setdefault(number, rows)
+            self._updates.setdefault(number, (rows, split))
 
     def _check_updates(self) -> None:
         if self._is_undone:
@@ -233,3 +242,7 @@ class StepLife:
         with self._changing():
             self.why_lost = ""
             self._begin(version)
+
+
+def _groups(rows: Sequence[RowMetadata]) -> list[int]:
+    return [row.group_id for row in rows]

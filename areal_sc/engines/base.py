@@ -148,6 +148,17 @@ class CountsRequests(Protocol):
 
 
 @runtime_checkable
+class SleepsUntilWeights(Protocol):
+    """An engine that gives its memory up while others need it (`placement: turns`)."""
+
+    async def sleep(self) -> None:
+        """Drops weights and KV cache. Running requests keep their tokens, and nothing is sampled
+        before the next weights have come; their update takes the memory again.
+        """
+        ...
+
+
+@runtime_checkable
 class FollowsWeights(Protocol):
     """An engine whose weights are those of a policy that is trained."""
 
@@ -366,6 +377,19 @@ class SavesState(Protocol):
         Args:
             is_local: as it was written: then by the same ranks, on the same nodes.
         """
+        ...
+
+
+@runtime_checkable
+class StowsState(Protocol):
+    """A rank that gives its device's memory up while others need it (`placement: turns`)."""
+
+    def sleep(self) -> None:
+        """Moves all that it holds on its device to host memory."""
+        ...
+
+    def wake(self) -> None:
+        """Moves it back; before that it cannot be asked for anything."""
         ...
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self, TypeVar
 
-from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import (
     ActorConfig,
     Device,
@@ -42,6 +42,8 @@ _FUSED_LOGIT_COPIES = 2
 """Where torch compiles what is done with them: as they are, and their gradient."""
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
+_CHANGES_VERSIONS = 1
+"""What has changed takes at most half a version, once as it is made and once as it is sealed."""
 _MEMORY_SNAPSHOTS = 2
 """One is being written while the one before is still needed."""
 
@@ -109,6 +111,11 @@ class TrainHandle:
         Raises: ConfigError: names the setting, its value, and what is allowed.
         """
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether a rank can give its device's memory up, and go on."""
+        return False
+
     def check_model(self, folder: Path) -> None:
         """Whether it can train a model on its ranks, as far as `config.json` tells.
 
@@ -165,6 +172,7 @@ class TrainHandle:
             )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
         num_versions = _LIVE_WEIGHT_VERSIONS if is_sealed else 0
+        num_versions += _CHANGES_VERSIONS if self.config.weight_update.has_changes else 0
         held_share = share if held_share is None else held_share
         state_bytes = (1 + ADAM_STATES) * FLOAT32_BYTES * held_share
         num_snapshots = _MEMORY_SNAPSHOTS if self.config.memory_every_steps else 0
@@ -304,6 +312,21 @@ class GeneratorHandle:
         """Whether there can be more workers, or fewer, while a run goes on.
 
         Raises: ConfigError: names the setting that fixes their number.
+        """
+        if self.config.placement is Placement.turns:
+            raise ConfigError(
+                "placement: expected another one than turns, with which the number of rollout "
+                "workers cannot change"
+            )
+
+    def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
+        """Whether it can give its device's memory up, and go on with new weights.
+
+        Args:
+            has_cuda: it computes on a GPU.
+            is_here: on this machine.
+
+        Raises: ConfigError: names the setting that has to be another one.
         """
 
     def check(self, run: GRPOConfig) -> None:

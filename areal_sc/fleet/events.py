@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from areal_sc.errors import RunFolderError, WorkerError
 from areal_sc.nodes.spec import Wish
+from areal_sc.run.wishes import PauseWish
 
 
 @dataclass(frozen=True)
@@ -72,4 +73,11 @@ class Scaled:
     why: str
 
 
-FleetEvent = UnitEvent | RunFailed | Wished | Scaled
+@dataclass(frozen=True)
+class PauseWished:
+    """A person has paused the run or, with None, lets it go on."""
+
+    wish: PauseWish | None
+
+
+FleetEvent = UnitEvent | RunFailed | Wished | Scaled | PauseWished

@@ -17,6 +17,7 @@ from areal_sc.algorithms.named_loss import loss_of
 from areal_sc.config.fields import check_ranges, value_at
 from areal_sc.config.further_models import further_models
 from areal_sc.config.named_scheduler import own_scheduler
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.ppo_settings import ppo_requirements
 from areal_sc.config.schema import (
@@ -40,6 +41,7 @@ from areal_sc.engines.stop_strings import STOP_STRINGS, are_stop_strings
 from areal_sc.errors import ConfigError
 from areal_sc.hub import cached_model, fetch_model, is_hub_name, local_model
 from areal_sc.preflight.evaluation_checks import check_evaluation
+from areal_sc.preflight.placement import check_turns
 from areal_sc.preflight.settings_warnings import settings_warnings
 from areal_sc.sizing.adapter_folder import check_adapter
 from areal_sc.sizing.machine import count_cuda_devices, resolved_device
@@ -47,6 +49,7 @@ from areal_sc.sizing.model_context import known_context
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.sizing.store_room import describe_largest_group, max_group_bytes
 from areal_sc.sizing.tokenizer_file import tokens_of
+from areal_sc.sources.prompt_choice import WITH_SIGNAL, PromptChoice
 from areal_sc.system.process import max_more_tasks, open_files_advice
 from areal_sc.transport.sockets.interface import Interface
 
@@ -83,9 +86,12 @@ def check_config(
         make_actor(model).check(count_devices if is_local else None)
         _check_mesh(model)
     loss_of(config.actor.ppo).search_path()  # raises where there is none
+    PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # likewise
     generator = make_generator(config.rollout)
     generator.check(config)
-    if config.rollout.autoscale.max:
+    if config.rollout.placement is Placement.turns:
+        check_turns(config, count_devices)
+    elif config.rollout.autoscale.max:
         generator.check_scaling()
     return [
         *settings_warnings(config),
@@ -244,6 +250,11 @@ def _batch_requirements(config: GRPOConfig) -> Iterator[tuple[str, bool, str]]:
         "rollout.group_size",
         rollout.keep_groups is KeepGroups.all or group >= 2,
         "at least 2 with rollout.keep_groups=with_signal (one answer alone never has signal)",
+    )
+    yield (
+        "rollout.group_size",
+        rollout.choose_prompts != WITH_SIGNAL or group >= 2,
+        "at least 2 with rollout.choose_prompts=with_signal (one answer alone never has signal)",
     )
     context, named = rollout.max_context_tokens, "rollout.max_context_tokens"
     yield (

@@ -23,10 +23,11 @@ from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor
 from areal_sc.errors import ConfigError, ModelError, SchedulerSilent
 from areal_sc.preflight.checks import check_models
+from areal_sc.preflight.placement import placement_lines, settle_placement
 from areal_sc.preflight.plan import PlannedNode, plan, plans
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.schedulers.slurm import commands
-from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.machine import Machine, this_machine
 from areal_sc.sizing.worker_plan import RunPlan, format_bytes
 from areal_sc.trainer.resume_checks import describe_resume
 from areal_sc.transport.shards.memory_folder import folder_on_node, memory_root
@@ -45,7 +46,13 @@ def without_traces(config: C) -> C:
 
 def other_machine(config: GRPOConfig, machine: Machine) -> Iterator[str]:
     """What the run would start on a machine that is not there, whose model has no weights yet."""
+    yield from _placed_lines(config, machine)
+
+
+def _placed_lines(config: GRPOConfig, machine: Machine) -> Iterator[str]:
+    found = settle_placement(config, lambda: machine)
     yield from plan(config, lambda: machine).lines()
+    yield from placement_lines(config, found)
 
 
 def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
@@ -68,9 +75,9 @@ def dry_run(config: GRPOConfig, *, makes_model: bool) -> Iterator[str]:
     elif config.scheduler.type != SchedulerType.local:
         yield f"workers are placed on what {config.scheduler.type} lends, once that is known"
     else:
-        planned = plan(config)
-        yield from planned.lines()
-        yield from _shared_memory_lines(config, planned)
+        machine = this_machine()
+        yield from _placed_lines(config, machine)
+        yield from _shared_memory_lines(config, plan(config, lambda: machine))
     longest = config.rollout.max_context_tokens or "as many as the model takes"
     yield f"longest row, prompt and answer: {longest} tokens (rollout.max_context_tokens)"
     yield f"run folder {folder.path}: would {opening.value}"

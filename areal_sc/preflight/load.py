@@ -17,7 +17,8 @@ from areal_sc.errors import ConfigError
 from areal_sc.hub import local_model
 from areal_sc.log import shown_before
 from areal_sc.preflight.checks import check_config, fetch_models
-from areal_sc.sizing.machine import Machine, count_cuda_devices
+from areal_sc.preflight.placement import settle_placement
+from areal_sc.sizing.machine import Machine, count_cuda_devices, this_machine
 from areal_sc.sizing.model_context import take_context
 from areal_sc.sizing.model_folder import check_model_folder
 from areal_sc.system.process import refuse_in_worker
@@ -124,6 +125,7 @@ def load_config(
         if not makes_model and fetch_models(config):
             take_context(config)
             warnings = check_config(config, count_devices)  # by what is known of the model now
+        settle_placement(config, this_machine)
         for warning in warnings:
             _logger.warning("%s", warning)
         shown_before.update(warnings)

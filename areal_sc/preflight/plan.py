@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_sc.config.further_models import further_models
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import ActorConfig, GRPOConfig
 from areal_sc.engines.handle_base import GeneratorHandle, TrainHandle
@@ -95,25 +96,43 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
     if config.actor.store_bytes < least:
         raise ConfigError(
             f"actor.store_bytes: expected at least {least} (a rank's share of two versions of the "
-            "weights: one is sealed while the one before is still read), got "
+            "weights, as one is sealed while the one before is still read; with "
+            "weight_update.whole_every_steps above 1 of three, for what has changed), got "
             f"{config.actor.store_bytes}"
         )
+    copies = _bytes_of_copies(config, trainers)
     for role, model in further_models(config).items():
         further = workers_of(role, make_actor(model), shapes[role], machines)
         for of_node, more in zip(trainers, further, strict=True):
             of_node += [replace(worker, role=role) for worker in more]
     generator = make_generator(config.rollout)
-    beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
+    takes_turns = config.rollout.placement is Placement.turns
+    beside = machines
+    if not takes_turns:
+        beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
     generators = workers_of(ROLLOUT_ROLE, generator, shapes[TRAIN_ROLE], beside)
+    for of_node, num_bytes in zip(generators, copies, strict=True):
+        of_node[:1] = [replace(it, store_bytes=it.store_bytes + num_bytes) for it in of_node[:1]]
     results = {}
     for node, *workers in zip(nodes, trainers, generators, strict=True):
         available: dict[str, int | None] = {HOST: node.machine.host_memory_bytes}
         memory = enumerate(node.machine.cuda_memory_bytes)
         available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
         is_known = all(shape is not None for shape in shapes.values())
-        results[node.name] = RunPlan((*workers[0], *workers[1]), available, is_known)
+        results[node.name] = RunPlan((*workers[0], *workers[1]), available, is_known, takes_turns)
         _check_fits(results[node.name], node.name, actor, generator)
     return results
+
+
+def _bytes_of_copies(config: GRPOConfig, trainers: Sequence[Sequence[WorkerPlan]]) -> list[int]:
+    """What one of the workers of each node keeps of published weights, to be changed.
+
+    It has what the trainers have: two versions, and what differs between them.
+    """
+    if not config.weight_update.has_changes:
+        return [0] * len(trainers)
+    on_nodes = [sum(worker.store_bytes for worker in workers) for workers in trainers]
+    return [0 if on_node == sum(on_nodes) else sum(on_nodes) for on_node in on_nodes]
 
 
 def _shape_of(model: ActorConfig) -> ModelShape | None:

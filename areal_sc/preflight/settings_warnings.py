@@ -8,7 +8,8 @@ from contextlib import suppress
 from areal_sc.config.fields import value_at
 from areal_sc.config.loading.presets import preset_warnings
 from areal_sc.config.ppo_settings import BehaviorWeight, ClipCenter, NormScope
-from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine
+from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine, WeightUpdateMethod
+from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ModelError
 from areal_sc.hub import cached_model, local_model
 from areal_sc.sizing.model_folder import read_model_shape
@@ -41,6 +42,16 @@ _IDLE = (
         "all parameters are trained",
     ),
     ("evaluation.every_steps", 0, ["checkpoint.keep_best"], ""),
+    *(
+        ("weight_update.method", method, ["weight_update.whole_every_steps"], "only pull has them")
+        for method in (WeightUpdateMethod.collective, WeightUpdateMethod.disk)
+    ),
+    (
+        "scheduler.type",
+        SchedulerType.local,
+        ["weight_update.whole_every_steps"],
+        "no worker is on another node than the trainers",
+    ),
     ("rollout.max_staleness", 0, ["rollout.over_bound"], "no group is ever over the bound"),
     (
         "rollout.soft_length.limit_tokens",
@@ -84,12 +95,16 @@ def settings_warnings(config: GRPOConfig) -> Iterator[str]:
 def _distribution_warnings(config: GRPOConfig) -> Iterator[str]:
     """Settings by which the trained distribution is not the one that was sampled from."""
     generation = config.generation
-    for name, cuts in (("top_p", generation.top_p < 1), ("top_k", generation.top_k > 0)):
-        if cuts:
-            yield (
-                f"generation.{name}={value_at(generation, name)} cuts the sampled distribution, "
-                "the trainer's is over the whole vocabulary"
-            )
+    cuts = {"top_p": generation.top_p < 1, "top_k": generation.top_k > 0}
+    names = [f"generation.{name}={value_at(generation, name)}" for name in cuts if cuts[name]]
+    if names:
+        yield (
+            f"{' and '.join(names)}: the sampled distribution is cut, and the trainer's is over "
+            "the whole vocabulary, since it is not told which tokens were kept. So behavior_kl and "
+            "mismatch also measure what was cut off; pi / pi_behav is smaller by the share that "
+            "was kept, and with actor.ppo.clip_center=behavior more tokens are clipped; a token "
+            "that is always cut off is never tried"
+        )
 
 
 def _effect_warnings(config: GRPOConfig) -> Iterator[str]:

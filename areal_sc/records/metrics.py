@@ -111,6 +111,8 @@ class StepMetrics(_Record):
         num_one_episode_groups: groups of the batch with one episode, which has none to be compared
             with; unless `rollout.group_size` is 1, rejections have left it alone.
         controller_bytes: bytes on the controllers' sockets since the step before.
+        published_bytes: of the weights, as a worker gets them that is on another node than the
+            trainers: whole, or what has changed in them.
         train: what the engine reports: loss, entropy, grad_norm, lr, clip_fraction, ...
         counters: all that workers and controllers count, summed; since the start of the workers.
     """
@@ -145,6 +147,7 @@ class StepMetrics(_Record):
     signal_share: float | None = None
     num_one_episode_groups: int = 0
     controller_bytes: int = 0
+    published_bytes: int = 0
     train: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
 

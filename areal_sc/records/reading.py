@@ -24,6 +24,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.records.blocks import Gap, RecordBlock, read_blocks, read_body
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.records.metrics_log import History, read_metrics
+from areal_sc.records.open_spans import open_files
 from areal_sc.records.record_files import RecordFile, Series, record_files
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
@@ -124,6 +125,28 @@ def spans(run: str | Path) -> Iterator[RecordedSpan]:
             logger.warning("%s, line %d is left out: %s", metrics, number, error)
 
 
+def unended(run: str | Path) -> Iterator[RecordedSpan]:
+    """What the processes of a run are doing or, of those that were killed, were doing then.
+
+    Only what has gone on for a second is told; `took_s` reaches to the last sign of life. Arguments
+    and errors are those of `rows`.
+    """
+    folder = _records_of(run)
+    try:
+        files = open_files(folder)
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
+    for file in files:
+        try:
+            yield from file.read()
+        except FileNotFoundError:  # it ended meanwhile
+            continue
+        except OSError as error:
+            raise RunFolderError(f"{file.path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            logger.warning("%s is left out: %s", file.path, error)
+
+
 def steps(run: str | Path) -> Iterator[StepMetrics]:
     """What was measured of each training step, without those that a run has gone back behind.
 
@@ -161,14 +184,19 @@ def trace_events(of_run: Iterable[RecordedSpan]) -> Iterator[dict[str, Any]]:
         yield event | how
 
 
-def _files(run: str | Path) -> list[RecordFile]:
+def _records_of(run: str | Path) -> Path:
     folder = RunFiles(run)
     if not folder.path.is_dir():
         raise RunFolderError(f"{folder.path} is no folder; expected that of a run")
+    return folder.records
+
+
+def _files(run: str | Path) -> list[RecordFile]:
+    folder = _records_of(run)
     try:
-        return record_files(folder.records)
+        return record_files(folder)
     except OSError as error:
-        raise RunFolderError(f"{folder.records} cannot be read: {error.strerror}") from error
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def _rows_of(

@@ -62,11 +62,12 @@ def record_files(folder: Path) -> list[RecordFile]:
         return []
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     return sorted(
-        RecordFile(_process(m[1]), Series(m[2]), int(m[3]), folder / m[0]) for m in matches
+        RecordFile(process_of(m[1]), Series(m[2]), int(m[3]), folder / m[0]) for m in matches
     )
 
 
-def _process(name: str) -> str:
+def process_of(name: str) -> str:
+    """The process that a file is named after."""
     role, dash, index = name.rpartition("-")
     return f"{role}/{index}" if dash else name
 

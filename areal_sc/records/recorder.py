@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.blocks import block
+from areal_sc.records.open_spans import OpenSpans
 from areal_sc.records.record_files import FilesOfProcess, Series
 from areal_sc.records.recorded_rows import (
     PlayedRow,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 1.0
 """Time between two writes."""
+OPEN_AFTER_S: Final = 1.0
+"""Spans that go on for longer are written before they end: see `open_spans`."""
 SPANS_BYTES: Final = 64 << 20
 """Limit of the records of a process that has no rows: some million spans."""
 KEPT_EVERY: Final = 16
@@ -85,18 +88,25 @@ class Recorder:
         max_bytes: of its files.
 
     Attributes:
+        process: as given.
         is_on: it records what it gets.
+        find_open: gives the spans that have begun until a Unix time, and not ended, but for those
+            of `span`; called on the thread that writes.
     """
+
+    find_open: Callable[[float], Iterable[RecordedSpan]] = staticmethod(lambda until: ())
 
     def __init__(
         self, folder: Path | None, process: str, config: RecordsConfig, max_bytes: int
     ) -> None:
-        self._process = process
+        self.process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = folder is not None and config.keep is not KeepRecords.none
         self._waiting = deque[PlayedGroup | RecordedSpan]()
         self._is_closing = threading.Event()
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
+        self._open = dict[object, RecordedSpan]()  # of `span`
+        self._open_file = None if folder is None else OpenSpans(folder, process)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._num_waiting_tokens = 0
@@ -132,7 +142,7 @@ class Recorder:
         first, last = versions
         self._put(
             RecordedSpan(
-                process=self._process,
+                process=self.process,
                 kind=kind,
                 began=began,
                 took_s=took_s,
@@ -144,6 +154,11 @@ class Recorder:
             )
         )
 
+    def begin(self) -> None:
+        """Something begins: `find_open` is asked from now on."""
+        if self._thread is None and self.is_on:
+            self._start()
+
     def add_event(self, kind: str) -> None:
         """Records that something happens now."""
         self.add_span(kind, time.time(), 0.0)
@@ -151,10 +166,21 @@ class Recorder:
     @contextmanager
     def span(self, kind: str, *, about: str = "", version: int = NO_VERSION) -> Iterator[None]:
         """Records the time that a block takes, whatever it raises."""
-        began, began_s = time.time(), time.perf_counter()
+        began, began_s, key = time.time(), time.perf_counter(), object()
+        self._open[key] = RecordedSpan(
+            process=self.process,
+            kind=kind,
+            began=began,
+            took_s=0.0,
+            about=about,
+            first_version=version,
+            last_version=version,
+        )
+        self.begin()
         try:
             yield
         finally:
+            del self._open[key]
             took_s = time.perf_counter() - began_s
             self.add_span(kind, began, took_s, about=about, versions=(version, version))
 
@@ -169,31 +195,40 @@ class Recorder:
 
     def _put(self, record: PlayedGroup | RecordedSpan) -> bool:
         """Whether it waits now."""
-        if self._thread is None:
-            with self._starting:
-                if self._thread is None and self.is_on:
-                    name = "records"
-                    self._thread = threading.Thread(target=self._write, name=name, daemon=True)
-                    self._thread.start()
+        self.begin()
         if len(self._waiting) >= _MAX_WAITING:
             logger.debug(_FAR_BEHIND)
             return False
         self._waiting.append(record)
         return True
 
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None and self.is_on:
+                self._thread = threading.Thread(target=self._write, name="records", daemon=True)
+                self._thread.start()
+
     def _write(self) -> None:
         assert self._files is not None, "nothing is recorded without a folder"
+        assert self._open_file is not None
         try:
             with closing(self._files):
                 while not self._is_closing.wait(FLUSH_S):
                     self._write_waiting()
+                    self._open_file.write(self._find_open())
                 self._write_waiting()
+                self._open_file.write(())
         except Exception as error:  # a disk, or a value that nobody has thought of
             self.is_on = False
             what = describe(error)
-            logger.warning("%s records nothing more of what it does: %s", self._process, what)
+            logger.warning("%s records nothing more of what it does: %s", self.process, what)
         finally:
             self._waiting.clear()
+
+    def _find_open(self) -> list[RecordedSpan]:
+        until = time.time() - OPEN_AFTER_S
+        own = [span for span in list(self._open.values()) if span.began <= until]
+        return [*own, *self.find_open(until)]
 
     def _write_waiting(self) -> None:
         spans: list[RecordedSpan] = []

@@ -33,6 +33,7 @@ class Sample(Struct, frozen=True, kw_only=True):
         time: when the batch was formed, Unix time in seconds; the same for all samples of a step.
         step: the training step, from 1.
         group: id of the group, that is of the prompt.
+        attempt, episode, row: as of `records.reading.Row`; -1: an earlier areal_sc did not say.
         reward: of this row.
         group_reward: mean over the rows of the group.
         metrics: what the workflow reports of the row.
@@ -58,6 +59,9 @@ class Sample(Struct, frozen=True, kw_only=True):
     prompt: str
     answer: str
     output: str = ""
+    attempt: int = -1
+    episode: int = -1
+    row: int = -1
 
 
 S = TypeVar("S", bound=Sample)

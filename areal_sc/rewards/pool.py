@@ -197,7 +197,9 @@ class RewardPool:
         call = _RewardCall(key, name, place_of_definition(reward), request, limits, verdict)
         self._calls.add(call)
         narrowing = declaration.narrowing if declaration else Narrowing()
-        lanes = self._lanes.setdefault(narrowing, _Lanes(narrowing))
+        lanes = self._lanes.get(narrowing)
+        if lanes is None:
+            lanes = self._lanes[narrowing] = _Lanes(narrowing)
         lanes.waiting.put_nowait(call)
         if lanes.waiting.qsize() > lanes.num_idle and len(lanes.tasks) < self._num_processes:
             lanes.tasks.append(asyncio.create_task(self._run_calls(lanes)))
@@ -275,8 +277,9 @@ class RewardPool:
                 self._settle(call, kind, rest)
                 return True
         finally:
-            asking.cancel()
-            await asyncio.wait([asking])
+            if not asking.done():
+                asking.cancel()
+                await asyncio.wait([asking])
         if declared is not None and cpu_left_s <= 0:
             await self._own.kill(process)
             self._settle(call, "value", [declared.late_reward])

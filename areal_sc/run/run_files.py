@@ -16,6 +16,8 @@ logs/            <role>-<index>.log
 checkpoints/     step-<number>/: a snapshot; one that is being written has another name
 exports/<role>/  models that are being written
 keys.json        the keys of the run, as long as it lives; its owner's alone
+agents.json      where agents outside find the run, and their key, as long as it lives; its
+                 owner's alone: see `agents_file`
 agents/          where its agents can be reached: see `agent_files`
 .jobs            what it has in SLURM: see `schedulers.slurm.jobs_file`
 .join            where its script takes in agents of other machines
@@ -26,6 +28,7 @@ previous/<n>/    what an earlier start left that had no snapshot to go on from
 rollout_workers  how many there are, once their number has changed
 tracker_id       names the run for trackers; it keeps it when it is resumed
 .lineage         number of the newest history of weights
+.pause, .scale   what a person at a shell wants of the run: see `wishes`
 .lock, .term     which process runs in the folder: see `run_owner`
 
 On a node that does not see it another folder stands in for it, with `.join`, `sources/`, `logs/`,
@@ -59,6 +62,7 @@ class RunFiles:
         self.tracker_id_path = self.path / "tracker_id"
         self.learning_curve_path = self.path / "learning_curve.png"
         self.keys_path = self.path / "keys.json"
+        self.agents_path = self.path / "agents.json"
         self.status_path = self.path / "status.json"
         self.jobs_path = self.path / ".jobs"
         self.join_path = self.path / ".join"
@@ -67,6 +71,8 @@ class RunFiles:
         self.nonce_path = self.path / ".nonce"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.pause_path = self.path / ".pause"
+        self.scale_path = self.path / ".scale"
         self.rollout_workers_path = self.path / "rollout_workers"
         self.ledger = self.path / "ledger"
         self.histories = self.path / "histories"

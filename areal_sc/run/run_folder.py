@@ -275,6 +275,7 @@ class RunFolder(RunFiles):
         delete_files_of_dead_agents(self.path)
         if not (living_agents(self.path) or self.joined_path.exists()):
             self.keys_path.unlink(missing_ok=True)
+            self.agents_path.unlink(missing_ok=True)
             delete_unfinished(self.sources)  # of workers; the script may still write the rest
         if lock is not self._lock:
             lock.close()
@@ -398,5 +399,6 @@ class RunFolder(RunFiles):
         """Moves what an earlier start left to `previous/<n>/`, once none of it runs any more."""
         end_agents(self.path, END_LIMIT_S)
         # jobs may wait, whose agents have these keys
-        kept = (MARKER, _PREVIOUS, AGENTS, self.keys_path.name)
+        names = (self.keys_path.name, self.pause_path.name, self.agents_path.name)
+        kept = (MARKER, _PREVIOUS, AGENTS, *names)
         set_aside([e for e in self._entries() if e.name not in kept], self.path / _PREVIOUS)

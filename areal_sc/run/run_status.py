@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from areal_sc.errors import RunFolderError
+from areal_sc.run.wishes import PauseWish
 
 FORMAT: Final = 1
 SCRIPT: Final = "the script"
@@ -94,6 +95,9 @@ class RoleStatus(msgspec.Struct):
         total_steps: of the run; None: it does not say.
         lineage: of the weights; None: it trains none.
         num_open, num_finished: groups that are queued or run; that gave rows. None: it has none.
+        num_running: groups that run. None: it has none.
+        is_held: the script waits in a call of this controller for the end of a pause.
+        agents_url: where agents outside find the run; "": nowhere.
     """
 
     looked: float
@@ -102,10 +106,37 @@ class RoleStatus(msgspec.Struct):
     lineage: int | None = None
     num_open: int | None = None
     num_finished: int | None = None
+    num_running: int | None = None
+    is_held: bool = False
+    agents_url: str = ""
     waits: list[Wait] = []
     agents: list[AgentStatus] = []
     workers: list[WorkerStatus] = []
     restart: Restart | None = None
+
+
+class ScaleAnswer(msgspec.Struct):
+    """What has become of a `ScaleWish`.
+
+    Attributes:
+        refusal: why it was refused; "": it was not.
+    """
+
+    id: str
+    num_workers: int
+    refusal: str = ""
+
+
+class HeardWishes(msgspec.Struct):
+    """What the script has heard of `pause`, `resume` and `scale`.
+
+    Attributes:
+        pause: None: the run shall go on.
+        scale: the newest answer.
+    """
+
+    pause: PauseWish | None = None
+    scale: ScaleAnswer | None = None
 
 
 class RunEnd(msgspec.Struct):
@@ -132,6 +163,7 @@ class RunStatus(msgspec.Struct):
         orphan_timeout_s: so long workers outlive the script.
         phases: the innermost last.
         roles: by name of the controller.
+        wishes: None: the script is of an areal_sc that hears none.
     """
 
     host: str
@@ -146,6 +178,7 @@ class RunStatus(msgspec.Struct):
     term: int = 0
     phases: list[Phase] = []
     roles: dict[str, RoleStatus] = {}
+    wishes: HeardWishes | None = None
     end: RunEnd | None = None
     format: int = FORMAT
 

@@ -1,6 +1,7 @@
-"""Keeps `status.json` of a run: who lives, what it does, and what it waits for.
+"""Keeps `status.json` of a run: who lives, what it does, and what it waits for; hears wishes.
 
-consumes     what the script tells of its phases and its end; what controllers know, when asked
+consumes     what the script tells of its phases and its end; what controllers know, when asked; the
+             wishes in the run folder, which it tells controllers
 waits for    a change, or the next time that is due
 unblocked by `note_phases`, `close`, and the clock
 
@@ -19,17 +20,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path
+from contextlib import suppress
 from typing import Final
 
 from areal_sc.errors import RunFolderError, exit_code_of
+from areal_sc.run.run_files import RunFiles
 from areal_sc.run.run_owner import RunTerm
-from areal_sc.run.run_status import Phase, RoleStatus, RunEnd, RunStatus
+from areal_sc.run.run_status import (
+    HeardWishes,
+    Phase,
+    RoleStatus,
+    RunEnd,
+    RunStatus,
+    ScaleAnswer,
+)
+from areal_sc.run.wishes import RunWishes, ScaleWish, take_answered
 from areal_sc.system.durable import own_file
 from areal_sc.system.json_lines import to_json
 from areal_sc.system.process import machine_id
 
 logger = logging.getLogger(__name__)
+
+Hear = Callable[[RunWishes], None]
 
 EVERY_S: Final = 2.0
 MIN_PAUSE_S: Final = 0.25
@@ -60,14 +72,20 @@ class StatusBoard:
         self._names: list[str] = []  # of the phases at the last progress
         self._phases: list[Phase] = []  # for the next write
         self._is_writable = True
+        self._wishes = RunWishes()
+        self._told = set[str]()  # of wishes that cannot be read
+        self._answered: list[ScaleWish] = []
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, path: Path, term: RunTerm | None, orphan_timeout_s: float) -> None:
+    def keep(self, files: RunFiles, term: RunTerm | None, orphan_timeout_s: float) -> None:
         """Writes the file now, and keeps it fresh until `close`, or a later term has begun."""
-        self._path = path
+        self._files = files
+        self._path = files.status_path
         self._term = term
+        self._status.wishes = HeardWishes()
+        self._hear_wishes()
         self._status.term = term.number if term else 0
         self._status.orphan_timeout_s = orphan_timeout_s
         self._write()
@@ -85,9 +103,16 @@ class StatusBoard:
         self._status.end = self._status.end or RunEnd(time.time(), 0)
         self._write()
 
-    def follow(self, role: str, look: Callable[[], RoleStatus]) -> None:
-        """Asks a controller from now on; called on its event loop, on which `look` is called."""
-        self._followed[role] = _Followed(asyncio.get_running_loop(), look)
+    def follow(
+        self, role: str, look: Callable[[], RoleStatus], hear: Hear = lambda wishes: None
+    ) -> None:
+        """Asks a controller from now on; called on its event loop, on which both are called.
+
+        Args:
+            hear: takes what is wished, at once and after each change.
+        """
+        self._followed[role] = _Followed(asyncio.get_running_loop(), look, hear)
+        hear(self._wishes)
         self._status.end = None  # that of an earlier block, whose error the script has borne
         self._changed.set()
 
@@ -103,6 +128,13 @@ class StatusBoard:
         self._phases = list(phases)
         self._changed.set()
 
+    def answer(self, wish: ScaleWish, refusal: str) -> None:
+        """A wish was followed or, with a reason, refused: it is none any more."""
+        assert self._status.wishes is not None
+        self._status.wishes.scale = ScaleAnswer(wish.id, wish.num_workers, refusal)
+        self._answered.append(wish)
+        self._changed.set()
+
     def note_end(self, error: BaseException | None) -> None:
         """The script ends, as far as it looks now; what `close` writes says why."""
         cause = f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
@@ -112,11 +144,30 @@ class StatusBoard:
         while not self._closed.is_set():
             self._changed.clear()
             began_s = time.thread_time()
+            self._hear_wishes()
             looks_s = self._look()
+            answered = len(self._answered)
             self._write()
+            for wish in self._answered[:answered]:
+                take_answered(self._files, wish)
+            del self._answered[:answered]
             cost_s = looks_s + time.thread_time() - began_s
             self._closed.wait(max(MIN_PAUSE_S, cost_s / MAX_SHARE))
             self._changed.wait(EVERY_S)
+
+    def _hear_wishes(self) -> None:
+        before = self._wishes
+        self._wishes = before.renewed(self._files, self._tell_once)
+        assert self._status.wishes is not None
+        self._status.wishes.pause = self._wishes.pause
+        if self._wishes != before:
+            for followed in list(self._followed.values()):
+                followed.tell(self._wishes)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
 
     def _look(self) -> float:
         """Asks all controllers; returns for how many seconds that kept them busy."""
@@ -135,6 +186,9 @@ class StatusBoard:
 
     def _note_progress(self) -> None:
         status, now = self._status, time.time()
+        if status.wishes is not None and status.wishes.pause is not None:
+            status.progressed = now  # the time stands still
+            return
         progress = (
             [(phase.name, phase.done, phase.since) for phase in status.phases],
             {name: (said.version, said.num_finished) for name, said in status.roles.items()},
@@ -172,10 +226,18 @@ class StatusBoard:
 class _Followed:
     """A controller that is asked."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], RoleStatus]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, look: Callable[[], RoleStatus], hear: Hear
+    ) -> None:
         self._loop = loop
         self.look = look
+        self._hear = hear
         self.pending: Future[tuple[RoleStatus | None, float]] | None = None
+
+    def tell(self, wishes: RunWishes) -> None:
+        """Has it hear them; nobody does when its event loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._hear, wishes)
 
     def begin_look(self) -> Future[tuple[RoleStatus | None, float]]:
         """What it says, and the seconds that took; None: its event loop has ended."""

@@ -18,6 +18,7 @@ from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RoleStatus, RunStatus, read_status
+from areal_sc.run.wishes import PauseWish
 from areal_sc.system.process import is_stopped, machine_id
 
 STALE_AFTER_S: Final = 15.0
@@ -35,6 +36,7 @@ class State(StrEnum):
     """The state of a run; `unknown`: it cannot be told from this machine."""
 
     healthy = "healthy"
+    paused = "paused"
     waiting = "waiting"
     hung = "hung"
     dead = "dead"
@@ -43,6 +45,9 @@ class State(StrEnum):
     interrupted = "interrupted"
     failed = "failed"
     unknown = "unknown"
+
+
+_WITH_SCRIPT: Final = (*(State.healthy, State.paused, State.waiting, State.hung, State.unknown),)
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,12 @@ class Verdict:
     @property
     def have_workers_ended(self) -> bool:
         """No script has the run any more, nor an agent."""
-        has_script = self.state in (State.healthy, State.waiting, State.hung, State.unknown)
-        return not (has_script or self.agents or self.damage)
+        return not (self.has_script or self.agents or self.damage)
+
+    @property
+    def has_script(self) -> bool:
+        """A script has the run, as far as can be told from here."""
+        return self.state in _WITH_SCRIPT
 
 
 def verdict(folder: RunFolder, now: float | None = None) -> Verdict:
@@ -141,6 +150,8 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
             f"The event loop of its controllers stands still ({', '.join(late)}): no worker hears "
             "of anything."
         )
+    if status.wishes is not None and status.wishes.pause is not None:
+        return State.paused, _paused(status, status.wishes.pause, now)
     quiet_s, before_s = now - status.progressed, status.longest_quiet_s
     if quiet_s > max(HUNG_S, _HUNG_FACTOR * before_s):
         return State.hung, (
@@ -150,6 +161,18 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
     if quiet_s > max(QUIET_S, _QUIET_FACTOR * before_s) or _is_restarting(status):
         return State.waiting, f"Nothing was finished for {short_duration(quiet_s)}."
     return State.healthy, f"Something was finished {short_duration(quiet_s)} ago."
+
+
+def _paused(status: RunStatus, wish: PauseWish, now: float) -> str:
+    roles = status.roles.values()
+    num_running = sum(role.num_running or 0 for role in roles)
+    is_still = any(role.is_held for role in roles) and not num_running
+    runs = f"{num_running} groups run" if num_running else "a step is in progress"
+    return (
+        f"By {wish.by}, {short_duration(now - wish.since)} ago. "
+        f"{'Nothing is computed' if is_still else f'It still ends what goes on: {runs}'}; "
+        "`resume` lets it go on."
+    )
 
 
 def _is_restarting(status: RunStatus) -> bool:
@@ -197,8 +220,9 @@ def _orphans(status: RunStatus, has_agents: bool, now: float) -> str:
 
 
 def _next_start(folder: RunFolder) -> str:
+    pause = " It is paused, and stays so until `resume`." if folder.pause_path.exists() else ""
     try:
-        return f"The same command would {folder.decide().value}."
+        return f"The same command would {folder.decide().value}.{pause}"
     except RunFolderError as error:
         return f"The same command would be refused: {error}."
 

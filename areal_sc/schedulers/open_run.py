@@ -51,7 +51,7 @@ class OpenRun:
             folder.lock(resume=config.resume.value, overwrite=config.overwrite)
             undo.callback(folder.close)
         self.term, self.status = folder.term, StatusBoard()
-        self.status.keep(folder.status_path, self.term, config.orphan_timeout_s)
+        self.status.keep(folder, self.term, config.orphan_timeout_s)
         undo.callback(self.status.close)
         return folder
 

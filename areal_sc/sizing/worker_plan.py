@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from areal_sc.config.schema import Dtype
 
 HOST = "host"
+GENERATING_ROLES = ("rollout", "server")
 
 PROCESS_BYTES = 256 << 20
 """Host memory of a worker that has imported torch and transformers: measured 246 MiB, of which a
@@ -80,6 +81,15 @@ class WorkerPlan:
         return HOST if self.is_offloaded else self.place
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether what it has all the time lies on a GPU."""
+        return self.held_place != HOST
+
+    @property
+    def generates(self) -> bool:
+        return self.role in GENERATING_ROLES
+
+    @property
     def held_bytes(self) -> int:
         """What it has all the time."""
         return self.parameter_bytes + self.optimizer_bytes + self.kv_bytes
@@ -91,6 +101,7 @@ class RunPlan:
 
     Attributes:
         available_bytes: memory of each place; None where it is unknown.
+        takes_turns: workers that train and those that generate use a GPU one after the other.
         is_model_known: False when there is no model at `actor.path` yet, so that parameters and
             KV cache are counted as 0.
     """
@@ -98,14 +109,41 @@ class RunPlan:
     workers: tuple[WorkerPlan, ...]
     available_bytes: dict[str, int | None]
     is_model_known: bool
+    takes_turns: bool = False
 
     @property
     def needed_bytes(self) -> dict[str, int]:
         """Bytes needed by place, all workers together."""
-        needed: Counter[str] = Counter()
+        training, generation = self._needed_by_sides
+        if not self.takes_turns:
+            return dict(training + generation)
+        needed = {place: max(training[place], generation[place]) for place in training | generation}
+        needed[HOST] = training[HOST] + generation[HOST] + self._stowed_bytes
+        return needed
+
+    @property
+    def shared_places(self) -> list[str]:
+        """GPUs that both training and generation use."""
+        training, generation = self._needed_by_sides
+        return sorted((training.keys() & generation.keys()) - {HOST})
+
+    @property
+    def moved_bytes(self) -> int:
+        """What takes its way between GPUs and host memory in a step, where both take turns."""
+        weights = sum(it.parameter_bytes for it in self.workers if it.generates and it.is_on_gpu)
+        return 2 * self._stowed_bytes + weights
+
+    @property
+    def _stowed_bytes(self) -> int:
+        """What training has on GPUs, and in host memory while generation has its turn."""
+        return sum(it.held_bytes for it in self.workers if not it.generates and it.is_on_gpu)
+
+    @property
+    def _needed_by_sides(self) -> tuple[Counter[str], Counter[str]]:
+        sides = Counter[str](), Counter[str]()
         for worker in self.workers:
-            needed.update(worker.memory)
-        return dict(needed)
+            sides[worker.generates].update(worker.memory)
+        return sides
 
     @property
     def fits(self) -> bool:

@@ -40,7 +40,7 @@ _SCRIPT: Final = "AREAL_SC_SCRIPT"
 """Environment variable of all that a script has started: the script's arguments, as the hexadecimal
 digits of JSON."""
 
-_SAYS: Final = b"areal_sc says: "
+SAYS: Final = b"areal_sc says: "
 """Begins what a child tells: a `sitecustomize`, say, may print to the same standard output."""
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -150,7 +150,7 @@ def tell_starter(what: bytes) -> None:
 
     Raises: BrokenPipeError: nobody reads.
     """
-    os.write(1, _SAYS + what + b"\n")
+    os.write(1, SAYS + what + b"\n")
     os.dup2(2, 1)
 
 
@@ -159,7 +159,7 @@ def heard_from(output: IO[bytes], timeout_s: float) -> bytes:
     text, give_up_s = b"", time.monotonic() + timeout_s
     ready = select.poll()  # with many connections its number is too high for `select.select`
     ready.register(output, select.POLLIN)
-    while not (told := re.search(re.escape(_SAYS) + rb"(.*)\n", text)):
+    while not (told := re.search(re.escape(SAYS) + rb"(.*)\n", text)):
         left_s = max(0.0, give_up_s - time.monotonic())
         part = os.read(output.fileno(), 1 << 16) if ready.poll(left_s * 1000) else b""
         if not part:

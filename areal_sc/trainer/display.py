@@ -186,6 +186,10 @@ class Display(Tracker):
         """Shows that something is worse than it should be; the run goes on."""
         self._line("WARNING", warning=text)
 
+    def show_pause(self, text: str) -> None:
+        """Shows that the run is paused, until the next call; "": it goes on."""
+        self.note(text or "the pause is over: the run goes on")
+
     def show_outages(self, outages: Sequence[str]) -> None:
         """Shows what is being repaired now; nothing, when all is well again."""
         for outage in outages:
@@ -224,14 +228,15 @@ def _word(value: Any) -> str:
 
 
 class _Bars(Progress):
-    """Progress bars, and what is shown below them: what is wrong now, then samples."""
+    """Progress bars, and what is shown below them: a pause, what is wrong now, then samples."""
 
+    pause: RenderableType | None = None
     wrong: RenderableType | None = None
     below: RenderableType | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield from (part for part in (self.wrong, self.below) if part is not None)
+        yield from (part for part in (self.pause, self.wrong, self.below) if part is not None)
 
 
 class LiveDisplay(Display):
@@ -336,6 +341,11 @@ class LiveDisplay(Display):
 
     def warning(self, text: str) -> None:
         self._print(Text.assemble(("warning: ", "bold yellow"), Text.from_ansi(text).plain))
+
+    def show_pause(self, text: str) -> None:
+        """Below the bars, as long as it goes on; and as a note."""
+        super().show_pause(text)
+        self._bars.pause = Text(text, style="yellow") if text else None
 
     def show_outages(self, outages: Sequence[str]) -> None:
         """Below the bars, as long as they go on."""

@@ -28,7 +28,7 @@ from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.demonstrations.rows import EncodedRows, Item
 from areal_sc.demonstrations.turns import TurnEncoder
 from areal_sc.engines.handles import make_actor
-from areal_sc.errors import StepsLost
+from areal_sc.errors import StepLost, StepsLost
 from areal_sc.hub import local_model
 from areal_sc.preflight.checks import check_models
 from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary, summarize
@@ -135,6 +135,7 @@ class RowTrainer(Run):
                 evaluate("before")
             while next_step() and not best.has_enough:
                 began, version = time.monotonic(), actor.version
+                held_s = actor.standstill.held_s
                 places = range(version * batch_size, (version + 1) * batch_size)
                 indices = [prompt_at(place, len(items), self.config.seed) for place in places]
                 try:
@@ -147,7 +148,10 @@ class RowTrainer(Run):
                     self.log.event("went_back", from_step=version, step=step, cause=str(lost))
                     self.display.warning(f"went back from step {version} to step {step}: {lost}")
                     continue
-                self._tell_row_step(actor, len(indices), time.monotonic() - began, stats)
+                except StepLost:  # the run is paused, and is to stop, or to be saved
+                    continue
+                seconds = time.monotonic() - began - (actor.standstill.held_s - held_s)
+                self._tell_row_step(actor, len(indices), seconds, stats)
                 checkpoints.after_step()
                 if every_steps and actor.version % every_steps == 0 and actor.version < total:
                     evaluate("periodic")
@@ -171,6 +175,7 @@ class RowTrainer(Run):
         with ExitStack() as stack:
             if not self.config.dry_run:
                 stack.enter_context(actor.heard_by(outages.hear))
+                stack.enter_context(actor.heard_by(self._tell_wished))
             with self.display.phase("start-up"):
                 taken = stack.enter_context(start(actor))
                 if taken is not None:
@@ -185,6 +190,7 @@ class RowTrainer(Run):
             )
             stop = stack.enter_context(stop_wishes(limit_s, partial(self._tell_stop, actor)))
             stack.enter_context(actor.heard_by(stop.hear))
+            actor.standstill.is_left = lambda: stop.is_due
 
             def has_next_step() -> bool:
                 phase.advance(actor.version - phase.done)

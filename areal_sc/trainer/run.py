@@ -33,7 +33,7 @@ from areal_sc.controller.starting import start
 from areal_sc.controller.takeover import TakenOver
 from areal_sc.controller.train.train_controller import TrainController
 from areal_sc.errors import RunFolderError, StepsLost
-from areal_sc.fleet.events import FleetEvent, Scaled
+from areal_sc.fleet.events import FleetEvent, PauseWished, Scaled
 from areal_sc.log import Screen, logging_to
 from areal_sc.preflight.checks import check_config, check_limits, check_models
 from areal_sc.records.learning_curve import plot_learning_curve
@@ -45,6 +45,7 @@ from areal_sc.records.trackers.base import RunDescription, Tracker
 from areal_sc.records.trackers.kinds import make_tracker
 from areal_sc.run.run_folder import Opening, RunFolder
 from areal_sc.run.run_status import Phase as StatusPhase
+from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
@@ -196,7 +197,7 @@ class Run:
         with ExitStack() as stack:
             for controller in (actor, rollout, *others):
                 stack.enter_context(controller.heard_by(outages.hear))
-            stack.enter_context(rollout.heard_by(self._tell_scaled))
+            stack.enter_context(rollout.heard_by(self._tell_wished))
             with self.display.phase("start-up"):
                 taken = stack.enter_context(start(actor, *others, rollout))
                 if taken is not None:
@@ -281,11 +282,17 @@ class Run:
         self.display.warning(str(outage))
         self.log.event("workers_restarted", **asdict(outage))
 
-    def _tell_scaled(self, event: FleetEvent) -> None:
-        if isinstance(event, Scaled):
-            before, number, why = event.before, event.number, event.why
-            self.display.note(f"{number} rollout workers instead of {before}: {why}")
-            self.log.event("scaled", before=before, num_workers=number, cause=why)
+    def _tell_wished(self, event: FleetEvent) -> None:
+        match event:
+            case Scaled(before, number, why):
+                self.display.note(f"{number} rollout workers instead of {before}: {why}")
+                self.log.event("scaled", before=before, num_workers=number, cause=why)
+            case PauseWished(PauseWish(since, by) as wish):
+                self.display.show_pause(told_pause(wish, self.folder.path))
+                self.log.event("paused", by=by, since=since)
+            case PauseWished():
+                self.display.show_pause("")
+                self.log.event("pause_ended")
 
     def _tracker_id(self) -> str:
         """The run's name for trackers, from the first start on."""
@@ -375,6 +382,7 @@ class Run:
             stop_wishes(limit_s, partial(self._tell_stop, actor)) as stop,
             actor.heard_by(stop.hear),
         ):
+            rollout.standstill.is_left = lambda: stop.is_due
             while True:
                 if stop.takes_snapshot() and self.checkpoints is not None:
                     self.checkpoints.finish()

@@ -81,6 +81,7 @@ class Step:
         self._rollout = rollout
         self._tell = tell
         self._began = time.monotonic()
+        self._held_before_s = rollout.standstill.held_s
         self._spent: dict[Part, float] = {"wait": 0.0, "train": 0.0, "sync": 0.0}
 
     @contextmanager
@@ -98,20 +99,21 @@ class Step:
         self.lost = error
 
     def record(self, batch: BatchMetadata, stats: Mapping[str, float]) -> StepMetrics:
-        """Ends the step, and tells what was measured of it.
+        """Ends the step, and tells what was measured of it; the time of a pause does not count.
 
         Args:
             stats: what `ppo_update` returned, and whatever else is worth keeping.
         """
         staleness = StalenessStats.of(batch.rows, batch.global_step, batch.min_token_version)
         before, now = self.counters, count(self._actor, self._rollout)
+        held_s = self._rollout.standstill.held_s - self._held_before_s  # in `prepare_batch`
 
         def new(name: str) -> int:
             return int(now.get(name, 0) - before.get(name, 0))  # none: no worker was up then
 
         metrics = StepMetrics(
             step=self.number,
-            reward=_mean_reward(batch),
+            reward=statistics.fmean(batch.episode_rewards),
             group_staleness_mean=staleness.group_mean,
             group_staleness_max=staleness.group_max,
             token_staleness_mean=staleness.token_mean,
@@ -130,8 +132,8 @@ class Step:
                 if name.startswith(_REJECTED) and count > before.get(name, 0)
             },
             mean_sequence_length=batch.num_tokens / batch.total_batch_size,
-            step_time_s=time.monotonic() - self._began,
-            wait_s=self._spent["wait"],
+            step_time_s=time.monotonic() - self._began - held_s,
+            wait_s=max(0.0, self._spent["wait"] - held_s),
             train_s=self._spent["train"],
             sync_s=self._spent["sync"],
             num_train_workers=self._actor.engine.num_workers,
@@ -139,6 +141,7 @@ class Step:
             max_staleness=self._rollout.config.max_staleness,
             **of_groups(batch, before, now),
             controller_bytes=new("controller_bytes"),
+            published_bytes=new("published_bytes"),
             workflow=self._rollout.batch_metrics,
             train=stats,
             counters=now,
@@ -146,12 +149,6 @@ class Step:
         self.counters = now
         self._tell(metrics)
         return metrics
-
-
-def _mean_reward(batch: BatchMetadata) -> float:
-    """Mean over episodes, of the means over their rows."""
-    means = [sum(batch.rows[row].reward for row in rows) / len(rows) for rows in batch.episodes]
-    return sum(means) / len(means)
 
 
 def of_groups(

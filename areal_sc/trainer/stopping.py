@@ -64,9 +64,14 @@ class StopWish:
             self.may_repeat = True
             self.note(signal.SIGTERM)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the run is to stop, or to be saved, as soon as it can be."""
+        return self._wants_snapshot or self.asked_by is not None
+
     def takes_snapshot(self) -> bool:
         """Whether one is due now, that nobody has taken yet."""
-        is_due = self._wants_snapshot or self.asked_by is not None
+        is_due = self.is_due
         self._wants_snapshot = False
         return is_due
 

@@ -12,11 +12,13 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from areal_sc.agents.routes import AgentsAt
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.rejection import Rejection
 from areal_sc.transport.plane_stats import PlaneStats
 from areal_sc.transport.rpc.method import Method
-from areal_sc.weights import ShardReference, WeightGroup, WeightsReference
+from areal_sc.transport.shards.ids import parse_shard_id
+from areal_sc.weights import ShardReference, WeightChanges, WeightGroup, WeightsReference
 
 SAMPLE_TIMEOUT_S: Final = 10.0
 """Samples that are not there by then are missing."""
@@ -69,6 +71,9 @@ SWEEP = Method("sweep", Sweep, int)
 ADOPTED_SHARDS = Method("adopted_shards", NoneType, tuple[str, ...])
 """Ids of the shards of earlier lives of the worker that it has taken over, and still holds."""
 STATS = Method("stats", NoneType, WorkerStats)
+SLEEP = Method("sleep", NoneType, NoneType)
+"""The engine gives up the memory of its device. It takes it again when it is asked to compute, or,
+to generate, when it gets weights."""
 SHUTDOWN = Method("shutdown", NoneType, NoneType, deadline_s=SHUTDOWN_TIMEOUT_S)
 
 
@@ -81,6 +86,24 @@ class SealedShard(Struct, frozen=True, array_like=True):
 
     shard: ShardReference
     last_sequence: int
+
+
+class SealedWeights(SealedShard, frozen=True, array_like=True):
+    """A rank's part of a version.
+
+    Attributes:
+        num_bytes: of the whole part.
+        changes: since the version that the rank has published before, in one shard.
+    """
+
+    num_bytes: int = 0
+    changes: WeightChanges | None = None
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Numbers of the shards."""
+        shards = [self.shard, *(self.changes.shards if self.changes else ())]
+        return tuple(parse_shard_id(shard.shard_id)[1] for shard in shards)
 
 
 class RunGroup(Struct, frozen=True, array_like=True):
@@ -118,6 +141,8 @@ class GroupReply(Struct, frozen=True, array_like=True):
         metrics: metric of the workflow -> (sum, number of episodes).
         warning: what the user should know of the prompt; "" if there is nothing.
         num_waiting: answers that wait for a place in the engine.
+        goes_on: nothing has become of it yet, because agents outside are waited for: to be asked
+            for again.
     """
 
     run: GroupAttempt
@@ -126,6 +151,7 @@ class GroupReply(Struct, frozen=True, array_like=True):
     metrics: dict[str, tuple[float, int]] = {}
     warning: str = ""
     num_waiting: int = 0
+    goes_on: bool = False
 
 
 class RunEvaluation(Struct, frozen=True, array_like=True):
@@ -234,10 +260,12 @@ class CopyWeights(Struct, frozen=True, array_like=True):
 
     Attributes:
         spare_bytes: of its node's shared memory, so much must stay free for rows.
+        base: a copy of the version that `weights.changes` are of, on its node.
     """
 
     weights: WeightsReference
     spare_bytes: int
+    base: ShardReference | None = None
 
 
 class ReadTexts(Struct, frozen=True, array_like=True):
@@ -274,12 +302,15 @@ RUN_GROUP = Method("run_group", RunGroup, GroupReply)
 """A run is played once: a repeat joins it, or gets its reply again; see `group_runs`."""
 GIVE_UP_GROUP = Method("give_up_group", GroupAttempt, NoneType)
 """Ends a run, if it goes on; nothing more comes of it when this replies."""
+AGENTS_AT = Method("agents_at", NoneType, AgentsAt)
+"""Where the sessions of the worker are served to the process that has the run's address."""
 EPISODES = Method("episodes", NoneType, EpisodesReport)
 RUN_EVALUATION = Method("run_evaluation", RunEvaluation, EvaluationReply)
 READ_TEXTS = Method("read_texts", ReadTexts, tuple[RowText, ...], deadline_s=SAMPLE_TIMEOUT_S)
 UPDATE_WEIGHTS = Method("update_weights", WeightsReference, NoneType)
-COPY_WEIGHTS = Method("copy_weights", CopyWeights, ShardReference)
-"""Its reply is the copy, which the worker serves until it has newer weights."""
+COPY_WEIGHTS = Method("copy_weights", CopyWeights, tuple[ShardReference, ...])
+"""Its reply is the copy, which the worker serves until it has newer weights; and one of the changes
+behind it, if it has them."""
 WEIGHT_RANKS = Method("weight_ranks", str, WeightRanks)
 """Its argument is the weight group."""
 JOIN_WEIGHT_GROUP = Method("join_weight_group", JoinWeightGroup, NoneType)

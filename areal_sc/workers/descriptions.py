@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import NoneType
+from typing import Final
 
 from msgspec import Struct
 
@@ -10,6 +11,9 @@ from areal_sc.engines.base import RankPosition
 from areal_sc.transport.rpc.method import Method
 from areal_sc.workers.calls import GroupAttempt
 from areal_sc.workers.operations import Operation
+
+NO_POLICY: Final = (-1, -1)
+"""Of a rollout worker that has given its weights up: no policy has this name."""
 
 
 class RankDescription(Struct, frozen=True, array_like=True):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 
+from areal_sc.agents.agent import as_json
 from areal_sc.agents.pool import AgentPool
 from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
@@ -19,7 +21,7 @@ from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion, GenerationEngine, OnTokens
 from areal_sc.errors import ConfigError, PromptTooLong, WorkerError, WorkflowError
 from areal_sc.records.recorder import Recorder
-from areal_sc.records.spans import NO_VERSION
+from areal_sc.records.spans import NO_VERSION, RecordedSpan
 from areal_sc.rejection import Rejection
 from areal_sc.rewards.base import Reward, RewardFunction, Score
 from areal_sc.rewards.functions import name_of
@@ -96,6 +98,11 @@ class WorkerEpisodeEngine:
         self.group = group
         self._own_code_since_s = time.monotonic()
         self._has_answered = False
+
+    @property
+    def open_waits(self) -> tuple[EpisodeWait, ...]:
+        """What it waits for."""
+        return tuple(self._waits)
 
     @property
     def waits(self) -> list[tuple[str, float]]:
@@ -204,6 +211,19 @@ class WorkerEpisodeEngine:
             self.failure = error
             raise
 
+    async def await_agent(
+        self, row: Mapping[str, Any], session: AgentSession
+    ) -> float | Mapping[str, float]:
+        if self._evaluated is not None:
+            raise WorkflowError(
+                "an evaluation cannot wait for agents outside: give it a workflow of its own"
+            )
+        assert self._agents is not None
+        assert self._agent_pool is not None
+        told = json.loads(as_json(row, "an agent outside"))
+        with self._waiting("an agent outside"):
+            return await self._agents.wait_outside(session.api_key, told, self._agent_pool.config)
+
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         functions = weighted_functions(reward)
         if self._evaluated is not None:
@@ -258,6 +278,13 @@ class WorkerEpisodeEngine:
             self.past_waits.append(wait)
 
 
+class _Running(NamedTuple):
+    """An episode that runs, in its lane."""
+
+    lane: int
+    whole: EpisodeWait
+
+
 class Episodes:
     """The episodes of a worker: those that run, and how the others ended.
 
@@ -266,7 +293,8 @@ class Episodes:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._running: set[WorkerEpisodeEngine] = set()
+        recorder.find_open = self.begun_until
+        self._running: dict[WorkerEpisodeEngine, _Running] = {}
         self._free_lanes: list[int] = []
         self._num_kept = 0
         self._num_rejected = 0
@@ -276,12 +304,13 @@ class Episodes:
     @contextmanager
     def running(self, episode: WorkerEpisodeEngine) -> Iterator[None]:
         lane = heappop(self._free_lanes) if self._free_lanes else len(self._running)
-        self._running.add(episode)
         whole = EpisodeWait("episode", time.time(), time.monotonic())
+        self._running[episode] = _Running(lane, whole)
+        self._recorder.begin()
         try:
             yield
         finally:
-            self._running.discard(episode)
+            del self._running[episode]
             heappush(self._free_lanes, lane)
             whole.took_s = time.monotonic() - whole.since_s
             for span in (whole, *episode.past_waits):
@@ -294,6 +323,20 @@ class Episodes:
                     versions=span.versions,
                     num_tokens=span.num_tokens,
                 )
+
+    def begun_until(self, until: float) -> Iterator[RecordedSpan]:
+        """What goes on, and had begun at that Unix time; from any thread."""
+        for episode, (lane, whole) in list(self._running.items()):
+            for wait in (whole, *episode.open_waits):
+                if wait.began <= until:
+                    yield RecordedSpan(
+                        process=self._recorder.process,
+                        kind=wait.what,
+                        began=wait.began,
+                        took_s=0.0,
+                        lane=lane,
+                        about=episode.group,
+                    )
 
     def note_kept(self) -> None:
         self._num_kept += 1

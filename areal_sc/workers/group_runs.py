@@ -27,9 +27,15 @@ controller."""
 
 
 class GroupRuns:
-    """The runs of one worker."""
+    """The runs of one worker.
 
-    def __init__(self) -> None:
+    Args:
+        limit_s: after so long the reply of a run is that it goes on. Episodes have a limit below
+            that, unless they wait for agents outside. None: a reply takes as long as the run.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._limit_s = limit_s
         self._going: dict[GroupAttempt, asyncio.Task[GroupReply]] = {}
         self._played: dict[GroupAttempt, asyncio.Task[GroupReply]] = {}  # what goes on within
         self._given_up: set[GroupAttempt] = set()
@@ -60,7 +66,9 @@ class GroupRuns:
             self._played[run] = asyncio.create_task(self._play(run, play), name=name)
             self._going[run] = asyncio.create_task(self._end_of(run))
             self._going[run].add_done_callback(lambda task: self._note_end(run, task))
-        return await asyncio.shield(self._going[run])
+        going = self._going[run]
+        await asyncio.wait([going], timeout=self._limit_s)
+        return going.result() if going.done() else GroupReply(run, goes_on=True)
 
     async def give_up(self, run: GroupAttempt) -> None:
         """Ends a run that goes on. When this returns, nothing more comes of it."""

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from areal_sc.engines.base import ManyRanks, RankPosition, TrainEngine
+from areal_sc.engines.base import ManyRanks, RankPosition, StowsState, TrainEngine, able
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.weights import ShardReference
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.base import Worker
 from areal_sc.workers.operations import Operations
+
+A = TypeVar("A")
+T = TypeVar("T")
+Work = Callable[[A], Coroutine[Any, Any, T]]
+
+
+class Published(NamedTuple):
+    """Weights that a rank has sealed.
+
+    Attributes:
+        policy: (lineage, version).
+        whole, changes: ids of shards; "" where there are no changes.
+    """
+
+    policy: tuple[int, int]
+    whole: str
+    changes: str
 
 
 class Rank(Worker):
@@ -23,6 +43,7 @@ class Rank(Worker):
         position: its share of the rows, once it has joined the others.
         number: among all ranks.
         weights_root: `weight_update.folder`, for method `disk`.
+        published: what this life of it has sealed last.
         world_size: of all ranks; 0 until it has joined them.
         num_computed: times that it was asked to compute a field of rows.
         num_computing: of these calls, those that go on.
@@ -40,7 +61,51 @@ class Rank(Worker):
         self.position = RankPosition(0, is_head=True)
         self.number = self.world_size = 0
         self.weights_root = Path(self.handle.config.weight_update.folder).absolute()
+        self.published: Published | None = None
         self.num_computed = self.num_computing = 0
+        self._is_asleep = False  # in the engine's thread
+        self._num_using, self._is_unused = 0, asyncio.Event()
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """As any worker's; an engine that sleeps wakes first."""
+
+        def awake() -> T:
+            if self._is_asleep:
+                able(self.engine, StowsState).wake()
+                self._is_asleep = False
+            return function()
+
+        return await super().compute(awake)
+
+    async def sleep(self, _: None) -> None:
+        """The engine gives up the memory of its device until it has to compute.
+
+        What a controller has given up, and goes on, comes first.
+        """
+        while self._num_using:
+            await self._is_unused.wait()
+
+        def sleep() -> None:
+            if self.world_size and not self._is_asleep:
+                able(self.engine, StowsState).sleep()
+                self._is_asleep = True
+
+        await super().compute(sleep)
+
+    def using(self, work: Work[A, T]) -> Work[A, T]:
+        """The same method of the rank, which uses the engine: `sleep` waits for its end."""
+
+        async def use(args: A) -> T:
+            self._num_using += 1
+            self._is_unused.clear()
+            try:
+                return await work(args)
+            finally:
+                self._num_using -= 1
+                if not self._num_using:
+                    self._is_unused.set()
+
+        return use
 
     async def join_ranks(self, args: rank_methods.InitializeRank) -> RankPosition:
         """Meets the other ranks, and loads the model."""

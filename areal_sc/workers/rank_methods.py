@@ -20,7 +20,7 @@ from areal_sc.metadata import BatchMetadata
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.security.passes import CONTROLLER, Caller
 from areal_sc.weights import BucketLayout, WeightGroup
-from areal_sc.workers.calls import Numbers, SealedShard
+from areal_sc.workers.calls import Numbers, SealedShard, SealedWeights
 from areal_sc.workers.operations import Operation
 
 BatchMap = Callable[[BatchMetadata], BatchMetadata]
@@ -227,7 +227,7 @@ SCORE = Method("score", ScoreRows, tuple[tuple[float, ...], ...])
 TRY_LOSS = Method("try_loss", TryLoss, tuple[str, ...])
 """The names of its metrics."""
 UPDATE = Method("update", Update, Numbers)
-SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedShard)
+SEAL_WEIGHTS = Method("seal_weights", SealWeights, SealedWeights)
 SAVE_WEIGHTS = Method("save_weights", SaveWeights, SavedWeights, writes=True)
 """Also waits for a snapshot that is being written."""
 OPEN_WEIGHT_GROUP = Method("open_weight_group", OpenWeightGroup, WeightGroup)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from areal_sc.engines.base import (
     GenerationEngine,
     JoinsWeightGroup,
     RunsBesideWorker,
+    SleepsUntilWeights,
     able,
 )
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -55,11 +57,11 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.tensor_bytes import dtype_name
-from areal_sc.user_code import Raised, await_user_code, describe, text_of
+from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
 from areal_sc.workers.base import Worker
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
 from areal_sc.workers.episodes import Episodes, WorkerEpisodeEngine
 from areal_sc.workers.evaluated import (
     EvaluatedEpisode,
@@ -109,7 +111,7 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        self._agents = AgentServer(spec.name)
+        self._agents = AgentServer(spec.name, spec.order.incarnation, spec.keys.sessions)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
@@ -117,7 +119,7 @@ class RolloutWorker(Worker):
         self._engine: GenerationEngine | None = None
         self._texts = RowTexts(self.plane)
         self._all_episodes = Episodes(self.recorder)
-        self._runs = GroupRuns()
+        self._runs = GroupRuns(config.group_timeout_s + 2 * CANCEL_GRACE_S)
         self._starting: asyncio.Task[None] | None = None
         self._one_update = asyncio.Lock()
         self._policy: tuple[int, int] | None = None
@@ -136,6 +138,7 @@ class RolloutWorker(Worker):
             DESCRIBE_ROLLOUT.served_by(self.describe),
             calls.RUN_GROUP.served_by(self.run_group),
             calls.GIVE_UP_GROUP.served_by(self._runs.give_up),
+            calls.AGENTS_AT.served_by(lambda _: self._agents.reachable(self._interface)),
             calls.EPISODES.served_by(lambda _: self._all_episodes.report()),
             calls.RUN_EVALUATION.served_by(self.run_evaluation),
             calls.READ_TEXTS.served_by(self.read_texts),
@@ -148,6 +151,7 @@ class RolloutWorker(Worker):
             calls.LEAVE_WEIGHT_GROUP.served_by(
                 lambda group: self._as(JoinsWeightGroup).leave_group(group)
             ),
+            calls.SLEEP.served_by(self.sleep),
             calls.PAUSE.served_by(self.pause),
             calls.RESUME.served_by(self.resume),
         ]
@@ -248,21 +252,21 @@ class RolloutWorker(Worker):
                 self._weights.keep_only(weights)
                 logger.info("policy_version=%d", weights.version)
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
         async with self._one_update:
-            shard_id = await self._weights.copy(wanted)
+            ids = await self._weights.copy(wanted)
         logger.info("policy_version=%d is served to others", wanted.weights.version)
-        return ShardReference(self.spec.name, self.address, shard_id)
+        return tuple(ShardReference(self.spec.name, self.address, shard_id) for shard_id in ids)
 
     async def _update(self, weights: WeightsReference) -> None:
         async def read() -> list[tuple[str, torch.Tensor]]:
             with self.recorder.span("fetching weights", version=weights.version):
                 return await self._weights.read(weights)
 
-        if weights.folder:
-            await self._as(FollowsWeights).update_weights_from_disk(
-                weights.version, Path(weights.folder)
-            )
+        if weights.folder or weights.is_of_model_folder:
+            config = self.handle.config
+            folder = Path(weights.folder or local_model(config.path, config.revision))
+            await self._as(FollowsWeights).update_weights_from_disk(weights.version, folder)
         elif weights.broadcast:
             sent = weights.broadcast
             await self._as(JoinsWeightGroup).update_weights_from_group(
@@ -282,6 +286,15 @@ class RolloutWorker(Worker):
             is_member=engine.has_whole_group(group),
         )
 
+    async def sleep(self, _: None) -> None:
+        """The engine gives up the memory of its device until it gets weights."""
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+            async with self._one_update:
+                await self._as(SleepsUntilWeights).sleep()
+                self._policy = NO_POLICY
+            self.recorder.add_event("sleep")
+
     async def pause(self, _: None) -> None:
         await self._as(RunsBesideWorker).pause()
         self.recorder.add_event("pause")
@@ -298,7 +311,7 @@ class RolloutWorker(Worker):
         if self._engine is None:
             return {}
         own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
-        return {**own, **self._group_counters}
+        return {**own, **self._group_counters, **self._weights.counters}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""
@@ -354,7 +367,7 @@ class RolloutWorker(Worker):
         config: RolloutConfig = self.handle.config
         own = self.engine, self._rewards, group, config.generation, evaluated
         engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool)
-        limit_s = config.group_timeout_s
+        limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
 
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)

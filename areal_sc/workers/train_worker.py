@@ -8,7 +8,8 @@ from areal_sc.engines.base import ManyRanks, RankPosition, able
 from areal_sc.nodes.spec import WorkerSpec
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.sockets.interface import host_of
-from areal_sc.workers import rank_methods
+from areal_sc.workers import calls, rank_methods
+from areal_sc.workers.base import Worker
 from areal_sc.workers.begun_writes import BegunWrites
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
 from areal_sc.workers.rank import Rank
@@ -28,15 +29,16 @@ class TrainWorker(Rank):
     def methods(self) -> list[Served]:
         return [
             *super().methods(),
+            calls.SLEEP.served_by(self.sleep),
             rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            rank_methods.INITIALIZE_RANK.served_by(self.initialize),
+            rank_methods.INITIALIZE_RANK.served_by(self.using(self.initialize)),
             DESCRIBE_RANK.served_by(self.describe),
-            rank_methods.COMPUTE.served_by(partial(compute_field, self)),
-            rank_methods.SCORE.served_by(partial(score, self)),
+            rank_methods.COMPUTE.served_by(self.using(partial(compute_field, self))),
+            rank_methods.SCORE.served_by(self.using(partial(score, self))),
             rank_methods.TRY_LOSS.served_by(partial(try_registered_loss, self)),
-            rank_methods.UPDATE.served_by(partial(update, self)),
-            rank_methods.SEAL_WEIGHTS.served_by(partial(seal_weights, self)),
-            rank_methods.SAVE_WEIGHTS.served_by(partial(save_weights, self)),
+            rank_methods.UPDATE.served_by(self.using(partial(update, self))),
+            rank_methods.SEAL_WEIGHTS.served_by(self.using(partial(seal_weights, self))),
+            rank_methods.SAVE_WEIGHTS.served_by(self.using(partial(save_weights, self))),
             rank_methods.OPEN_WEIGHT_GROUP.served_by(
                 lambda group: self.broadcasts.open_group(group)
             ),
@@ -44,10 +46,10 @@ class TrainWorker(Rank):
             rank_methods.WEIGHT_LAYOUTS.served_by(lambda _: self.broadcasts.layouts()),
             rank_methods.BROADCAST_WEIGHTS.served_by(lambda _: self.broadcasts.broadcast()),
             rank_methods.CANCEL_BROADCAST.served_by(lambda g: self.broadcasts.cancel_broadcast(g)),
-            rank_methods.BEGIN_WRITE.served_by(self._writes.begin),
+            rank_methods.BEGIN_WRITE.served_by(self.using(self._writes.begin)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self._writes.drop_memory_snapshots),
             rank_methods.FINISH_WRITE.served_by(self._writes.finish),
-            rank_methods.LOAD_SNAPSHOT.served_by(self._writes.load),
+            rank_methods.LOAD_SNAPSHOT.served_by(self.using(self._writes.load)),
         ]
 
     @property
@@ -61,7 +63,7 @@ class TrainWorker(Rank):
         if self._broadcasts:
             self._broadcasts.close()
         if isinstance(self.engine, ManyRanks):
-            await self.compute(self.engine.close)
+            await Worker.compute(self, self.engine.close)  # it need not wake for that
 
     async def create_rendezvous(self, _: None) -> str:
         engine = able(self.engine, ManyRanks)

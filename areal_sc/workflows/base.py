@@ -130,6 +130,22 @@ class EpisodeEngine(TokenEngine, Protocol):
         """
         ...
 
+    async def await_agent(
+        self, row: Mapping[str, Any], session: AgentSession
+    ) -> float | Mapping[str, float]:
+        """Offers the session to agents outside, at the run's address, until one has rewarded it.
+
+        The workflow's `waits_outside` is True.
+
+        Args:
+            row: what the agent is told with the session; JSON holds it.
+        Returns: the reward, as `AgentSession.trajectories` takes it.
+        Raises: AgentError: the agent has rejected the episode, or came to `agents.idle_timeout_s`
+            or `agents.episode_timeout_s`. WorkflowError: the row is no JSON, or the episode is of
+            an evaluation.
+        """
+        ...
+
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         """Runs the reward: an async one on the event loop, a sync one in a killable process.
 
@@ -157,9 +173,12 @@ class Workflow(Referable):
     Attributes:
         fields: what its trajectories have beyond `TRAJECTORY_FIELDS`, by name: a loss, an advantage
             and a token function read it by that name. `rollout.field_bytes` gives it room.
+        waits_outside: its episodes wait for agents outside, as long as it takes. So
+            `rollout.group_timeout_s` does not end them, and the run has an address for such agents.
     """
 
     fields: Mapping[str, TensorMetadata] = MappingProxyType({})
+    waits_outside: bool = False
 
     async def run_episode(
         self, prompt: dict[str, Any], engine: EpisodeEngine

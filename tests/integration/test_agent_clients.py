@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import chat_templates as templates
 import pytest
 import pytest_asyncio
+from integration.router_process import SECRET, RouterProcess, router_process
 from scripted_engine import ScriptedEngine, check_trained
 
 from areal_sc import AgentWorkflow
@@ -19,6 +20,7 @@ from areal_sc.agents.server import AgentServer
 from areal_sc.agents.session import SessionSettings
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
+from areal_sc.transport.sockets.interface import LOOPBACK
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLIENTS = REPOSITORY / "tests" / "agent_clients"
@@ -52,9 +54,15 @@ def programs() -> Path:
     return FOLDER / "bin"
 
 
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    with router_process() as process:
+        yield process
+
+
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[AgentServer]:
-    server = AgentServer("rollout/0")
+    server = AgentServer("rollout/0", "a1", SECRET)
     yield server
     await server.close()
 
@@ -73,20 +81,31 @@ async def output_of(*command: str | Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("interpreter", "program"),
+    ("interpreter", "program", "is_outside"),
     [
-        ("python", "openai_chat.py"),
-        ("python", "openai_responses.py"),
-        ("python", "openai_agents.py"),
-        ("python", "langgraph_agent.py"),
-        ("python", "anthropic_messages.py"),
-        ("node", "fetch.mjs"),
+        ("python", "openai_chat.py", False),
+        ("python", "openai_responses.py", False),
+        ("python", "openai_agents.py", False),
+        ("python", "langgraph_agent.py", False),
+        ("python", "anthropic_messages.py", False),
+        ("node", "fetch.mjs", False),
+        ("python", "openai_chat.py", True),
+        ("python", "anthropic_messages.py", True),
     ],
 )
 async def test_a_client_as_it_is(
-    programs: Path, server: AgentServer, interpreter: str, program: str
+    programs: Path,
+    server: AgentServer,
+    router: RouterProcess,
+    interpreter: str,
+    program: str,
+    is_outside: bool,
 ) -> None:
-    """Whole and streamed, and its errors; its two conversations are a row each."""
+    """Whole and streamed, and its errors; its two conversations are a row each.
+
+    At the address of a worker, and at that of a run.
+    """
+    router.tell({"rollout/0": await server.reachable(LOOPBACK)}, {})
     engine = BreakingEngine(templates.tokenizer_for(templates.QWEN_THINKING))
     engine.will_say(*ANSWERS, *ANSWERS)
     sampling = GenerationConfig(max_new_tokens=200)
@@ -94,6 +113,7 @@ async def test_a_client_as_it_is(
     try:
         async with server.open(engine.episode, sampling, SessionSettings()) as session:
             url, key = session.base_url.removesuffix("/v1"), session.api_key
+            url = router.url if is_outside else url
             output = await output_of(programs / interpreter, CLIENTS / program, url, key)
             rows = session.trajectories(1.0)
     except OSError as error:  # what broke an answer is raised, though the client has caught it

@@ -37,6 +37,7 @@ PROMISED = {
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
     "interruption": {"local_interrupted_over_waiting_eta1_batch8"},
+    "learning_watch": {"always_zero_0_complaints", "always_zero_0_told_at_step"},
     "many_nodes": {"sent_by_trainers_vs_model", "heartbeats_cpu_percent"},
     "many_workers": {"loop_lag_p99_ms", "choose_us", "step_s"},
     "output_layer": {"trained_kl_float32_over_rounded", "random_top_logit"},
@@ -56,6 +57,8 @@ PROMISED = {
     "train_tensor_parallel --engine megatron": {"megatron_tensor2_step_vs_handwritten"},
     "train_mfu": {"0.5b_step_s", "7b_layers_tokens_per_s"},
     "train_throughput": {"step_vs_handwritten", "letter_sort_dynamic_over_fixed"},
+    "weight_changes": {"changed_5_bytes_vs_whole", "changed_100_s_vs_whole"},
+    "with_signal": {"kept_0_trained_rows", "chosen_0_sampled_tokens", "quartile_4_ratio"},
     "weight_update --engine local": {"pull_publish_s", "disk_total_s"},
     "weight_update --engine sglang": {"pull_stall_s", "disk_stall_s", "collective_vs_copy"},
 }

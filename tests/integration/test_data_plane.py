@@ -29,10 +29,12 @@ from areal_sc.transport.bulk.puller import MAX_QUICK_SLICES
 from areal_sc.transport.plane import DataPlane
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
+from areal_sc.transport.shards.layout import ShardLayout
 from areal_sc.transport.shards.memory_folder import ArenaFolder
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import ShardReference, WeightChanges, WeightsReference
 from areal_sc.workers.calls import CopyWeights
 from areal_sc.workers.held_weights import HeldWeights
+from areal_sc.workers.weight_changes import seal_changes
 
 STORE_BYTES = 64 << 20
 
@@ -260,7 +262,10 @@ def check_weights(read: list[tuple[str, torch.Tensor]], version: int) -> None:
     assert values["empty"].numel() == 0
 
 
-def copy_of(weights: WeightsReference, keeper: Worker, shard_id: str) -> WeightsReference:
+def copy_of(
+    weights: WeightsReference, keeper: Worker, shard_ids: Sequence[str]
+) -> WeightsReference:
+    (shard_id,) = shard_ids
     shard = ShardReference(keeper.plane.store.node_id, keeper.address, shard_id)
     return replace(weights, shards=(shard,))
 
@@ -322,5 +327,39 @@ async def test_a_copy_that_fails_gives_its_memory_back(
         assert store.num_shards == store.num_bytes == 0
         gc.collect()  # what the traceback has kept
         newer = sealed_weights(ranks, 2)
-        shard_id = await held.copy(CopyWeights(newer, whole_folder))  # in the same memory
-        check_weights(await held.read(copy_of(newer, keeper, shard_id)), 2)
+        shard_ids = await held.copy(CopyWeights(newer, whole_folder))  # in the same memory
+        check_weights(await held.read(copy_of(newer, keeper, shard_ids)), 2)
+
+
+@pytest.mark.parametrize("num_there", [0, 1], ids=["of the changes", "of the changed copy"])
+async def test_who_has_no_room_for_changes_pulls_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_there: int
+) -> None:
+    async with nodes(tmp_path, 1, 1) as ((rank,), (keeper,)):
+        its, held = rank.plane.store, HeldWeights(keeper.plane)
+        values = torch.arange(50_000, dtype=torch.int16)
+        old = its.put({"a": values}, [50_000])
+        new = its.put({"a": values.index_fill(0, torch.tensor([7]), -1)}, [50_000])
+        old_at, new_at, changes_at = (
+            ShardReference(its.node_id, rank.address, shard_id)
+            for shard_id in (old, new, seal_changes(its, old, new, 1))
+        )
+        ids = await held.copy(CopyWeights(WeightsReference(1, (old_at,)), 0))
+        base = ShardReference(keeper.plane.store.node_id, keeper.address, ids[0])
+        store = keeper.plane.store
+        begin, tried = store.begin, list[ShardLayout]()
+
+        def begin_or_not(layout: ShardLayout, **options: Any) -> Any:
+            tried.append(layout)
+            if len(tried) == num_there + 1:
+                raise StoreFull("no room")
+            return begin(layout, **options)
+
+        monkeypatch.setattr(store, "begin", begin_or_not)
+        changes = WeightChanges((0, 1), (changes_at,), 1)
+        newer = WeightsReference(2, (new_at,), changes=changes)
+        ids = await held.copy(CopyWeights(newer, 0, base))
+        assert len(ids) == 1 + num_there, "what there is of the changes is handed on"
+        assert held.counters == {"whole_copies": 2, "changed_copies": 0, "unfit_changes": num_there}
+        assert store.num_shards == len(ids)
+        assert dict(await held.read(copy_of(newer, keeper, ids[:1])))["a"][7] == -1

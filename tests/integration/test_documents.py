@@ -43,6 +43,7 @@ from areal_sc.engines.servers.weights import UpdateTimes
 from areal_sc.records.metrics import Summary
 from areal_sc.rewards.base import declare_reward
 from areal_sc.rewards.running import CodeRunner
+from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.system.sandbox.program import Limits
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
@@ -65,6 +66,12 @@ NOT_RUN_HERE = {
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
     "trainer.fit(AgentWorkflow(": "examples/agent.py",
+    "trainer.fit(OnlineWorkflow(": "examples/online.py",
+    "# collect.py": "waits for a person; test_run_address.py makes the same requests",
+    "python examples/online.py --config configs/tool_use.yaml run_dir=runs/online": (
+        "tests/integration/test_tool_use.py"
+    ),
+    "python examples/online.py collect runs/online": "tests/integration/test_tool_use.py",
     "class MyAgent(Workflow):": "tests/integration/test_agents.py has one like it",
     "python examples/agent.py --config configs/tool_use.yaml run_dir=runs/agent": (
         "tests/integration/test_tool_use.py"
@@ -84,6 +91,7 @@ NOT_RUN_HERE = {
         "tests/integration/test_evaluate.py"
     ),
     "from areal_sc.records.reading import rows": "tests/integration/test_records.py",
+    "from areal_sc.controller.ledger.group_lives import": "tests/integration/test_row_lives.py",
     "python -m areal_sc page runs/minimal": "tests/integration/test_page.py",
     "python -m areal_sc page runs/minimal runs/control": "tests/unit/commands/test_page.py",
     "python -m areal_sc page runs/minimal --export minimal.html": "tests/unit/commands",
@@ -143,6 +151,7 @@ FRAGMENTS = (
     "from areal_sc.rewards.code.reward",
     "async def prints_its_answer",
     "# my_advantages.py",
+    "# my_prompts.py",
     "# reference_kl.py",
     "# two_models.py",
     "# a scheduler alone",
@@ -334,6 +343,12 @@ def test_an_advantage_of_ones_own() -> None:
     lengths = np.array([2, 4])
     rows = AdvantageRows(np.array([1.0, 3.0]), lengths, lengths, lengths, lengths)
     assert shorter(rows, weight=0.2).tolist() == pytest.approx([-1.1, 0.8])
+
+
+def test_a_choice_of_prompts_of_ones_own() -> None:
+    hard_ones = run_block("# my_prompts.py")["hard_ones"]
+    shares = [hard_ones(PromptPast(1, success, has_signal=True)) for success in (0.4, 0.5)]
+    assert shares == [1.0, 0.1]
 
 
 def test_a_loss_with_a_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:

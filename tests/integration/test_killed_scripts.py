@@ -94,6 +94,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was_killed(
     assert (account.rows_lost, account.trained_again, account.version) == (0, [], 6)
     assert len(account.lineages) == 1
     assert num_lives(run_dir, "train-0") == num_lives(run_dir, "rollout-0") == 1
+    assert not (run_dir / "logs" / "agents.log").exists()  # it has no address for agents
 
 
 def test_a_worker_that_dies_while_it_is_taken_over_is_started_again(

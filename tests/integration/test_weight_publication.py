@@ -5,6 +5,7 @@ With SGLang's servers: tests/integration/sglang.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -119,6 +120,33 @@ def test_generation_has_the_trainers_weights(
         assert {version for _, _, _, version in left} == {"2", "3"}
     if method == "collective":
         assert actor.publication_stats["published_bytes"] == counters[0]["update_bytes"]
+
+
+def test_other_nodes_get_what_has_changed(
+    tiny_config: Callable[..., GRPOConfig], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version after the first; each third comes whole."""
+    monkeypatch.setattr(WeightSources, "_is_far", lambda *_: True)
+    config = tiny_config(
+        "weight_update.whole_every_steps=3",
+        "actor.dtype=bfloat16",
+        "actor.parallel={data: 1, tensor: 2}",
+        "rollout.num_workers=2",
+        "actor.optimizer.lr=1e-6",
+    )
+    published = [0.0]
+    with controllers(config, scheduler) as (actor, rollout):
+        for _ in range(5):
+            assert train_step(actor, rollout)["grad_norm"] > 0
+            published.append(actor.publication_stats["published_bytes"])
+        counters = rollout.worker_stats()
+        held = {rank["store_shards"] for rank in actor.worker_stats()}
+    sizes = [after - before for before, after in itertools.pairwise(published)]
+    whole = max(sizes)
+    assert [size / whole < 0.3 for size in sizes] == [False, True, False, True, True]
+    assert held == {2}, "the version, and what has changed in it"
+    total = {name: sum(worker[name] for worker in counters) for name in counters[0]}
+    assert (total["whole_copies"], total["changed_copies"], total["unfit_changes"]) == (2, 3, 0)
 
 
 def test_old_weights_would_be_noticed(

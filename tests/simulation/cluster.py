@@ -26,7 +26,7 @@ from simulation.workers import SimulatedRolloutWorker, SimulatedWorker
 from areal_sc.config.schema import SchedulerConfig, TransportConfig
 from areal_sc.errors import ArealError, CheckpointError, ShardGone, WorkerStartError
 from areal_sc.metadata import BatchMetadata, RowMetadata
-from areal_sc.nodes.spec import NodeFacts, WorkerOrder
+from areal_sc.nodes.spec import ROLLOUT_ROLE, NodeFacts, WorkerOrder
 from areal_sc.run.run_owner import RunTerm
 from areal_sc.run.status_board import StatusBoard
 from areal_sc.schedulers.base import Node
@@ -92,6 +92,8 @@ class SimulatedCluster:
         weight_groups: all there ever were, by name.
         terms: of processes that have begun one.
         network: between the controllers and the nodes.
+        has_small_cards: each machine has room for its ranks, or for its rollout workers.
+        overfull: when both were there.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
@@ -116,6 +118,8 @@ class SimulatedCluster:
         self.agents: dict[str, SimulatedAgent] = {}
         self.losses = Counter[str]()
         self.network = Network(self)
+        self.has_small_cards = False
+        self.overfull: list[str] = []
         self.num_nodes = 1
         self.room_bytes = 0
         self.terms: dict[Process | None, RunTerm] = {}
@@ -207,6 +211,20 @@ class SimulatedCluster:
     def transport(self) -> SimulatedTransport:
         """What the controllers reach the workers by."""
         return SimulatedTransport(self, self.term.number if self.term else 0)
+
+    def check_cards(self) -> None:
+        """Some worker takes memory of its card."""
+        if not self.has_small_cards:
+            return
+        users: dict[str, dict[bool, list[str]]] = {}
+        for worker in self.lives:
+            if worker.has_memory:
+                machine = self.machine(worker.node)
+                of_machine = users.setdefault(machine, {True: [], False: []})
+                of_machine[worker.role == ROLLOUT_ROLE].append(worker.incarnation)
+        for machine, sides in users.items():
+            if all(sides.values()):
+                self.overfull.append(f"{self.now_s:.2f} s, {machine}: {sides}")
 
     @property
     def term(self) -> RunTerm | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -16,15 +17,16 @@ from typing import Any
 from unittest.mock import patch
 
 from simulation.books import SLOWEST_MESSAGES_S
-from simulation.faults import NO_DEATH, FaultKind
+from simulation.faults import NO_DEATH, FaultKind, draw_faults_of_turns
 from simulation.faulty_script import FaultyScript
 from simulation.process import Process
-from simulation.scenario import ALL_KINDS, draw_scenario
+from simulation.scenario import ALL_KINDS, DRAWN_KINDS, Scenario, draw_scenario
 from simulation.store import RowKey, row_key
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 from simulation.workers import SimulatedRolloutWorker
 
-from areal_sc.config.schema import KeepGroups
+from areal_sc.config.parallel_settings import Placement
+from areal_sc.config.schema import KeepGroups, WeightUpdateMethod
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger_records import WENT_BACK
 from areal_sc.controller.rollout.group_signal import EQUAL_REWARDS, ONE_EPISODE
@@ -258,5 +260,22 @@ class FaultRun(FaultyScript):
 
 def play(seed: int, kinds: tuple[FaultKind, ...] = ALL_KINDS) -> FaultRun:
     """Plays a seed in virtual time; the run is the same each time."""
-    run = FaultRun(draw_scenario(seed, kinds))
+    return _play(draw_scenario(seed, kinds))
+
+
+def play_in_turns(seed: int) -> FaultRun:
+    """The same on machines that have room for ranks, or for rollout workers, but not for both."""
+    scenario = draw_scenario(seed, DRAWN_KINDS)  # the number of workers is fixed
+    settings = scenario.settings
+    settings.placement = Placement.turns
+    scenario.faults.extend(draw_faults_of_turns(random.Random(f"turns {seed}")))
+    if settings.weight_update is WeightUpdateMethod.collective:  # which needs both at one time
+        settings.weight_update = WeightUpdateMethod.pull
+    run = _play(scenario)
+    assert not run.cluster.overfull, run.cluster.overfull
+    return run
+
+
+def _play(scenario: Scenario) -> FaultRun:
+    run = FaultRun(scenario)
     return run_virtual(run.play(), max_virtual_s=MAX_VIRTUAL_S, max_turns=MAX_TURNS)

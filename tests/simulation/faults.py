@@ -191,6 +191,19 @@ def draw_faults(rng: random.Random, kinds: tuple[FaultKind, ...], horizon_s: flo
     return faults
 
 
+def draw_faults_of_turns(rng: random.Random) -> list[Fault]:
+    """Deaths and hangs when workers are asked to give the card's memory up."""
+    kinds = (*_METHODS, FaultKind.kill_controllers)
+    return [
+        Fault(
+            *(rng.choice(kinds), rng.randrange(6), None, rng.choice(list(Stage)), "sleep"),
+            count=rng.choice((1, 2, 3, 5, 8)),
+            duration_s=rng.choice((1.0, 15.0, 40.0)),
+        )
+        for _ in range(rng.choice((0, 1, 2)))
+    ]
+
+
 MAX_ROLLOUT_WORKERS = 4
 
 

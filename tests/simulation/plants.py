@@ -15,6 +15,7 @@ from simulation.virtual_loop import VirtualTimeLoop
 
 from areal_sc.controller.ledger import journal
 from areal_sc.controller.ledger.ledger import Ledger
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.rollout.training_groups import TrainingGroups
@@ -106,9 +107,12 @@ def version_announced_before_its_record() -> Iterator[None]:
     """The journal is not waited for between the record of a version and its announcement."""
 
     async def record(
-        self: RolloutController, version: int, trained_rows: Iterable[RowMetadata]
+        self: RolloutController,
+        version: int,
+        trained_rows: Iterable[RowMetadata],
+        splits: tuple[Split, ...],
     ) -> None:
-        self.groups.record_version(version, trained_rows)
+        self.groups.record_version(version, trained_rows, splits)
 
     with patch.object(RolloutController, "record_version_async", record):
         yield

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from simulation.behavior import Behavior
 
-from areal_sc.config.parallel_settings import ParallelConfig
+from areal_sc.config.parallel_settings import ParallelConfig, Placement
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.config.scale_settings import AutoscaleConfig
 from areal_sc.config.schema import (
@@ -33,6 +33,7 @@ class Settings:
     max_staleness: int = 2
     admission: AdmissionMode = AdmissionMode.just_in_time
     keep_groups: KeepGroups = KeepGroups.all
+    choose_prompts: str = "all"
     batch_groups: int = 4
     group_size: int = 2
     num_rollout_workers: int = 2
@@ -50,6 +51,7 @@ class Settings:
     ends_at_last_step: bool = True
     evaluate_every: int = 0
     weight_update: WeightUpdateMethod = WeightUpdateMethod.pull
+    placement: Placement = Placement.auto
     weight_step_timeout_s: float = 600.0
     num_prompts: int = 1000
     memory_every: int = 1
@@ -96,6 +98,7 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         over_bound=settings.over_bound,
         admission=settings.admission,
         keep_groups=settings.keep_groups,
+        choose_prompts=settings.choose_prompts,
         max_concurrent_groups=settings.max_concurrent_groups,
         max_context_tokens=settings.max_context_tokens,
         max_episode_tokens=settings.max_episode_tokens,
@@ -104,5 +107,6 @@ def configs(settings: Settings) -> tuple[ActorConfig, RolloutConfig]:
         max_rejection_rate=settings.max_rejection_rate,
         rejection_window=settings.rejection_window,
         weight_update=weight_update,
+        placement=settings.placement,
     )
     return actor, rollout

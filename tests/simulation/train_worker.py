@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from simulation.store import Past, SnapshotKey, row_key
 from simulation.weight_groups import SimulatedWeightGroup
@@ -12,7 +13,7 @@ from areal_sc.controller.train.train_step import MODEL_FIELDS
 from areal_sc.engines.base import RankPosition
 from areal_sc.errors import CheckpointError, EngineFailed, StaleCall
 from areal_sc.nodes.spec import TRAIN_ROLE, WorkerOrder
-from areal_sc.transport.rpc.method import Served
+from areal_sc.transport.rpc.method import A, R, Served
 from areal_sc.weights import BucketLayout, WeightGroup
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.descriptions import DESCRIBE_RANK, RankDescription
@@ -22,7 +23,9 @@ from areal_sc.workers.rank_methods import SnapshotPlace
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
 
+
 WEIGHTS_BYTES = 1
+Work = Callable[[A], Coroutine[Any, Any, R]]
 
 
 class SimulatedTrainWorker(SimulatedWorker):
@@ -38,6 +41,7 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["tensor"])
         self.is_head = model_rank == 0
         self.past: Past = []
+        self._num_using = 0
         self._world_size = 0  # until it has joined the others
         self._num_computed = self._num_computing = 0
         self._written: list[Operation] = []  # snapshots in memory that are whole
@@ -47,24 +51,43 @@ class SimulatedTrainWorker(SimulatedWorker):
     def methods(self) -> list[Served]:
         return [
             *super().methods(),
+            calls.SLEEP.served_by(self.sleep),
             rank_methods.CREATE_RENDEZVOUS.served_by(self.create_rendezvous),
-            rank_methods.INITIALIZE_RANK.served_by(self.initialize),
+            rank_methods.INITIALIZE_RANK.served_by(self.using(self.initialize)),
             DESCRIBE_RANK.served_by(self.describe),
-            rank_methods.COMPUTE.served_by(self.compute_field),
+            rank_methods.COMPUTE.served_by(self.using(self.compute_field)),
             rank_methods.TRY_LOSS.served_by(self.try_loss),
-            rank_methods.UPDATE.served_by(self.update),
-            rank_methods.SEAL_WEIGHTS.served_by(self.seal_weights),
-            rank_methods.SAVE_WEIGHTS.served_by(self.save_weights),
+            rank_methods.UPDATE.served_by(self.using(self.update)),
+            rank_methods.SEAL_WEIGHTS.served_by(self.using(self.seal_weights)),
+            rank_methods.SAVE_WEIGHTS.served_by(self.using(self.save_weights)),
             rank_methods.WEIGHT_LAYOUTS.served_by(self.weight_layouts),
             rank_methods.OPEN_WEIGHT_GROUP.served_by(self.open_weight_group),
             rank_methods.MEET_WEIGHT_GROUP.served_by(self.meet_weight_group),
             rank_methods.BROADCAST_WEIGHTS.served_by(self.broadcast_weights),
             rank_methods.CANCEL_BROADCAST.served_by(self.cancel_broadcast),
-            rank_methods.BEGIN_WRITE.served_by(self.begin_write),
+            rank_methods.BEGIN_WRITE.served_by(self.using(self.begin_write)),
             rank_methods.DROP_MEMORY_SNAPSHOTS.served_by(self.drop_memory_snapshots),
             rank_methods.FINISH_WRITE.served_by(self.finish_write),
-            rank_methods.LOAD_SNAPSHOT.served_by(self.load_snapshot),
+            rank_methods.LOAD_SNAPSHOT.served_by(self.using(self.load_snapshot)),
         ]
+
+    def using(self, work: Work[A, R]) -> Work[A, R]:
+        """The same method, which takes the card's memory; `sleep` waits for its end."""
+
+        async def use(args: A) -> R:
+            self.take_memory()
+            self._num_using += 1
+            try:
+                return await work(args)
+            finally:
+                self._num_using -= 1
+
+        return use
+
+    async def sleep(self, _: None) -> None:
+        while self._num_using:
+            await self.spend(0.01)
+        self.has_memory = False
 
     async def initialize(self, rank: rank_methods.InitializeRank) -> RankPosition:
         await self.spend(self.cluster.behavior.publication_s)

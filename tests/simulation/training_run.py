@@ -24,6 +24,7 @@ from simulation.store import SnapshotKey
 from simulation.tasks import NamedWorkflow, NumberedPrompts
 from simulation.virtual_loop import VirtualTimeLoop, run_virtual
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import WeightUpdateMethod
 from areal_sc.controller import common
 from areal_sc.controller.base import Controller
@@ -47,6 +48,7 @@ class TrainingRun(RunBooks):
         self.disk = SimulatedDisk()
         cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
         cluster.config.max_deaths = settings.max_deaths
+        cluster.has_small_cards = settings.placement is Placement.turns
         cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
         super().__init__(settings, cluster)
         self.prompts = NumberedPrompts(settings.num_prompts)

@@ -32,7 +32,7 @@ from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.newest_term import NewestTerm
 from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers import calls
-from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, RolloutDescription
+from areal_sc.workers.descriptions import DESCRIBE_ROLLOUT, NO_POLICY, RolloutDescription
 from areal_sc.workers.group_runs import GroupRuns
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class SimulatedWorker:
         self.version = 0
         self.exit_status: str | None = None
         self.inbox: list[Callable[[], None]] = []
+        self.has_memory = False  # of the card
         self._woken = asyncio.Event()
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None
@@ -85,6 +86,11 @@ class SimulatedWorker:
             calls.ADOPTED_SHARDS.served_by(self.adopted_shards),
             calls.STATS.served_by(self.stats),
         ]
+
+    def take_memory(self) -> None:
+        """Uses the card's memory, or goes on to."""
+        self.has_memory = True
+        self.cluster.check_cards()
 
     @property
     def is_hung(self) -> bool:
@@ -155,6 +161,7 @@ class SimulatedWorker:
         if self.exit_status is None:
             self.exit_status = exit_status
             self.process.kill()
+            self.has_memory = False
             self.is_hung = True
             if not keeps_memory:
                 self.store.lose()
@@ -195,9 +202,13 @@ class SimulatedRolloutWorker(SimulatedWorker):
         self.policies: list[tuple[int, int]] = []
         self.is_updating = False
         self._one_update = asyncio.Lock()
+        self._is_built = False
         self._copy = ""
         self.is_awake = asyncio.Event()
         self.is_awake.set()
+        self._has_weights = asyncio.Event()
+        self._building = asyncio.Event()
+        self._building.set()
 
     def methods(self) -> list[Served]:
         return [
@@ -214,21 +225,36 @@ class SimulatedRolloutWorker(SimulatedWorker):
             calls.WEIGHT_RANKS.served_by(self.weight_ranks),
             calls.JOIN_WEIGHT_GROUP.served_by(self.join_weight_group),
             calls.LEAVE_WEIGHT_GROUP.served_by(self.leave_weight_group),
-            calls.PAUSE.served_by(self.fall_asleep),
-            calls.RESUME.served_by(self.wake_up),
+            calls.SLEEP.served_by(self.sleep),
+            calls.PAUSE.served_by(self.pause),
+            calls.RESUME.served_by(self.resume),
         ]
 
     async def initialize(self, _: None) -> None:
+        if self._is_built:
+            return
+        self._is_built = True
+        self.take_memory()
+        self._building.clear()
         await self.spend(self.cluster.behavior.publication_s)
+        self._building.set()
+        self._has_weights.set()
+
+    async def sleep(self, _: None) -> None:
+        await self._building.wait()
+        async with self._one_update:
+            self._has_weights.clear()
+            self.policy = NO_POLICY
+            self.has_memory = False
 
     def end(self, exit_status: str, *, keeps_memory: bool = True) -> None:
         super().end(exit_status, keeps_memory=keeps_memory)
         self.running.clear()
 
-    async def fall_asleep(self, _: None) -> None:
+    async def pause(self, _: None) -> None:
         self.is_awake.clear()
 
-    async def wake_up(self, _: None) -> None:
+    async def resume(self, _: None) -> None:
         self.is_awake.set()
 
     async def run_group(self, group: calls.RunGroup) -> calls.GroupReply:
@@ -244,7 +270,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         try:
             began = self.cluster.now_s
             await self.spend(behavior.generation_s)
-            await self.is_awake.wait()
+            await self._until_it_samples()
         except asyncio.CancelledError:
             await self.spend(behavior.give_up_s)
             raise
@@ -268,6 +294,14 @@ class SimulatedRolloutWorker(SimulatedWorker):
         metrics = {"accuracy": (accuracy * len(kept), len(kept))}
         return calls.GroupReply(run, self._seal(group, rows), rejected, metrics)
 
+    async def _until_it_samples(self) -> None:
+        """It has weights, which are the newest that it was given, and is not paused."""
+        while not (self.is_awake.is_set() and self._has_weights.is_set()):
+            await self.is_awake.wait()
+            await self._has_weights.wait()
+        assert self.has_memory, f"{self.name} samples, and has no memory"
+        assert self.policy != NO_POLICY, f"{self.name} samples, and has no weights"
+
     def check_room(self) -> None:
         """Whatever runs here may fill its rows, and one more group is about to begin."""
         config, num_groups = self.config, len(self.running) + len(self.store.group_of) + 1
@@ -285,6 +319,7 @@ class SimulatedRolloutWorker(SimulatedWorker):
         try:
             began = self.cluster.now_s
             await self.spend(self.cluster.behavior.evaluation_s)
+            await self._until_it_samples()
         finally:
             self.num_evaluations -= 1
         versions = self._versions(began, 100)
@@ -307,18 +342,20 @@ class SimulatedRolloutWorker(SimulatedWorker):
     async def update_weights(self, weights: WeightsReference) -> None:
         async with self._one_update:
             if self.policy != weights.policy:
+                self.take_memory()
                 await self._update(weights)
+                self._has_weights.set()
                 self.policy = weights.policy
                 self.policies.append(weights.policy)
                 if [shard.shard_id for shard in weights.shards] != [self._copy]:
                     self.store.remove(self._copy)
 
-    async def copy_weights(self, wanted: calls.CopyWeights) -> ShardReference:
+    async def copy_weights(self, wanted: calls.CopyWeights) -> tuple[ShardReference, ...]:
         async with self._one_update:
             self.store.remove(self._copy)
             await self._pull(wanted.weights)
             self._copy = self.store.put_copy(wanted.weights.policy)
-            return ShardReference(self.name, self.address, self._copy)
+            return (ShardReference(self.name, self.address, self._copy),)
 
     async def _update(self, weights: WeightsReference) -> None:
         assert not self.is_updating, f"{self.name} was given weights while it pulls others"

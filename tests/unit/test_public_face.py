@@ -44,6 +44,7 @@ PUBLIC = {
     "AgentWorkflow",
     "Conversation",
     "JsonlPrompts",
+    "OnlineWorkflow",
     "Prompts",
     "SingleTurnWorkflow",
     "TensorMetadata",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -18,6 +18,7 @@ from areal_sc.metadata import (
     PromptReference,
     TensorMetadata,
 )
+from areal_sc.sources.prompt_choice import PromptPast
 from areal_sc.sources.prompts import JsonlPrompts, prompt_at
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workflows.base import Workflow
@@ -93,6 +94,21 @@ class RolloutSource:
         if wanted is None:
             raise WorkflowError(f"a stream of prompts has no length: give {argument}, how many")
         return wanted
+
+
+def past_of(
+    batch: BatchMetadata, metrics: Mapping[str, tuple[float, int]], before: PromptPast | None
+) -> PromptPast:
+    """What a prompt has given, once another group of it is finished.
+
+    Args:
+        batch, metrics: as of `Group`.
+        before: what it had given until then.
+    """
+    rewards = batch.episode_rewards
+    total, num_episodes = metrics.get("accuracy", (sum(rewards), len(rewards)))
+    num_groups = 1 if before is None else before.num_groups + 1
+    return PromptPast(num_groups, total / num_episodes, len(set(rewards)) > 1)
 
 
 def check_fields(workflow: Workflow, field_bytes: int) -> None:

@@ -119,7 +119,10 @@ class Journal:
 
         Raises: RunFolderError: as `ledger_on_disk`.
         """
-        ledger = ledger_on_disk(self._folder, self._disk) or ledger
+        remembers_prompts = ledger.remembers_prompts
+        ledger = (
+            ledger_on_disk(self._folder, self._disk, remembers_prompts=remembers_prompts) or ledger
+        )
         self.begin(ledger.snapshot)
         ledger.journal = self.append
         return ledger
@@ -239,9 +242,10 @@ class Journal:
         return _number(self._path)
 
 
-def ledger_on_disk(folder: Path, disk: Disk) -> Ledger | None:
+def ledger_on_disk(folder: Path, disk: Disk, *, remembers_prompts: bool = False) -> Ledger | None:
     """The ledger as the journal in a folder tells it; None: there is no journal.
 
+    Args: remembers_prompts: as of `Ledger`.
     Raises: RunFolderError: its newest segment is damaged, or of another format.
     """
     try:
@@ -252,7 +256,7 @@ def ledger_on_disk(folder: Path, disk: Disk) -> Ledger | None:
     except OSError as error:
         raise RunFolderError(f"cannot read {error.filename}: {error.strerror}") from error
     segment = read_segment(content, folder / newest)
-    ledger = Ledger.restore(segment.state)
+    ledger = Ledger.restore(segment.state, remembers_prompts=remembers_prompts)
     try:
         replay(ledger, segment.records)
     except LedgerError as error:

@@ -26,21 +26,26 @@ from typing import Any
 from msgspec.structs import replace
 
 from areal_sc.controller.ledger import ledger_records as kinds
-from areal_sc.controller.ledger.group import Group, GroupState
+from areal_sc.controller.ledger.group import Group, GroupState, past_of
 from areal_sc.controller.ledger.ledger_records import ConsumedStep, LedgerState, Record
 from areal_sc.errors import LedgerError
 from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata
+from areal_sc.sources.prompt_choice import PromptPast
 
 
 class Ledger:
     """Every group's state, and the counts that admission and the run's account need.
+
+    Args:
+        remembers_prompts: what prompts have given is kept, a few bytes each.
 
     Attributes:
         journal: receives each change before it is made; what it raises leaves the ledger as it
             was. None: nobody wants to know.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, remembers_prompts: bool = False) -> None:
+        self.remembers_prompts = remembers_prompts
         self.journal: Callable[[Record], None] | None = None
         self._state = LedgerState()
         self._kept: dict[int, dict[int, Group]] = {}  # consumed groups by step, until release
@@ -99,17 +104,22 @@ class Ledger:
         returned = self._state.returned_prompts
         return returned[0] if returned else None
 
-    def admit(self, prompt: PromptReference, version: int) -> Group:
+    def past(self, prompt: PromptReference) -> PromptPast | None:
+        """What the prompt has given; None: nothing yet, or it is not remembered."""
+        return self._state.past.get(prompt.dataset, {}).get(prompt.index)
+
+    def admit(self, prompt: PromptReference, version: int, num_passed: int = 0) -> Group:
         """A new group, queued, admitted under policy `version`.
 
         Args:
             prompt: `returned_prompt`, which is let go of; if that is None, the next of the dataset.
+            num_passed: prompts of the dataset before it that are passed over.
         Raises: LedgerError: another prompt has come back, and is first.
         """
         state, returned = self._state, self._state.returned_prompts
-        if returned and returned[0] != prompt:
+        if returned and (returned[0] != prompt or num_passed):
             raise LedgerError(f"admit: expected the returned prompt {returned[0]}, got {prompt}")
-        num_taken = state.num_prompts_taken + (not returned)
+        num_taken = state.num_prompts_taken + (0 if returned else num_passed + 1)
         group = Group(state.next_id, prompt, version)
         self._write(kinds.Admit(group.group_id, prompt, version, num_taken))
         state.next_id += 1
@@ -155,6 +165,9 @@ class Ledger:
         self._write(kinds.Finish(group_id, attempt, batch, metrics))
         self._move(group, GroupState.finished)
         group.batch, group.metrics = batch, metrics
+        if self.remembers_prompts:
+            past = self._state.past.setdefault(group.prompt.dataset, {})
+            past[group.prompt.index] = past_of(batch, metrics, past.get(group.prompt.index))
         return True
 
     def requeue(self, group_id: int, cause: str) -> int:
@@ -251,17 +264,23 @@ class Ledger:
         is_consumed = group is not None and group.state is GroupState.consumed
         return group is not None and not (is_consumed and group.attempt == row.attempt)
 
-    def record_trained(self, rows: Iterable[RowMetadata]) -> None:
+    def record_trained(
+        self, rows: Iterable[RowMetadata], splits: tuple[kinds.Split, ...] = ()
+    ) -> None:
         """Counts the rows that one training step was really given, once it is done.
 
         A row of a group that is not waiting to be trained, because an earlier call named it or a
         later step has begun, counts as trained twice.
 
+        Args:
+            splits: as of `Trained`.
         Raises: LedgerError: a row's group was not consumed.
         """
-        self.record_trained_counts(Counter(row.group_id for row in rows))
+        self.record_trained_counts(Counter(row.group_id for row in rows), splits)
 
-    def record_trained_counts(self, num_rows: Mapping[int, int]) -> None:
+    def record_trained_counts(
+        self, num_rows: Mapping[int, int], splits: tuple[kinds.Split, ...] = ()
+    ) -> None:
         """Counts trained rows like `record_trained`, from the number of rows of each group."""
         for group_id in num_rows:
             if group_id >= self._state.next_id or group_id in self._unconsumed:
@@ -270,7 +289,7 @@ class Ledger:
                     f"it is {self._state_of(group_id)}"
                 )
         state = self._state
-        self._write(kinds.Trained(state.lineage, state.version, dict(num_rows)))
+        self._write(kinds.Trained(state.lineage, state.version, dict(num_rows), splits))
         for group_id, count in num_rows.items():
             state.rows_trained += count
             if group_id not in state.untrained:
@@ -338,9 +357,9 @@ class Ledger:
         return _copy(self._state, _copies(self.unconsumed()), tuple(kept))
 
     @classmethod
-    def restore(cls, state: LedgerState) -> Ledger:
+    def restore(cls, state: LedgerState, *, remembers_prompts: bool = False) -> Ledger:
         """The ledger that `state` was taken of, exactly."""
-        ledger = cls()
+        ledger = cls(remembers_prompts=remembers_prompts)
         ledger._state = _copy(state, (), ())
         for group in state.unconsumed:
             ledger._insert(copy(group))
@@ -390,7 +409,10 @@ def _copy(
     state: LedgerState, unconsumed: tuple[Group, ...], kept: tuple[ConsumedStep, ...]
 ) -> LedgerState:
     rejected, untrained = dict(state.rejected), set(state.untrained)
-    return replace(state, unconsumed=unconsumed, rejected=rejected, untrained=untrained, kept=kept)
+    past = {dataset: dict(of) for dataset, of in state.past.items()}
+    return replace(
+        state, unconsumed=unconsumed, rejected=rejected, untrained=untrained, kept=kept, past=past
+    )
 
 
 def _copies(groups: Iterable[Group]) -> tuple[Group, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from areal_sc.controller.ledger import ledger_records as kinds
 from areal_sc.controller.ledger.group import Group
@@ -168,7 +169,8 @@ def _lineages(segments: Iterable[Segment]) -> list[LineageAccount]:
 
 
 def _packed(state: LedgerState) -> bytes:
-    return msgspec.msgpack.encode(state, order="deterministic")
+    """The state but for what prompts have given, which no group depends on."""
+    return msgspec.msgpack.encode(replace(state, past={}), order="deterministic")
 
 
 class _Reader:

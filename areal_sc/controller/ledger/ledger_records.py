@@ -13,6 +13,10 @@ from msgspec.structs import replace
 
 from areal_sc.controller.ledger.group import Group
 from areal_sc.metadata import BatchMetadata, PromptReference
+from areal_sc.sources.prompt_choice import PromptPast
+
+Split = tuple[tuple[tuple[int, ...], ...], ...]
+"""Who trains which rows of a batch: [data rank][minibatch][row of the batch]."""
 
 
 class ConsumedStep(Struct, frozen=True, array_like=True):
@@ -34,6 +38,7 @@ class LedgerState(Struct, array_like=True, tag=0):
         num_prompts_taken: position in the dataset, counted over all epochs.
         returned_prompts: of rejected groups; they are admitted before the next of the dataset.
         kept: steps that were not released, oldest first.
+        past: what prompts have given, by dataset and index; empty where nothing is chosen by it.
     """
 
     next_id: int = 0
@@ -50,10 +55,12 @@ class LedgerState(Struct, array_like=True, tag=0):
     num_prompts_taken: int = 0
     returned_prompts: tuple[PromptReference, ...] = ()
     kept: tuple[ConsumedStep, ...] = ()
+    past: dict[int, dict[int, PromptPast]] = {}
 
 
 class Admit(Struct, frozen=True, array_like=True, tag=1):
-    """Attributes: num_prompts_taken: afterwards; it stays when a returned prompt is admitted."""
+    """Attributes: num_prompts_taken: afterwards, with those that were passed over; it stays when a
+    returned prompt is admitted."""
 
     group_id: int
     prompt: PromptReference
@@ -102,11 +109,17 @@ class Consume(Struct, frozen=True, array_like=True, tag=6):
 
 
 class Trained(Struct, frozen=True, array_like=True, tag=7):
-    """Attributes: num_rows: that were trained of each group."""
+    """A step was trained.
+
+    Attributes:
+        num_rows: that were trained of each group.
+        splits: of each of its updates, in order. None, where rows of other batches were trained.
+    """
 
     lineage: int
     step: int
     num_rows: dict[int, int]
+    splits: tuple[Split, ...] = ()
 
 
 class Publish(Struct, frozen=True, array_like=True, tag=8):

@@ -37,7 +37,8 @@ def _repeat(ledger: Ledger, record: Record) -> None:
     ledger.journal = compare
     match record:
         case kinds.Admit(prompt=prompt, version=version):
-            ledger.admit(prompt, version)
+            num_passed = max(0, record.num_prompts_taken - ledger.num_prompts_taken - 1)
+            ledger.admit(prompt, version, num_passed)
         case kinds.Start(group_id=group_id, worker=worker):
             ledger.start(group_id, worker)
         case kinds.Finish():
@@ -50,8 +51,8 @@ def _repeat(ledger: Ledger, record: Record) -> None:
             ledger.consume(group_ids, step)
         case kinds.TakeBack(step=step):
             ledger.take_back(step)
-        case kinds.Trained(num_rows=num_rows):
-            ledger.record_trained_counts(num_rows)
+        case kinds.Trained(num_rows=num_rows, splits=splits):
+            ledger.record_trained_counts(num_rows, splits)
         case kinds.Publish(version=version):
             ledger.publish(version)
         case kinds.Release(step=step):

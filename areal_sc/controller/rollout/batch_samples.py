@@ -105,10 +105,15 @@ class BatchSamples:
             logger.info("step=%d lacks a sample: %s", batch.global_step + 1, error)
             return []
         group_reward = fmean(batch.rows[row].reward for row in rows)
-        return [
-            _sample(part, number, place, text, group_reward=group_reward, time=now_s)
-            for number, (place, text) in enumerate(zip(chosen.values(), texts, strict=True))
-        ]
+        episodes = [batch.rows[row].episode for row in rows]
+        samples = []
+        for number, (row, text) in enumerate(zip(chosen, texts, strict=True)):
+            at = rows.index(row)
+            of_episode = episodes[:at].count(episodes[at])
+            samples.append(
+                _sample(part, number, chosen[row], text, group_reward, row=of_episode, time=now_s)
+            )
+        return samples
 
     async def _texts(self, part: BatchMetadata) -> tuple[RowText, ...]:
         """Raises: ArealError: the worker that sealed the rows is lost, late, or has swept them."""
@@ -144,26 +149,30 @@ def _sample(
     number: int,
     place: Place,
     text: RowText,
-    *,
     group_reward: float,
+    *,
+    row: int,
     time: float,
 ) -> Sample:
-    row = batch.rows[number]
+    of_row = batch.rows[number]
     # tokens are sampled by ascending versions
-    first_version, last_version = row.version_spans[0][0], row.version_spans[-1][0]
+    first_version, last_version = of_row.version_spans[0][0], of_row.version_spans[-1][0]
     return Sample(
         time=time,
         step=batch.global_step + 1,
-        group=row.group_id,
+        group=of_row.group_id,
         place=place,
-        reward=row.reward,
+        reward=of_row.reward,
         group_reward=group_reward,
         metrics=text.metrics,
-        num_tokens=row.sequence_length,
+        num_tokens=of_row.sequence_length,
         first_version=first_version,
         last_version=last_version,
         staleness=batch.global_step - first_version,
         prompt=text.prompt,
         answer=text.answer,
         output=text.output,
+        attempt=of_row.attempt,
+        episode=of_row.episode,
+        row=row,
     )

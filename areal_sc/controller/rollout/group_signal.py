@@ -9,8 +9,6 @@ until then; so slow prompts stay as likely to be trained as fast ones. Pure stat
 
 from __future__ import annotations
 
-from collections import defaultdict
-from statistics import fmean
 from typing import Final
 
 from areal_sc.config.schema import KeepGroups, RolloutConfig
@@ -53,9 +51,7 @@ class GroupSignal:
 
 def lack_of_signal(batch: BatchMetadata) -> str | None:
     """Why the rows of one group teach nothing; None where its episodes differ in reward."""
-    rewards = defaultdict[int, list[float]](list)
-    for row in batch.rows:
-        rewards[row.episode].append(row.reward)
+    rewards = batch.episode_rewards
     if len(rewards) == 1:
         return ONE_EPISODE
-    return None if len({fmean(of) for of in rewards.values()}) > 1 else EQUAL_REWARDS
+    return None if len(set(rewards)) > 1 else EQUAL_REWARDS

@@ -19,6 +19,7 @@ from areal_sc.controller.events import RoomFreed
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.rollout.evaluation import Keep, Known
 from areal_sc.controller.rollout.groups import Groups, GroupTools
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
 from areal_sc.errors import StepsLost, StoreFull, WorkerLost, WorkflowError
 from areal_sc.metadata import BatchMetadata, concat
@@ -101,7 +102,8 @@ class OutsideGroups(Groups):
         try:
             missing = groups
             while missing:
-                replies = await self._for_each(missing, run)
+                with self._workers.card.wanted(Side.generation):
+                    replies = await self._for_each(missing, run)
                 results |= {g.group_id: r for g, r in zip(missing, replies, strict=True)}
                 await self._background.wait_until(
                     lambda: self._workers.are_rows_known(*{g.worker for g in groups}),

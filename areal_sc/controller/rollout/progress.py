@@ -18,6 +18,7 @@ from typing import Final
 from areal_sc.controller.rollout.groups import Groups
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import EpisodesReport
 
@@ -35,6 +36,7 @@ class ProgressWatch:
     Args:
         max_lost_s: a run ends in which, for so long, episodes were rejected and none was kept.
         groups: those of training, and others.
+        standstill: of the run.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class ProgressWatch:
         rejections: Rejections,
         max_lost_s: float,
         groups: Sequence[Groups],
+        standstill: Standstill,
     ) -> None:
         self._workers = workers
         self._rejections = rejections
         self._max_lost_s = max_lost_s
         self._groups = groups
+        self._standstill = standstill
         self._seen_finished = 0
         self._quiet_since_s = 0.0
         self._notice_after_s = FIRST_NOTICE_S
@@ -67,7 +71,8 @@ class ProgressWatch:
     async def _look(self, now_s: float) -> None:
         quiet_s = now_s - self._quiet_since_s
         num_finished = sum(groups.num_finished for groups in self._groups)
-        if num_finished != self._seen_finished or not self._num_awaited:
+        is_awaited = self._num_awaited and not self._standstill.is_on
+        if num_finished != self._seen_finished or not is_awaited:
             if num_finished != self._seen_finished:
                 self._notice_after_s = max(FIRST_NOTICE_S, 2 * quiet_s)
             self._seen_finished, self._quiet_since_s = num_finished, now_s

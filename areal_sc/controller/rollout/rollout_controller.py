@@ -30,12 +30,7 @@ from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_
 from areal_sc.controller.ledger.journal import Journal
 from areal_sc.controller.ledger.ledger_records import LedgerState
 from areal_sc.controller.rollout.batch_samples import BatchSamples
-from areal_sc.controller.rollout.evaluation import (
-    EvaluationOutcome,
-    EvaluationSet,
-    Keep,
-    Known,
-)
+from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet, Keep, Known
 from areal_sc.controller.rollout.groups import GroupTools
 from areal_sc.controller.rollout.outside_groups import OutsideGroups, RegisteredSet
 from areal_sc.controller.rollout.progress import ProgressWatch
@@ -43,6 +38,7 @@ from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_state import INITIAL_STATE, RolloutState
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.rollout.weights_reader import WeightsReader
@@ -57,6 +53,8 @@ from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.records.samples import Sample
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_lineage import newest_lineage
+from areal_sc.run.run_status import RoleStatus
+from areal_sc.run.wishes import RunWishes
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
@@ -87,18 +85,14 @@ class RolloutController(WeightsReader):
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
             lambda: self.fleet.awaits_machines,
+            self.standstill,
         )
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
-        self._workers = RolloutWorkers(
-            engine,
-            self.fleet,
-            self._background,
-            self._needs,
-            self._journal.durable,
-            self._hear,
-        )
+        needs, durable, card = self._needs, self._journal.durable, common_of(scheduler).card
+        own = engine, self.fleet, self._background, needs, durable, self._hear, card
+        self._workers = RolloutWorkers(*own)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)
         tools = GroupTools(
             self.config,
@@ -111,7 +105,8 @@ class RolloutController(WeightsReader):
         )
         self.groups = TrainingGroups(tools, self._journal.durable)
         self._outside = OutsideGroups(tools)
-        self._tell_more = self.groups.tell
+        self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
+        self._tell_more = self._tell
         self._scaling = Scaling(
             self.config,
             self._recovery,
@@ -119,6 +114,8 @@ class RolloutController(WeightsReader):
             self.groups,
             self._background,
             self._runtime.disk,
+            engine.check_scaling,
+            scheduler.status.answer,
             self._folder.rollout_workers_path,
             lambda index: self._order(index, engine.of_worker(index)),
             lambda member: self._count([member]),
@@ -133,6 +130,7 @@ class RolloutController(WeightsReader):
             self.rejections,
             self.config.max_lost_s,
             (self.groups, self._outside),
+            self.standstill,
         )
 
     @property
@@ -151,8 +149,8 @@ class RolloutController(WeightsReader):
         return self._samples.newest
 
     async def measures_free_memory(self) -> bool:
-        if not self.engine.takes_free_memory:
-            return False
+        if not self.engine.takes_free_memory or self._workers.card.is_shared:
+            return False  # or it finds what it had in the turn before
         nodes = [it for it in await self.scheduler.nodes() if it.purpose.takes(self.role)]
         return any(node.facts.num_devices for node in nodes)
 
@@ -163,6 +161,8 @@ class RolloutController(WeightsReader):
         """
         common_of(self.scheduler).needs.add(self._needs)
         common_of(self.scheduler).keepers.add(self.keep_rows)
+        if self._adopts:
+            self._workers.is_tracked.clear()
         first, spares = await self._scaling.first_orders(adopts=self._adopts)
         await self._launch(first, spares)
         self._workers.track(self.fleet.members)
@@ -176,8 +176,10 @@ class RolloutController(WeightsReader):
         common_of(self.scheduler).needs.discard(self._needs)
         common_of(self.scheduler).keepers.discard(self.keep_rows)
         self.groups.end()
+        await self._workers.card.close()
         await self._recovery.close()
         await self._background.close()
+        await self._address.close()
         self._samples.close()
         self.groups.ledger.journal = None  # a later start begins to write it anew
         try:
@@ -203,6 +205,7 @@ class RolloutController(WeightsReader):
         self._outside.forget()
         if self.groups.ledger.journal is None:
             self._begin_journal(INITIAL_STATE.training)
+        self._scaling.follow_wish()
         await self._scaling.wait_for_room()
         batch = await self.groups.next_batch(source)
         self._samples.begin(batch)
@@ -283,7 +286,8 @@ class RolloutController(WeightsReader):
             num_wanted = source.num_wanted(one.num_prompts, "num_prompts")
             num_prompts = min(num_wanted, source.num_prompts or num_wanted)
             registered.append(RegisteredSet(source, num_prompts, num_samples, one.temperature))
-        of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
+        with self._workers.card.wanted_when_idle():
+            of_sets = await self._outside.evaluate(registered, keep=keep, known=known)
         return [
             EvaluationOutcome.of(replies, it.num_samples, cut_is_wrong=cut_is_wrong)
             for it, replies in zip(registered, of_sets, strict=True)
@@ -305,7 +309,7 @@ class RolloutController(WeightsReader):
         """
         if goes_on and self._journal.exists():
             self.groups.take_over(self._journal.take_up(self.groups.ledger))
-        found = await self._workers.take_over(self.groups.ledger)
+        found = await self._workers.take_over(self.groups.ledger, goes_on=goes_on)
         self.groups.go_on(found)
         await self._journal.durable()
         if goes_on:  # else once `go_back` has said so
@@ -335,7 +339,7 @@ class RolloutController(WeightsReader):
 
     @property
     def num_workers(self) -> int:
-        """Number of the workers that stay, or are to come; `scale` changes it."""
+        """Number of the workers that stay, or are to come."""
         return len(self._workers.set.staying)
 
     async def scale_async(self, num_workers: int) -> None:
@@ -350,7 +354,6 @@ class RolloutController(WeightsReader):
             RunFolderError: as of the journal.
         """
         self._check_loop()
-        self.engine.check_scaling()
         await self._scaling.scale(num_workers, "as the script has asked for")
 
     async def pause_async(self) -> None:
@@ -376,7 +379,12 @@ class RolloutController(WeightsReader):
         self.groups.ledger = self._journal.take_up(self.groups.ledger)
         self.groups.ledger.go_back(lineage, state)
 
+    def _tell(self, status: RoleStatus) -> None:
+        self.groups.tell(status)
+        status.agents_url = self._address.url
+
     def _hear(self, event: FleetEvent | StepEvent) -> None:
+        self._address.note(event)
         match event:
             case UnitLost(unit):
                 self._workers.leave_out(unit)
@@ -392,6 +400,12 @@ class RolloutController(WeightsReader):
                 self.groups.lose_rows(runs)
             case BatchFormed():
                 self._scaling.note_batch()
+
+    def _hear_wishes(self, wishes: RunWishes) -> None:
+        super()._hear_wishes(wishes)
+        self._scaling.hear(wishes.scale)
+        self.groups.admit()
+        self._background.notify()
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         super()._give_up(cause)
@@ -433,7 +447,10 @@ class RolloutController(WeightsReader):
     async def _register_async(self, prompts: PromptSource, workflow: Workflow) -> RolloutSource:
         self._check_loop()
         await self._sources.register_prompts_async(prompts)
-        return self.register(prompts, workflow)
+        source = self.register(prompts, workflow)
+        if workflow.waits_outside or self.config.agents.bind:
+            await self._address.open()
+        return source
 
     prepare_batch = blocking(prepare_batch_async, before=_register)
     rollout_batch = blocking(rollout_batch_async, before=_register)

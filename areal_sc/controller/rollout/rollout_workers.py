@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.controller.background import Background
 from areal_sc.controller.events import Hear, RoomFreed, RowsLost
 from areal_sc.controller.ledger.group import Group, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns, find_runs
 from areal_sc.controller.rollout.worker_set import WorkerSet
+from areal_sc.controller.shared_card import SharedCard
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import (
     RolloutWorkerState,
@@ -64,10 +68,13 @@ class RolloutWorkers:
         needs: whose shards stay.
         durable: as of `TrainingGroups`.
         hear: takes what becomes of rows, and of their room.
+        card: that the workers may share with training.
 
     Attributes:
         set: the workers.
         updates: their weights.
+        card: as given.
+        is_tracked: the first workers are known; before that none was started.
         yield_memory: has what can be spared give its memory up, for rows; tells whether it has.
     """
 
@@ -79,8 +86,11 @@ class RolloutWorkers:
         needs: Needs[GroupAttempt],
         durable: Callable[[], Awaitable[None]],
         hear: Hear,
+        card: SharedCard,
     ) -> None:
         self.yield_memory: YieldMemory = _has_nothing_to_spare
+        self.is_tracked = asyncio.Event()
+        self.is_tracked.set()
         self._engine = engine
         self._config = engine.config
         self._fleet = fleet
@@ -90,6 +100,10 @@ class RolloutWorkers:
         self.set = WorkerSet(engine.config, background, needs, fleet.tell)
         self.updates = WeightUpdates(engine, fleet, background, self.set.recount)
         self.updates.states = self.set.states
+        self.card = card
+        if engine.config.placement is Placement.turns:
+            card.share()
+        card.join(Side.generation, enter=self._enter, leave=self._leave)
         self._is_ledger_known = True
         self._is_paused = False
         self._has_warned = False
@@ -101,10 +115,19 @@ class RolloutWorkers:
         """
         self._is_ledger_known = not any(member.is_adopted for member in members)
         self.set.track(members)
+        if self.card.is_shared and not self._is_ledger_known:
+            self.updates.await_takeover()
+        for state in self._states:
+            state.has_memory = state.member.is_adopted
+        self.is_tracked.set()
 
-    async def take_over(self, ledger: Ledger) -> FoundRuns:
-        """Finds out what workers of an earlier start do and hold; `sweep` follows."""
-        self.updates.take_over(ledger.version)
+    async def take_over(self, ledger: Ledger, *, goes_on: bool) -> FoundRuns:
+        """Finds out what workers of an earlier start do and hold; `sweep` follows.
+
+        Args:
+            goes_on: as of `RolloutController.take_over_async`.
+        """
+        self.updates.take_over(ledger.version, goes_on=goes_on)
         found = await find_runs(self._states, self._fleet, ledger)
         self._is_ledger_known = True
         self.set.recount_soon()
@@ -118,10 +141,56 @@ class RolloutWorkers:
         adopted = [member for member in self._fleet.members if member.is_adopted]
         new = [it for it in self._fleet.members if it.has_lived and not it.is_adopted]
         method, limit_s = calls.INITIALIZE_ENGINE, self._initialize_timeout_s
-        await asyncio.gather(
-            self._fleet.call_each(method, [None] * len(new), members=new, timeout_s=limit_s),
-            self._fleet.call_living(method, None, adopted, timeout_s=limit_s),
-        )
+        built = [state for state in self._states if state.member.has_lived]
+        async with self._building(built):
+            await asyncio.gather(
+                self._fleet.call_each(method, [None] * len(new), members=new, timeout_s=limit_s),
+                self._fleet.call_living(method, None, adopted, timeout_s=limit_s),
+            )
+
+    @asynccontextmanager
+    async def _building(self, states: Sequence[RolloutWorkerState]) -> AsyncIterator[None]:
+        """Within it, which is in the turn of generation, workers build their engines."""
+        async with self.card.held(Side.generation):
+            for state in states:
+                state.has_memory = state.is_building = True
+            try:
+                yield
+            finally:
+                for state in states:
+                    state.is_building = False
+                self._background.notify()
+
+    def _enter(self) -> None:
+        for state in self._states:
+            state.has_memory |= state.life.is_up
+        self.updates.go_on()
+
+    async def _leave(self) -> None:
+        """The workers give up the card's memory. Those that cannot are started again.
+
+        Returns: when the memory is free.
+        """
+        await self.is_tracked.wait()
+        await self.updates.stop()
+        while any(state.has_memory for state in self._states):
+            able = [it for it in self._states if it.has_memory and not it.is_building]
+            await asyncio.gather(*map(self._take_memory, able))
+            if any(state.has_memory for state in self._states):
+                await self._background.wait("rollout workers to give the card's memory up")
+
+    async def _take_memory(self, state: RolloutWorkerState) -> None:
+        """The worker sleeps; one that is lost is killed before its next life begins."""
+        member, incarnation = state.member, state.member.worker.incarnation
+        if member.failure is None:
+            with suppress(WorkerLost):
+                await self.call(state, calls.SLEEP, None)
+        if member.failure is not None and member.is_adopted:  # maybe nobody starts it again yet
+            await self._fleet.kill([member])
+        elif member.failure is not None:
+            return
+        if member.worker.incarnation == incarnation:
+            state.has_memory = False
 
     def leave_out(self, unit: str) -> None:
         """A lost worker is left out of everything until `bring_up`; what it runs fails by itself.
@@ -154,13 +223,15 @@ class RolloutWorkers:
     async def bring_up(self, unit: str) -> None:
         """A worker that was started again does its work again when this returns."""
         state = next(state for state in self._states if state.name == unit)
-        member = state.member
+        member, state.has_memory = state.member, False  # the life before is killed by now
+        self._background.notify()
         what = "the start to read what an earlier one has left, and which rows it needs"
         await self._background.wait_until(lambda: self._is_ledger_known, what)
         self._note_rows(state, await self._fleet.call(member, calls.ADOPTED_SHARDS, None))
-        await self._fleet.call(
-            member, calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
-        )
+        async with self._building([state]):
+            await self._fleet.call(
+                member, calls.INITIALIZE_ENGINE, None, timeout_s=self._initialize_timeout_s
+            )
         is_paused = False
         while is_paused != self._is_paused:
             is_paused = self._is_paused
@@ -302,12 +373,16 @@ class RolloutWorkers:
             source.workflow if source is not None else 0,
             self._config.group_size,
         )
-        call = self._background.hold(
-            self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
-            f"run of group {run.group_id}",
-        )
         try:
-            reply = await asyncio.shield(call)
+            while True:
+                call = self._background.hold(
+                    self.call(state, calls.RUN_GROUP, request, self._group_limit_s),
+                    f"run of group {run.group_id}",
+                )
+                reply = await asyncio.shield(call)
+                if not reply.goes_on:
+                    break
+                self._background.notify()  # who waits for a batch waits for agents outside
             if reply.run != run:
                 cause = f"answered for {reply.run}, asked for {run}"
                 raise self._fleet.lose(state.member, incarnation, cause)

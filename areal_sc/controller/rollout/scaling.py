@@ -3,7 +3,7 @@
     scale(n) ──► more   a worker that leaves stays; else a further one is started, as a lost one is
              └─► fewer  some get no new groups, and leave when all of theirs is done with
 
-consumes     `scale`, by the script; batches, which tell the autoscaler
+consumes     `scale`, by the script; a person's wish; batches, which tell the autoscaler
 waits for    a worker that leaves: its groups, rows that are still to be trained, an evaluation;
              nodes that are on their way, where the stores of the workers do not hold a batch yet
 unblocked by the end of these, seen at the next look. Rows that only a repeat of a step would read
@@ -42,6 +42,7 @@ from areal_sc.fleet.member import Member
 from areal_sc.fleet.recovery import Recovery
 from areal_sc.fleet.worker_life import Wanted
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
+from areal_sc.run.wishes import ScaleWish
 from areal_sc.system.disk import Disk
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Scaling:
     """Changes the number of workers of one RolloutController.
 
     Args:
+        check: raises ConfigError where the number is fixed.
+        answer: is told how a person's wish ended: why it was refused, or "".
         path: of the file that keeps the number.
         before_end: is awaited with each worker that leaves, while it still answers.
     """
@@ -71,6 +74,8 @@ class Scaling:
         groups: TrainingGroups,
         background: Background,
         disk: Disk,
+        check: Callable[[], None],
+        answer: Callable[[ScaleWish, str], None],
         path: Path,
         order_of: OrderOf,
         before_end: Callable[[Member], Awaitable[object]],
@@ -82,6 +87,10 @@ class Scaling:
         self._groups = groups
         self._background = background
         self._disk = disk
+        self._check = check
+        self._answer = answer
+        self._wish: ScaleWish | None = None
+        self._followed: ScaleWish | None = None
         self._path = path
         self._order_of = order_of
         self._before_end = before_end
@@ -124,6 +133,7 @@ class Scaling:
             raise ConfigError(
                 f"scale: expected a number of rollout workers, at least 1, got {num_workers!r}"
             )
+        self._check()
         async with self._one_change:
             workers = self._workers.set
             before = len(workers.staying)
@@ -138,6 +148,27 @@ class Scaling:
                 return
             logger.info("rollout_workers=%d before=%d %s", num_workers, before, why)
             self._recovery.announce(Scaled(before, num_workers, why))
+
+    def hear(self, wish: ScaleWish | None) -> None:
+        """What a person wishes now."""
+        self._wish = wish
+        self.follow_wish()
+
+    def follow_wish(self) -> None:
+        """Fulfils it beside whatever comes next: once, and not before the first batch is begun."""
+        wish, is_begun = self._wish, self._groups.ledger.journal is not None
+        if wish is not None and wish != self._followed and is_begun:
+            self._followed = wish
+            self._background.start(self._fulfil(wish), "a wish for workers")
+
+    async def _fulfil(self, wish: ScaleWish) -> None:
+        refusal = ""
+        try:
+            await self.scale(wish.num_workers, f"as {wish.by} has asked for")
+        except (ConfigError, SchedulerSilent) as error:
+            refusal = str(error)
+            logger.warning("the number of rollout workers stays as it is: %s", error)
+        self._answer(wish, refusal)
 
     async def wait_for_room(self) -> None:
         """Returns when the workers that have come hold a batch.

@@ -23,12 +23,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from areal_sc.controller.events import BatchFormed, RowsNeeded
 from areal_sc.controller.ledger.group import Group, GroupState, RolloutSource
 from areal_sc.controller.ledger.ledger import Ledger
-from areal_sc.controller.ledger.ledger_records import LedgerState
+from areal_sc.controller.ledger.ledger_records import LedgerState, Split
 from areal_sc.controller.rollout.admission import Admission
 from areal_sc.controller.rollout.evaluation import mean_metrics
 from areal_sc.controller.rollout.group_signal import GroupSignal
@@ -37,13 +37,18 @@ from areal_sc.controller.rollout.kept_rows import KeptRows
 from areal_sc.controller.rollout.rejections import STALE, main_cause
 from areal_sc.controller.rollout.rollout_takeover import FoundRuns
 from areal_sc.controller.rollout.staleness import StalenessPolicy, by_deadline
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_updates import RolloutWorkerState
-from areal_sc.errors import StoreFull, WorkerLost
-from areal_sc.metadata import BatchMetadata, RowMetadata, concat
+from areal_sc.errors import ConfigError, StoreFull, WorkerLost
+from areal_sc.metadata import BatchMetadata, PromptReference, RowMetadata, concat
 from areal_sc.run.run_status import RoleStatus
+from areal_sc.sources.prompt_choice import PromptChoice
 from areal_sc.workers.calls import GroupAttempt, GroupReply
 
 logger = logging.getLogger(__name__)
+
+MAX_PASSED: Final = 1000
+"""Prompts in a row that are passed over; the one after them is taken, and the loop goes on."""
 
 
 class TrainingGroups(Groups):
@@ -61,7 +66,8 @@ class TrainingGroups(Groups):
     def __init__(self, tools: GroupTools, durable: Callable[[], Awaitable[None]]) -> None:
         super().__init__(tools)
         config = tools.config
-        self.ledger = Ledger()
+        self._choice = PromptChoice(config.choose_prompts, config.seed)
+        self.ledger = Ledger(remembers_prompts=not self._choice.takes_all)
         self.kept_rows = KeptRows()
         self.run_again = Counter[str]()
         self.batch_metrics: dict[str, float] = {}
@@ -90,6 +96,8 @@ class TrainingGroups(Groups):
         """Adds how many groups and steps there are, and what is waited for."""
         status.total_steps = self.admission.total_steps
         status.num_open, status.num_finished = self.num_open, self.num_finished
+        states = self._workers.set.states
+        status.num_running = sum(state.store.num_running + state.num_calls for state in states)
         status.waits += self._background.waits()
 
     @property
@@ -104,12 +112,18 @@ class TrainingGroups(Groups):
     async def next_batch(self, source: RolloutSource) -> BatchMetadata:
         """The batch for `RolloutController.prepare_batch_async`.
 
-        Raises: ConfigError: all of `total_steps` are trained. TooManyRejections, WorkerLost: as of
+        Raises: ConfigError: all of `total_steps` are trained, or prompts are to be chosen from a
+            stream. TooManyRejections, WorkerLost: as of
             a group. WaitTimeout: nothing changed for long. StepsLost: the ranks are lost, or as of
             `StepLife.take_back`.
         """
         if self.step.batch is None:
             self.admission.note_asked(self.version)
+        if source.num_prompts is None and not self._choice.takes_all:
+            raise ConfigError(
+                "rollout.choose_prompts: expected all with a stream of prompts, where none comes "
+                f"again, got {self._config.choose_prompts!r}"
+            )
         self._source = source
         if (batch := self.step.batch) is not None:  # asked for again, as rows of it are gone, say
             await self._workers.notice_losses({shard.node_id for shard in batch.shards})
@@ -118,6 +132,9 @@ class TrainingGroups(Groups):
             self.step.check()
             if self.step.gone:
                 self._take_back()
+            if self._background.standstill.is_on and self.step.batch is None:
+                await self._stand_still()
+                continue
             self.admit()
             if (batch := self.step.batch) is not None:
                 if self._workers.are_rows_known(*{shard.node_id for shard in batch.shards}):
@@ -138,11 +155,22 @@ class TrainingGroups(Groups):
                     self._consume(decision.groups)
                 continue
             self._workers.set.check_room()
-            await self._background.wait(
-                f"{decision.num_missing} more groups for the batch of version {self.version}"
-            )
+            with self._workers.card.wanted(Side.generation):
+                await self._background.wait(
+                    f"{decision.num_missing} more groups for the batch of version {self.version}"
+                )
 
-    def record_version(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+    async def _stand_still(self) -> None:
+        def check() -> None:
+            self._background.raise_failure()
+            self.step.check()
+
+        await self._background.standstill.hold(check)
+        self.admission.forget()
+
+    def record_version(
+        self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
+    ) -> None:
         """A new policy version exists; `begin_version` follows when that is durable.
 
         A repeat, of a publication that was given up meanwhile, changes nothing.
@@ -150,10 +178,12 @@ class TrainingGroups(Groups):
         Args:
             trained_rows: the rows whose training made it; those of admitted groups enter the
                 account.
+            splits: as of the journal's record of it.
         """
         if version == self.ledger.version:
             return
-        self.ledger.record_trained(row for row in trained_rows if row.group_id >= 0)
+        of_training = (row for row in trained_rows if row.group_id >= 0)
+        self.ledger.record_trained(of_training, splits)
         self.ledger.publish(version)
         self.step.record()
 
@@ -217,7 +247,8 @@ class TrainingGroups(Groups):
 
         Those that wait to run again go first, the oldest of them before the others.
         """
-        if self._source is None or self._is_paused or self._background.has_failed:
+        is_paused = self._is_paused or self._background.standstill.is_on
+        if self._source is None or is_paused or self._background.has_failed:
             return
         for group in sorted(self._restored.values(), key=by_deadline):
             if not self._has_slot:
@@ -239,11 +270,21 @@ class TrainingGroups(Groups):
                 self._make_room()
                 return
             # prompts of stale groups come again first
-            prompt = self.ledger.returned_prompt or self._source.next_prompt(
-                self.ledger.num_prompts_taken, self._config.seed
-            )
-            group = self.ledger.admit(prompt, self.version)
+            prompt, num_passed = self.ledger.returned_prompt, 0
+            if prompt is None:
+                prompt, num_passed = self._next_prompt(self._source)
+            group = self.ledger.admit(prompt, self.version, num_passed)
             self._start(group, self._run(group, self._source))
+
+    def _next_prompt(self, source: RolloutSource) -> tuple[PromptReference, int]:
+        """The next prompt that is chosen, and how many before it are passed over."""
+        num_passed = 0
+        while True:
+            position = self.ledger.num_prompts_taken + num_passed
+            prompt = source.next_prompt(position, self._config.seed)
+            if num_passed == MAX_PASSED or self._choice.takes(position, self.ledger.past(prompt)):
+                return prompt, num_passed
+            num_passed += 1
 
     def take_over(self, ledger: Ledger) -> None:
         """Goes on from what an earlier start of the script has left; `go_on` follows."""

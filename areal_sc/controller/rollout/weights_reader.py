@@ -8,10 +8,12 @@ from areal_sc.controller.background import Background
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.events import RowsNeeded
 from areal_sc.controller.ledger.journal import Journal
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.outside_groups import OutsideGroups
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers, YieldMemory
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.step_life import StepLife
+from areal_sc.controller.turns import Side
 from areal_sc.fleet.member import Member
 from areal_sc.metadata import RowMetadata
 from areal_sc.weights import WeightsReference
@@ -47,14 +49,17 @@ class WeightsReader(Controller):
         self.groups.admit()
         self._background.notify()
 
-    async def record_version_async(self, version: int, trained_rows: Iterable[RowMetadata]) -> None:
+    async def record_version_async(
+        self, version: int, trained_rows: Iterable[RowMetadata], splits: tuple[Split, ...]
+    ) -> None:
         """Notes that a policy version exists; `receive_weights` with it follows.
 
         Args:
             trained_rows: the rows whose training made it.
+            splits: as of the journal's record of it.
         Raises: RunFolderError: the journal cannot be written.
         """
-        self.groups.record_version(version, trained_rows)
+        self.groups.record_version(version, trained_rows, splits)
         await self._journal.durable()
 
     def has_taken_back(self, rows: Iterable[RowMetadata]) -> bool:
@@ -96,7 +101,8 @@ class WeightsReader(Controller):
 
         These get it when they are started again, before anything else.
         """
-        await self._workers.updates.wait_until_newest()
+        with self._workers.card.wanted(Side.generation):
+            await self._workers.updates.wait_until_newest()
 
     @property
     def current_members(self) -> list[Member]:

@@ -179,7 +179,9 @@ class WorkerQueue:
                     waiter.set_exception(error)
 
     def _serve_some(self) -> int:
-        """How many groups got a worker."""
+        """How many groups got a worker; none does in a paused run."""
+        if self._background.standstill.is_on:
+            return 0
         num_served = 0
         num_waiting = sum(map(len, self._waiting.values()))
         for version in sorted(self._waiting):

@@ -31,6 +31,9 @@ class MemorySnapshots:
         every_steps: versions from one to the next; 0: none are written.
         on_change: is called when one is begun, and when it has ended.
         on_failure: gets what the ranks could not do, some of which may hang.
+
+    Attributes:
+        may_begin: the ranks have their state where they can read it.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class MemorySnapshots:
         on_change: Callable[[], None],
         on_failure: Callable[[ArealError], Awaitable[object]],
     ) -> None:
+        self.may_begin = True
         self._fleet = fleet
         self._history = history
         self._every_steps = every_steps
@@ -70,7 +74,8 @@ class MemorySnapshots:
         still until its end.
         """
         every, version = self._every_steps, self._history.version
-        if every and version % every == 0 and not (self.is_writing or self._history.is_writing):
+        is_due = every > 0 and version % every == 0 and self.may_begin
+        if is_due and not (self.is_writing or self._history.is_writing):
             self._is_taken.clear()
             self._writing = asyncio.create_task(self._write(version), name="memory snapshot")
 

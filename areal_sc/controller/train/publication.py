@@ -28,7 +28,7 @@ from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.run.run_files import RunFiles
 from areal_sc.transport.rpc.method import A, Method, R
-from areal_sc.weights import BucketLayout, WeightBroadcast, WeightsReference
+from areal_sc.weights import BucketLayout, WeightBroadcast, WeightChanges, WeightsReference
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.operations import Operation
 
@@ -60,7 +60,8 @@ class PublicationTimes:
         publish_meet_s: forming weight groups.
         publish_seal_s: copying into the stores, or writing the folder.
         publish_broadcast_s: broadcasting.
-        published_bytes: that rank 0 broadcast.
+        published_bytes: that rank 0 broadcast, or that whoever pulls gets: what has changed, where
+            that is published.
         failed_broadcasts: after which the weights were pulled.
     """
 
@@ -143,13 +144,20 @@ class Publisher:
         replies = await self._fleet.call_all(
             rank_methods.SEAL_WEIGHTS, rank_methods.SealWeights(operation, version)
         )
-        newest = [reply.last_sequence for reply in replies]
         adopted_live = None if keeps_adopted else ()
-        await self._sweep([calls.Sweep(n, live=(n,), adopted_live=adopted_live) for n in newest])
+        await self._sweep(
+            [calls.Sweep(r.last_sequence, r.live, adopted_live=adopted_live) for r in replies]
+        )
         self.times.publish_seal_s += time.perf_counter() - started
+        changes = _joined([reply.changes for reply in replies])
+        if self._config.weight_update.method is WeightUpdateMethod.pull:
+            whole_bytes = sum(reply.num_bytes for reply in replies)
+            self.times.published_bytes += changes.num_bytes if changes else whole_bytes
         shards = tuple(reply.shard for reply in replies)
-        nodes = sorted({member.worker.node for member in self._fleet.members})
-        return WeightsReference(version, shards, lineage=operation.lineage, nodes=tuple(nodes))
+        nodes = tuple(sorted({member.worker.node for member in self._fleet.members}))
+        return WeightsReference(
+            version, shards, lineage=operation.lineage, nodes=nodes, changes=changes
+        )
 
     async def _sweep(self, sweeps: Sequence[calls.Sweep]) -> None:
         """The ranks forget all else: between two training steps nothing of it is still read."""
@@ -273,3 +281,12 @@ class Publisher:
 
     async def _call_root(self, method: Method[A, R], args: A) -> R:
         return await self._fleet.call(self._fleet.members[0], method, args)
+
+
+def _joined(parts: Sequence[WeightChanges | None]) -> WeightChanges | None:
+    """The changes of all ranks; None: one has none, or of another version, as it is new."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len({part.base for part in known}) != 1:
+        return None
+    shards = tuple(shard for part in known for shard in part.shards)
+    return WeightChanges(known[0].base, shards, sum(part.num_bytes for part in known))

@@ -8,6 +8,7 @@ from itertools import chain
 
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.algorithms.token_function import TokenFunction
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.train.rank_layout import with_sealed_field
 from areal_sc.controller.train.rank_losses import RankLosses
 from areal_sc.controller.train.ranks import Ranks
@@ -78,16 +79,17 @@ class RankWork:
 
     async def shares(
         self, batch: BatchMetadata, loss: NamedLoss, num_minibatches: int
-    ) -> list[rank_methods.Rows]:
-        """The minibatches of each model group."""
+    ) -> tuple[list[rank_methods.Rows], Split]:
+        """The minibatches of each model group, and which rows of the batch are in them."""
         shares = list[rank_methods.Rows]()
-        for share_rows in self._step.split(batch, loss, num_minibatches):
+        split = self._step.split(batch, loss, num_minibatches)
+        for share_rows in split:
             minibatches = []
             for rows in share_rows:
                 await asyncio.sleep(0)  # as above
                 minibatches.append(batch.take(rows))
             shares.append(tuple(minibatches))
-        return shares
+        return shares, tuple(tuple(map(tuple, share_rows)) for share_rows in split)
 
     async def readable(self, rows: PromptSource, indices: Sequence[int]) -> tuple[int, list[int]]:
         """The dataset's number, and those of its rows, which workers can read then."""
@@ -125,6 +127,7 @@ class RankWork:
         loss: NamedLoss,
         content: object,
         trained: Sequence[RowMetadata],
+        split: Split,
         *,
         advances: bool,
     ) -> tuple[Operation, dict[str, float]]:
@@ -133,13 +136,14 @@ class RankWork:
         Args:
             content: all that decides what the update does, but for the loss.
             trained: the rows, where they are those of a batch.
+            split: which of them are in which share.
             advances: the ranks are at the next version then.
         """
         named, number = await self._losses.number(loss), self._ranks.step.num_updates
         operation = self._ranks.operation(Kind.update, str(number), [content, named])
         updates = [rank_methods.Update(operation, named, rows, advances) for rows in shares]
         asked = Asked(rank_methods.UPDATE, updates)
-        metrics = await self._ranks.update(asked, number, trained)
+        metrics = await self._ranks.update(asked, number, trained, split)
         if self._ranks.history.version == operation.version:
             self._ranks.step.num_updates = number + 1
         return operation, metrics

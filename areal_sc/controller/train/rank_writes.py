@@ -72,6 +72,7 @@ class RankWrites:
                 await ranks.repeated(
                     lambda: self._fleet.call_all(rank_methods.FINISH_WRITE, wanted),
                     repeats_hangs=False,
+                    needs_card=False,
                 )
             except WorkerLost as error:
                 raise CheckpointError(f"{operation}: {error}") from error

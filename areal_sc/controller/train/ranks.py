@@ -23,6 +23,8 @@ from typing import Any, Final, TypeVar
 from areal_sc.config.schema import ActorConfig, WeightUpdateMethod
 from areal_sc.controller.common import NeedsRun
 from areal_sc.controller.events import Hear, RowsNeeded, TrainingLost, WeightsMoved
+from areal_sc.controller.ledger.ledger_records import Split
+from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.step_life import StepLife
 from areal_sc.controller.train.computed_fields import ComputedFields
 from areal_sc.controller.train.memory_snapshots import MemorySnapshots
@@ -35,6 +37,7 @@ from areal_sc.controller.train.train_history import (
     StartingPoint,
     TrainHistory,
 )
+from areal_sc.controller.turns import Side
 from areal_sc.errors import (
     ROWS_GONE,
     ArealError,
@@ -76,6 +79,7 @@ class Ranks:
 
     Args:
         needs: what the rollout controllers say of rows.
+        card: that the ranks may share with generation.
         hear: takes what the steps need, and what becomes of them.
 
     Attributes:
@@ -92,6 +96,7 @@ class Ranks:
         recovery: Recovery,
         publisher: Publisher,
         needs: Set[NeedsRun],
+        card: SharedCard,
         hear: Hear,
     ) -> None:
         self.step = StepLife()
@@ -112,6 +117,10 @@ class Ranks:
         self._hear = hear
         self._bodies: dict[asyncio.Timeout, None] = {}  # in the order of their begin
         self._are_as_built = False
+        self._has_memory = False  # on the card, as far as is known
+        self._has_left = asyncio.Event()
+        self._card = card
+        card.join(Side.training, enter=self._enter, leave=self._leave)
 
     async def start(self, lineage: int, loss: int | None) -> None:
         """The ranks meet, and build their engines; from then on they are started again.
@@ -119,7 +128,7 @@ class Ranks:
         Args:
             loss: number of a loss that they try first.
         """
-        members = self._fleet.members
+        members, self._has_memory = self._fleet.members, True
         if any(member.is_adopted for member in members):
             await self._fleet.kill(members)
             await self._fleet.restart(members)
@@ -132,6 +141,7 @@ class Ranks:
     def take_over(self, found: FoundRanks) -> None:
         """The ranks go on where an earlier start of the script has left them; as `start`."""
         self.calls.layout = RankLayout.of(found.positions)
+        self._has_memory = True
         is_initial = found.version == 0 and not found.has_begun_step
         where = found.lineage, found.version, found.in_memory
         self.history.take_over(*where, is_initial=is_initial)
@@ -156,6 +166,7 @@ class Ranks:
         *,
         is_load: bool = False,
         repeats_hangs: bool = True,
+        needs_card: bool = True,
     ) -> T:
         """The result of a body that calls the ranks; it is repeated when some of them die.
 
@@ -164,9 +175,18 @@ class Ranks:
         Args:
             is_load: it brings them to another state.
             repeats_hangs: also after that.
+            needs_card: the ranks compute, or read their state.
         Raises: WorkerError: the ranks were given up, or hang. StepsLost: they are not where they
             were, and nothing has been loaded since. What the body raises.
         """
+        if needs_card:
+            async with self._card.held(Side.training):
+                return await self._repeated(body, is_load=is_load, repeats_hangs=repeats_hangs)
+        return await self._repeated(body, is_load=is_load, repeats_hangs=repeats_hangs)
+
+    async def _repeated(
+        self, body: Callable[[], Awaitable[T]], *, is_load: bool, repeats_hangs: bool
+    ) -> T:
         was_full = False
         while True:
             await self._recovery.wait_until_ready(self._fleet.members[0])
@@ -280,16 +300,16 @@ class Ranks:
         return computed
 
     async def update(
-        self, asked: Asked, number: int, trained: Sequence[RowMetadata]
+        self, asked: Asked, number: int, trained: Sequence[RowMetadata], split: Split
     ) -> dict[str, float]:
         """Metrics of an update; it is noted, and so made again where it has to be.
 
         Args:
-            number, trained: as in `StepLife.begin_update`.
+            number, trained, split: as in `StepLife.begin_update`.
         """
 
         async def update() -> dict[str, float]:
-            self.step.begin_update(number, trained)
+            self.step.begin_update(number, trained, split)
             self.history.note(asked)
             self.tell_rows()
             return dict((await self.calls.ask(asked))[0])
@@ -345,6 +365,12 @@ class Ranks:
 
         Where that is not possible, further new lives stay as they are built.
         """
+        self._note_left()  # the lives before are killed by now
+        async with self._card.held(Side.training):
+            self._has_memory = True
+            await self._bring_back_now()
+
+    async def _bring_back_now(self) -> None:
         self._publisher.note_new_ranks()
         self.calls.layout = await meet(self._fleet, lineage=0)
         self._are_as_built = bool(self.step.why_lost)
@@ -370,6 +396,34 @@ class Ranks:
             "ranks are back at version=%d, from version=%d (%s)",
             *(history.version, source.version, source.place),
         )
+
+    def _enter(self) -> None:
+        self.memory.may_begin = True
+        self._has_memory = bool(self._fleet.members)
+
+    def _note_left(self) -> None:
+        self._has_memory = False
+        self._has_left.set()
+        self._has_left = asyncio.Event()
+
+    async def _leave(self) -> None:
+        """The ranks give up the card's memory. Those that cannot are started again.
+
+        Returns: when the memory is free.
+        """
+        while self._has_memory:
+            first, left = self._fleet.members[0], self._has_left
+            incarnation = first.worker.incarnation
+            await self.memory.wait_until_taken()
+            self.memory.may_begin = False
+            try:
+                await self._fleet.call_all(calls.SLEEP, None)
+            except ArealError as error:
+                if not await self.lose_hung(error):
+                    self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
+                await left.wait()
+            else:
+                self._note_left()
 
     async def _repeat_step(self) -> None:
         """The step that goes on; if its rows are gone, new lives begin it anew."""

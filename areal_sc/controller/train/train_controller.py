@@ -31,6 +31,7 @@ from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
 from areal_sc.controller.ledger.journal import ledger_on_disk
+from areal_sc.controller.ledger.ledger_records import Split
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.train.model_place import PlaceFile
 from areal_sc.controller.train.publication import Publisher
@@ -49,6 +50,7 @@ from areal_sc.controller.train.train_step import (
     seen_by_loss,
     trained_content,
 )
+from areal_sc.controller.turns import Side
 from areal_sc.engines.base import column_of
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.errors import ROWS_GONE, ConfigError
@@ -104,6 +106,7 @@ class TrainController(Controller):
             self._recovery,
             self._publisher,
             self._common.needs,
+            self._common.card,
             self._hear,
         )
         self._tell_more = self._ranks.tell
@@ -131,6 +134,10 @@ class TrainController(Controller):
         Raises: WorkerStartError, ModelError: with the worker's own words. ConfigError: there is no
             module of the loss.
         """
+        async with self._common.card.held(Side.training):
+            await self._start()
+
+    async def _start(self) -> None:
         ranks = range(self.config.parallel.num_ranks)
         await self._launch([self._order(rank, self.config) for rank in ranks])
         left, ledger = self.place.read(), ledger_on_disk(self._folder.ledger, self._runtime.disk)
@@ -149,6 +156,7 @@ class TrainController(Controller):
 
     async def close_async(self) -> None:
         """Ends the workers."""
+        await self._common.card.close()
         await self._ranks.memory.close()
         await super().close_async()
         with suppress(OSError):  # it is not there, or an export is still being copied from it
@@ -265,10 +273,10 @@ class TrainController(Controller):
         batch.select(MODEL_FIELDS)
         self._step.check_first(batch, num_minibatches)
         loss = loss if isinstance(loss, NamedLoss) else NamedLoss(loss)
-        shares = await self._work.shares(batch, loss, num_minibatches)
+        shares, split = await self._work.shares(batch, loss, num_minibatches)
         content = trained_content(batch)
         try:
-            return await self._update(shares, loss, content, batch.rows, advances=advances)
+            return await self._update(shares, loss, content, batch.rows, split, advances=advances)
         except ROWS_GONE as error:
             raise self._step.lose_rows(batch, error) from error
 
@@ -294,9 +302,11 @@ class TrainController(Controller):
         check_trains(self.config, self.role)
         if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
+        if advances:  # else it is part of a step that goes on
+            await self.standstill.hold()
         named = await self._work.readable(rows, indices)
         shares = self._work.named(*named)
-        return await self._update(shares, loss, list(named), (), advances=advances)
+        return await self._update(shares, loss, list(named), (), (), advances=advances)
 
     async def score_rows_async(
         self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"
@@ -384,11 +394,14 @@ class TrainController(Controller):
         loss: NamedLoss,
         content: object,
         rows: Sequence[RowMetadata],
+        split: Split,
         *,
         advances: bool,
     ) -> dict[str, float]:
         """Metrics of the update; arguments as in `RankWork.update`."""
-        operation, metrics = await self._work.update(shares, loss, content, rows, advances=advances)
+        operation, metrics = await self._work.update(
+            shares, loss, content, rows, split, advances=advances
+        )
         if advances:
             await self.place.advance(operation.version + 1)
             self._ranks.advance(operation.version + 1)
@@ -402,7 +415,8 @@ class TrainController(Controller):
         async def announce(weights: WeightsReference) -> None:
             self.note_reader(rollout)
             if is_new:
-                await rollout.record_version_async(version, self._ranks.step.trained_rows)
+                step = self._ranks.step
+                await rollout.record_version_async(version, step.trained_rows, step.splits)
                 self._ranks.advance(version)
             rollout.receive_weights(weights)
 

@@ -8,6 +8,9 @@ waits for    a source that is free, or the copy that another worker of the node 
 unblocked by the end of a pull, however it ends. One that takes long counts as ended: its source
              serves the next one beside it
 
+Where versions are published as what has changed, too, each node keeps a copy: the next one is made
+of it. A copy is handed on with the changes that it was made by.
+
 A source is given when it is free, so there is no fixed tree, and whoever is slow or dead holds up
 only those who pull from it. A pull that fails is repeated from another source, in the end from the
 trainers. A copy is one sealed shard of one policy, so nothing is ever mixed.
@@ -32,7 +35,7 @@ from areal_sc.errors import StoreFull, TransportError
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.transport.shards.memory_folder import OFF
-from areal_sc.weights import WeightsReference
+from areal_sc.weights import ShardReference, WeightsReference
 from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
 
 logger = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class WeightSources:
         self._trainers = WeightHolder(WeightsReference(0))
         self._num_from_trainers = 0
         self._copies: dict[str, WeightHolder] = {}  # by place
+        self._bases: dict[str, WeightHolder] = {}  # by place, of the version before
         self._idle: dict[
             WeightHolder, None
         ] = {}  # copies that nobody pulls from, or late ones alone
@@ -121,7 +125,8 @@ class WeightSources:
     def begin(self, weights: WeightsReference) -> None:
         """There is a new version, or the trainers serve from elsewhere."""
         if weights.policy != self._trainers.weights.policy:
-            self._copies, self._idle, self._pulls, self._num_from_trainers = {}, {}, set(), 0
+            self._bases, self._copies = self._copies, {}
+            self._idle, self._pulls, self._num_from_trainers = {}, set(), 0
             for waiter in self._line:
                 if not waiter.pull.done():
                     waiter.pull.set_result(None)
@@ -131,10 +136,11 @@ class WeightSources:
 
     def forget(self, keeper: Member) -> None:
         """The worker is lost: nobody begins to read from it."""
-        for place, source in list(self._copies.items()):
-            if source.keeper is keeper:
-                del self._copies[place]
-                self._idle.pop(source, None)
+        for holders in (self._copies, self._bases):
+            for place, source in list(holders.items()):
+                if source.keeper is keeper:
+                    del holders[place]
+                    self._idle.pop(source, None)
         self._serve()
 
     def wants_copy(self, member: Member, weights: WeightsReference) -> bool:
@@ -143,6 +149,8 @@ class WeightSources:
         is_known = place in self._copies or place in self._full
         if is_known or not (self._is_far(member, weights) and self._is_current(weights)):
             return False
+        if self._config.weight_update.has_changes:
+            return True  # of the next version it gets what has changed
         others: set[str] = set()
         for late in self._late_members():
             if late is not member and self._is_far(late, weights):
@@ -209,18 +217,29 @@ class WeightSources:
         return weights.policy == self._trainers.weights.policy
 
     async def _copy(self, member: Member, source: WeightHolder) -> None:
-        node, weights = member.worker.node, source.weights
-        shard = await self._fleet.call(
+        weights, place = source.weights, self._place(member)
+        shard, *of_changes = await self._fleet.call(
             member,
             COPY_WEIGHTS,
-            CopyWeights(weights, self._row_bytes(member)),
+            CopyWeights(weights, self._row_bytes(member), self._base(place, weights)),
             timeout_s=self._fleet.config.transport.pull_timeout_s + RPC_MARGIN_S,
         )
         if self._is_current(weights):
-            copy = WeightHolder(replace(weights, shards=(shard,), nodes=(node,)), member)
-            self._copies[self._place(member)] = copy
+            changes = weights.changes
+            if changes is not None:
+                changes = replace(changes, shards=tuple(of_changes)) if of_changes else None
+            nodes = (member.worker.node,)
+            held = replace(weights, shards=(shard,), nodes=nodes, changes=changes)
+            self._copies[place] = copy = WeightHolder(held, member)
             self._idle[copy] = None
             self._serve()
+
+    def _base(self, place: str, weights: WeightsReference) -> ShardReference | None:
+        """The copy there of the version that the changes in these weights are of."""
+        base, changes = self._bases.get(place), weights.changes
+        if base is None or changes is None or base.weights.policy != changes.base:
+            return None
+        return base.weights.shards[0]
 
     def _row_bytes(self, member: Member) -> int:
         """Most bytes of rows on the worker's node, by what `store_room` goes by."""

@@ -21,6 +21,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import OnWeightUpdate, WeightUpdateMethod
 from areal_sc.controller.background import Background
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S, Refused, WeightSources
@@ -66,6 +67,8 @@ class RolloutWorkerState:
         holds: evaluations that it skips publications for.
         update: the weight update that goes on, or the last one.
         sweep: the sweep of its store that goes on, or the last one.
+        has_memory: it has memory of its device, or takes some, as far as is known.
+        is_building: it builds its engine.
     """
 
     member: Member
@@ -78,6 +81,8 @@ class RolloutWorkerState:
     holds: set[HeldWorker] = field(default_factory=set)
     update: asyncio.Task[None] | None = None
     sweep: asyncio.Task[None] | None = None
+    has_memory: bool = False
+    is_building: bool = False
 
     @property
     def name(self) -> str:
@@ -119,6 +124,7 @@ class WeightUpdates:
         self._weights: WeightsReference | None = None
         # what the engine is built with is no version's: the ranks' weights come before any work
         self._is_forgotten = self._are_held = config.waits_for_weights
+        self._is_stopped = self._has_stopped = False
         self._round: asyncio.Task[None] | None = None
         # of workers, so that `max_unavailable` servers stand still at one time
         num_servers = config.max_unavailable or _ALL
@@ -148,12 +154,41 @@ class WeightUpdates:
             for state in self.states:
                 self._set_version(state, NO_VERSION)
 
-    def take_over(self, version: int) -> None:
+    def take_over(self, version: int, *, goes_on: bool) -> None:
         """Workers hold what an earlier start of the script has given them, up to that version.
 
         Others do no work before `receive`.
         """
         self._is_forgotten = version > 0 or self._config.waits_for_weights
+        if self._has_stopped and goes_on:  # else they get others
+            self._name_first_weights()
+            self.begin_all()
+
+    def await_takeover(self) -> None:
+        """It is not known yet which weights workers are to have: `take_over` follows."""
+        self._is_forgotten = True
+
+    async def stop(self) -> None:
+        """Workers lose their weights, whatever these are, and none gets any before `go_on`."""
+        self._is_stopped = self._has_stopped = True
+        self._name_first_weights()
+        await self._background.wait_until(
+            lambda: not any(state.is_updating for state in self.states),
+            "rollout workers to update their weights",
+        )
+        for state in self.states:
+            if state.has_memory:  # else its engine is not built yet
+                self._set_version(state, NO_VERSION)
+
+    def go_on(self) -> None:
+        """Workers get the newest weights again."""
+        self._is_stopped = False
+        self.begin_all()
+
+    def _name_first_weights(self) -> None:
+        """Before there are others, a worker that has lost its weights reads those of the folder."""
+        if self._weights is None and not self._is_forgotten:
+            self._weights = WeightsReference(0)
 
     def renew(self, weights: WeightsReference) -> None:
         """The weights that workers update to are to be had elsewhere."""
@@ -221,7 +256,8 @@ class WeightUpdates:
     async def held_for_evaluation(self) -> AsyncIterator[HeldWorker]:
         """A worker that keeps its weights for the while.
 
-        It does not if it is the only one, or if weights are broadcast, which needs all of them.
+        It does not if it is the only one, or if weights are broadcast, which needs all of them, or
+        if the worker has to give them up for training.
         """
         held = HeldWorker(self, self._background, keeps_weights=self._keeps_weights)
         try:
@@ -234,7 +270,8 @@ class WeightUpdates:
     def _keeps_weights(self) -> bool:
         """Whether a worker is held for an evaluation."""
         is_broadcast = self._config.weight_update.method == WeightUpdateMethod.collective
-        return self._num_staying > 1 and not is_broadcast
+        takes_turns = self._config.placement is Placement.turns
+        return self._num_staying > 1 and not (is_broadcast or takes_turns)
 
     @property
     def _num_staying(self) -> int:
@@ -242,17 +279,21 @@ class WeightUpdates:
 
     def begin_all(self) -> None:
         """Every worker that may begins to update, if it has to."""
-        if not self._are_held:
+        if self._may_begin:
             self._round = self._background.start(
                 begin_in_turns(list(self.states), self._begin), "weight updates"
             )
 
     def _begin(self, state: RolloutWorkerState) -> bool:
         is_idle = state.life.is_up and not state.is_updating and not state.holds
-        if not is_idle or self._are_held or self._is_newest(state):
+        if not is_idle or not self._may_begin or self._is_newest(state):
             return False
         state.update = self._background.start(self._update(state), f"update {state.name}")
         return True
+
+    @property
+    def _may_begin(self) -> bool:
+        return not (self._are_held or self._is_stopped)
 
     def _is_newest(self, state: RolloutWorkerState) -> bool:
         return state.version == (self._weights.version if self._weights else 0)
@@ -305,7 +346,7 @@ class WeightUpdates:
                 if loop.time() - failing_since_s >= retry_limit_s:
                     raise
                 await asyncio.sleep(RETRY_S)
-                if self._are_held:
+                if not self._may_begin:
                     return  # the next version will be another update
             else:
                 refused.clear()
@@ -315,7 +356,7 @@ class WeightUpdates:
 
     def _wanted(self, state: RolloutWorkerState) -> WeightsReference | None:
         """What the worker is to have next; None: it stays as it is."""
-        if self._weights is None or self._is_newest(state) or state.holds:
+        if self._weights is None or self._is_newest(state) or state.holds or self._is_stopped:
             return None
         if state.version == NO_VERSION:
             return replace(self._weights, broadcast=None)
@@ -336,8 +377,12 @@ class HeldWorker:
         self._choice = asyncio.Lock()
 
     async def worker(self) -> RolloutWorkerState:
-        """The worker, once it does not update its weights any more."""
+        """The worker, once it does not update its weights any more, and no pause goes on."""
         async with self._choice:
+            standstill = self._background.standstill
+            await self._background.wait_until(
+                lambda: not standstill.is_on, "the end of the run's pause"
+            )
             while self._state is None or not self._lives(self._state):
                 await self._choose()
             return self._state

@@ -37,6 +37,7 @@ from areal_sc.engines.training.process_group import ProcessGroups
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, PlannedBatch, RankEngine
 from areal_sc.engines.training.snapshots import Snapshots
+from areal_sc.engines.training.stowed import Stowed
 from areal_sc.engines.training.whole_tensors import Values, gather_whole
 from areal_sc.transport.packed_rows import PackedRows
 
@@ -52,6 +53,7 @@ class FSDPEngine(RankEngine):
         self._model: PackedModel
         self._parts: CutParts
         self._optimizer: ShardedAdamW
+        self._stowed: Stowed
 
     def _join(
         self, rank: int, world_size: int, init_method: str, device: torch.device
@@ -105,6 +107,19 @@ class FSDPEngine(RankEngine):
             self._model.abilities,
         )
         return groups.position
+
+    def sleep(self) -> None:
+        causal_lm, copies = self._model.causal_lm, self._model.copies
+        held = [
+            *(local_part(p.detach()) for p in causal_lm.parameters()),
+            *causal_lm.buffers(),
+            *self._optimizer.tensors,
+            *(copies.tensors if copies is not None else ()),
+        ]
+        self._stowed = Stowed(it for it in held if it.device.type == self.world.device.type)
+
+    def wake(self) -> None:
+        self._stowed.bring_back()
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
         if output != BASE_LOGPROBS:

@@ -64,6 +64,10 @@ class FSDPPPOActor(TrainHandle):
                     "not installed here; install it, or set actor.compile_layers=false"
                 )
 
+    @property
+    def can_sleep(self) -> bool:
+        return True
+
     def check_model(self, folder: Path) -> None:
         shape = read_model_shape(folder)
         if shape is not None and shape.heads is not None and shape.kv_heads is not None:

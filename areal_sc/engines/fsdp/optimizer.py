@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,12 @@ class ShardedAdamW:
             }
         # The caching allocator keeps what is freed, for the gradients.
         _ = [torch.empty_like(shard) for shard in self._shards.values() if shard.is_cuda]
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What it holds beside parameters and gradients."""
+        for state in self._adamw.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def update(self, step: int, *, is_void: bool = False) -> float:
         """Clips the accumulated gradients and takes one step; the gradients are gone afterwards.

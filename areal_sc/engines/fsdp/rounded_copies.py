@@ -56,6 +56,11 @@ class RoundedCopies:
         for layer in layers:
             layer.register_forward_pre_hook(self._round_inputs, with_kwargs=True)
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The copies."""
+        return self._copies
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has copies of its parameters as they are now, and these again at the end."""

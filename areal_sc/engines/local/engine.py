@@ -135,6 +135,10 @@ class LocalEngine(GenerationThread):
             return await self.complete(request)
         return await hand_over(on_tokens, partial(self.complete, request))
 
+    async def sleep(self) -> None:
+        """Drops weights and KV cache, whose memory others get; see the protocol."""
+        await self.call(self._generator.sleep)
+
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights between two steps.
 

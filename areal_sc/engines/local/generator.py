@@ -25,11 +25,13 @@ class SlotGenerator:
 
     Attributes:
         version: policy version of the weights.
+        is_asleep: it has no weights until there are new ones, and cannot step.
         counters, turns: what `stats()` of the engine shows.
     """
 
     def __init__(self, model: LocalModel, table: SlotTable, max_context_tokens: int) -> None:
         self.version = 0
+        self.is_asleep = False
         self.turns = TurnSums()
         self.counters: dict[str, float] = dict.fromkeys(
             (
@@ -49,6 +51,7 @@ class SlotGenerator:
         )
         self.table = table
         self._model = model
+        self._max_context_tokens = max_context_tokens
         self._cache = SlotCache(table.max_rows, max_context_tokens)
 
     @property
@@ -78,10 +81,23 @@ class SlotGenerator:
 
         Raises: ModelError: the tensors do not fit the model, which is unchanged then.
         """
+        if self.is_asleep:
+            self._model.take_memory()
         self._model.replace_weights(named_tensors)
+        self.is_asleep = False
         self.table.invalidate()
         self.version = version
         self.counters["weight_updates"] += 1
+
+    def sleep(self) -> None:
+        """Drops weights and cache; running requests recompute theirs under the next weights."""
+        if not self.is_asleep:
+            self.is_asleep = True
+            self._model.drop_weights()
+            self._cache = SlotCache(self.table.max_rows, self._max_context_tokens)
+            self.table.invalidate()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def step(self) -> Finished:
         """Computes one pass for the running requests and returns those that are finished."""

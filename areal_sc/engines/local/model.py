@@ -134,6 +134,7 @@ class LocalModel:
             head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
             head.forward = functools.partial(float32_linear, head)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._dropped: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.device = model.device
         self.dtype = model.dtype
         embeddings: Any = model.get_input_embeddings()
@@ -163,6 +164,19 @@ class LocalModel:
     def weight_names(self) -> Container[str]:
         """Names of parameters and stored buffers, every name of tied ones."""
         return self._model.state_dict().keys()  # type: ignore[no-any-return]
+
+    def drop_weights(self) -> None:
+        """The memory of all parameters is free until `take_memory`."""
+        self._dropped = [(parameter, parameter.data) for parameter in self._model.parameters()]
+        for number, (parameter, values) in enumerate(self._dropped):
+            self._dropped[number] = parameter, values.to("meta")
+            parameter.data = values.new_empty(0)
+
+    def take_memory(self) -> None:
+        """Parameters that were dropped have their memory again, without values."""
+        for parameter, shape in self._dropped:
+            parameter.data = torch.empty_like(shape, device=self.device)
+        self._dropped = []
 
     @torch.no_grad()
     def replace_weights(self, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

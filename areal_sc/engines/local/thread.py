@@ -210,7 +210,7 @@ class GenerationThread:
                 if self._is_closing:
                     return
                 self._run_when_empty()
-                if self._generator.table.has_work and not self._is_paused:
+                if self._generator.table.has_work and not self._stands_still:
                     self._num_steps += 1
                     self._step = self._num_steps
                     finished = self._generator.step()
@@ -228,12 +228,16 @@ class GenerationThread:
 
     def _run_when_empty(self) -> None:
         table = self._generator.table
-        # while it is paused nothing would ever end
-        if self._when_empty and (table.num_running == 0 or self._is_paused):
+        # while it stands still nothing would ever end
+        if self._when_empty and (table.num_running == 0 or self._stands_still):
             for command in self._when_empty:
                 command()
             self._when_empty.clear()
             table.is_admitting = True
+
+    @property
+    def _stands_still(self) -> bool:
+        return self._is_paused or self._generator.is_asleep
 
     def _cancel(self, request: SlotRequest) -> None:
         if not request.is_finished:  # else its completion is on the way to nobody

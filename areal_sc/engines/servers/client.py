@@ -241,6 +241,18 @@ class ServerClient:
     async def resume(self) -> None:
         raise NotImplementedError
 
+    async def sleep(self) -> None:
+        """Gives up the memory of weights and KV cache; it is paused, and has no request."""
+        raise NotImplementedError
+
+    async def take_weights_memory(self) -> None:
+        """After `sleep`: it can load weights; what it had is lost."""
+        raise NotImplementedError
+
+    async def take_cache_memory(self) -> None:
+        """After that: it can generate, once it is resumed."""
+        raise NotImplementedError
+
     async def set_version(self, version: int) -> None:
         """Names the weights that the server has; requests go on."""
         raise NotImplementedError

@@ -150,6 +150,7 @@ class ServersHandle(GeneratorHandle):
         return config
 
     def check_scaling(self) -> None:
+        super().check_scaling()
         for name in ("urls", "ports"):
             if getattr(self.servers, name):
                 raise ConfigError(
@@ -184,6 +185,18 @@ class ServersHandle(GeneratorHandle):
                 f"weight_update.method: expected disk or collective with {self.section}.urls "
                 "(pulled weights go as pickles, and only to servers that the run itself has "
                 "started), got pull"
+            )
+
+    def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
+        if self.servers.urls:
+            raise ConfigError(
+                f"{self.section}.urls: expected none with placement=turns, since servers give "
+                "their memory up only where the run has started them for that"
+            )
+        if not has_cuda:
+            raise ConfigError(
+                f"placement: expected another one than turns with {self.name} on a CPU, where it "
+                "cannot give its memory up; rollout.engine=local can"
             )
 
     def check_servers(self) -> None:

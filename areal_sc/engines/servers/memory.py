@@ -62,6 +62,8 @@ class MemoryShare:
 
     def way_out(self, plan: RunPlan) -> str | None:
         """Which share would fit, as `GeneratorHandle.way_out`."""
+        if plan.takes_turns:  # it is not the server that has too little room
+            return None
         shares = [_largest_share(plan, place) for place in plan.short_places]
         known = [share for share in shares if share is not None]
         if not known:

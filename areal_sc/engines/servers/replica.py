@@ -86,6 +86,8 @@ class Replica(ServerLoad):
         num_starts: how often it was brought up.
         num_pauses: how often its requests were interrupted.
         is_paused: it generates nothing until `resume`.
+        is_asleep: it has given up its memory.
+        has_memory: it has some, or takes some as it starts.
         server: its process, while it runs and is our own.
         failure: why it is down, or was last.
     """
@@ -102,7 +104,7 @@ class Replica(ServerLoad):
         self.is_serving = False
         self.num_starts = 0
         self.num_pauses = 0
-        self.is_paused = False
+        self.is_paused = self.is_asleep = self.has_memory = False
         self.server: ServerProcess | None = None
         self.failure = "it has not been started"
         self._settings = settings
@@ -147,7 +149,9 @@ class Replica(ServerLoad):
     async def _bring_up(self, wait_s: float) -> None:
         settings, servers, server = self._settings, self._settings.servers, None
         key = os.environ.get(servers.api_key_env, "") if servers.api_key_env else ""
+        self.has_memory = True
         async with AsyncExitStack() as undo:
+            undo.callback(self._note_end)
             if self.is_own:
                 server, key = await self._start_server(), settings.api_key
                 self.url = server.url
@@ -166,7 +170,7 @@ class Replica(ServerLoad):
             self.version = 0 if self.is_own else await self._find_version(client)
             undo.pop_all()
         self._client, self.server = client, server
-        self.is_paused = False
+        self.is_paused = self.is_asleep = False
         self.busy.go_on()
         self.num_starts += 1
         self._watch = ServerWatch(client, server, servers, self._reopen)
@@ -210,6 +214,10 @@ class Replica(ServerLoad):
             await client.close()
         if server is not None:
             await (server.stop() if is_gentle else server.kill())
+        self._note_end()
+
+    def _note_end(self) -> None:
+        self.has_memory = False
 
     async def generate(
         self, request: CompletionRequest, request_id: str, max_support: int | None
@@ -295,6 +303,34 @@ class Replica(ServerLoad):
                 await self._end_answers()
             self.busy.stop()
             self.is_paused = True
+
+    async def sleep(self) -> None:
+        """Answers all requests with what they have, and gives up weights and KV cache."""
+        self.hold()
+        if not self.is_paused:
+            self.num_pauses += 1
+            await self.client.pause(holds_requests=False)
+            self.busy.stop()
+            self.is_paused = True
+        await self._end_answers()  # those that a pause has held
+        self.set_updating(True)
+        try:
+            await self.client.sleep()
+        finally:
+            self.set_updating(False)
+        self.is_asleep, self.has_memory = True, False
+
+    async def wake(self) -> None:
+        """It can load weights; `take_cache` follows when it has them."""
+        if self.is_asleep:
+            self.has_memory = True
+            await self.client.take_weights_memory()
+
+    async def take_cache(self) -> None:
+        """It can go on."""
+        if self.is_asleep:
+            await self.client.take_cache_memory()
+            self.is_asleep = False
 
     async def _end_answers(self) -> None:
         """All requests are answered with what they have: one that was begun keeps its adapter.

@@ -66,7 +66,7 @@ class ReplicaSet:
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()  # one update, pause or resume at a time
         self._group_sizes: dict[str, int] = {}
-        self._is_paused = False
+        self._is_paused = self._is_asleep = False
         self._is_closed = False
         self._tasks: list[asyncio.Task[None]] = []
         for index in range(settings.handle.num_servers):
@@ -133,7 +133,7 @@ class ReplicaSet:
             started = time.perf_counter()
             async with weights.opened():
                 self.times.update_open_s += time.perf_counter() - started
-                self._weights = weights
+                self._weights, self._is_asleep = weights, False
                 self.dispatcher.newest_version = weights.version
                 self._changed.set()
                 serving = self.serving
@@ -153,9 +153,22 @@ class ReplicaSet:
     async def resume(self) -> None:
         async with self._control:
             self._is_paused = False
+            if self._is_asleep:
+                return  # it goes on with the next weights
             await self._tell_serving(Replica.resume)
             for replica in self.serving:
                 replica.open()
+
+    async def sleep(self) -> None:
+        """Returns when no server has memory of the device; they take it again for the next weights.
+
+        One that does not give it up is ended, and started again then.
+        """
+        async with self._control:
+            self._is_asleep = True
+            await self._tell_serving(Replica.sleep)
+            while any(replica.has_memory for replica in self.replicas):
+                await self._next_change()
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         """The serving servers become ranks of a weight group, from `first_rank` on.
@@ -215,6 +228,7 @@ class ReplicaSet:
             self.num_losses += 1
             logger.warning("server=%s lost: %s", replica.name, reason)
             await replica.take_down(reason)
+            self._changed.set()
             is_back = await self._bring_back(replica)
         self._num_left -= 1
         logger.error("server=%s is given up; %d are left", replica.name, self._num_left)
@@ -239,6 +253,8 @@ class ReplicaSet:
         """Whether the server serves again."""
         servers = self._settings.servers
         for attempt in range(servers.max_restarts):
+            while self._is_asleep:
+                await self._next_change()
             try:
                 await replica.bring_up(wait_s=servers.start_timeout_s)
                 await self._become_serving(replica)
@@ -250,6 +266,7 @@ class ReplicaSet:
                     *(replica.name, attempt + 1, servers.max_restarts, error),
                 )
                 await replica.take_down(str(error))
+                self._changed.set()
                 await asyncio.sleep(min(2.0**attempt, _MAX_BACKOFF_S))
         return False
 
@@ -274,6 +291,12 @@ class ReplicaSet:
                 if failed:
                     raise failed[replica]
                 loaded = weights
+            elif self._is_asleep:
+                if not replica.is_asleep:
+                    await replica.sleep()
+                    self._changed.set()
+                loaded = None  # it has lost them
+                await self._next_change()
             elif self._is_paused and not replica.is_paused:
                 await replica.pause()
             elif replica.is_paused and not self._is_paused:
@@ -337,4 +360,4 @@ class ReplicaSet:
         failed: dict[Replica, ArealError] = {}
         await for_each(self.serving, action, failed)
         for replica, error in failed.items():
-            replica.fail(f"it did not pause or resume: {error}")
+            replica.fail(f"it did not pause, resume or sleep: {error}")

@@ -82,11 +82,13 @@ async def _replace(
 
     async def pause(replica: Replica) -> None:
         await replica.pause()
+        await replica.wake()
         paused[replica] = replica.client
 
     async def go_on(replica: Replica) -> None:
         if replica.client is not paused[replica]:  # it has not loaded them in this life
             raise PeerLost(f"{replica.name} was restarted")
+        await replica.take_cache()
         await replica.finish_update(weights.version)
         if not stays_paused:
             await replica.resume()

@@ -68,6 +68,8 @@ const MARKED = {
   went_back: (event) => `back to ${event.step}`,
   workers_restarted: (event) => `${(event.workers || []).length} restarted`,
   scaled: (event) => `${event.num_workers} workers`,
+  paused: () => "paused",
+  pause_ended: () => "goes on",
 };
 
 /** The charts of runs, in sections. `runs`: {name, index, told}, those that are shown. */

@@ -38,7 +38,8 @@ def evaluation_sets(
         given: by the script.
         configured: those of the settings.
         workflow: of the sets that have none.
-    Raises: ConfigError: two have one name, or a name has a `/`. WorkflowError: a set is empty.
+    Raises: ConfigError: two have one name, or a name has a `/`. WorkflowError: a set is empty, or
+        its workflow waits for agents outside.
     """
     sets = _given_sets(given, config)
     if configured and "" in sets:
@@ -48,6 +49,12 @@ def evaluation_sets(
             raise ConfigError(f"evaluation.sets: the script has a set {name!r}, too")
         if name and "/" in name:
             raise ConfigError(f"evaluation set {name!r}: expected a name without '/'")
+    for name, one in {**sets, **configured}.items():
+        if (one.workflow or workflow).waits_outside:
+            raise WorkflowError(
+                f"evaluation set {name!r}: agents outside are not waited for in an evaluation: "
+                "give fit an evaluation_workflow"
+            )
     return {
         name: replace(
             one,

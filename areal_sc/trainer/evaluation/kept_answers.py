@@ -223,4 +223,5 @@ def _sample(answer: KeptAnswer, group: int, place: Place, group_reward: float) -
         staleness=0,
         prompt=text.prompt if text else f"prompt {answer.prompt} of {answer.set}",
         answer=written + (text.answer if text else ""),
+        episode=answer.sample,
     )

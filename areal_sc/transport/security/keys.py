@@ -30,6 +30,7 @@ from areal_sc.errors import TransportError
 from areal_sc.system.durable import replace_file
 
 MAX_FILE_BYTES: Final = 4096
+_SESSIONS: Final = b"areal_sc sessions 1"
 KEY_CHARS: Final = 40
 """Characters of Z85 in which the 32 bytes of a key are written."""
 
@@ -101,6 +102,11 @@ class RunKeys:
         """Fresh keys."""
         seed = z85.encode(Ed25519PrivateKey.generate().private_bytes_raw())
         return cls(zmq.curve_keypair()[1], zmq.curve_keypair()[1], seed)
+
+    @property
+    def sessions_secret(self) -> bytes:
+        """With it all workers make the keys of their agents' sessions."""
+        return hashlib.blake2b(self.signing_seed, key=_SESSIONS, digest_size=32).digest()
 
     def signing_key(self) -> Ed25519PrivateKey:
         """What passes are signed with."""

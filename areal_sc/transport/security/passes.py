@@ -81,6 +81,7 @@ class WorkerKeys:
         shown_pass: says whose key that is.
         servers: all workers serve with this pair.
         controller, authority: public keys of the run; see `RunKeys`.
+        sessions: see `RunKeys.sessions_secret`.
     """
 
     own: KeyPair
@@ -88,6 +89,7 @@ class WorkerKeys:
     servers: KeyPair
     controller: bytes
     authority: bytes
+    sessions: bytes
 
     def __repr__(self) -> str:
         return f"WorkerKeys(own={self.own!r}, …)"
@@ -134,6 +136,7 @@ class Passes:
             servers=self._keys.workers,
             controller=self._keys.controller.public,
             authority=self._keys.authority,
+            sessions=self._keys.sessions_secret,
         )
 
 

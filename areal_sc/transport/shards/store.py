@@ -245,6 +245,10 @@ class TensorStore:
             for name, field in block.layout.fields.items()
         }
 
+    def bytes_of(self, shard_id: str) -> int:
+        """What its fields take together. Raises: ShardGone: as `describe`."""
+        return sum(len(field.values) for field in self._shard(shard_id).fields.values())
+
     def remove(self, shard_id: str) -> None:
         """Drops one shard; nothing happens when it is already gone."""
         self._drop([parse_shard_id(shard_id)])

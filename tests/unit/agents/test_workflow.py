@@ -13,6 +13,7 @@ import pytest
 
 from areal_sc.agents.agent import NamedAgent
 from areal_sc.agents.command import AgentCommand
+from areal_sc.agents.online import OnlineWorkflow
 from areal_sc.agents.served import SessionAddress
 from areal_sc.agents.workflow import AgentWorkflow
 from areal_sc.config.agent_settings import AgentNetwork, AgentsConfig
@@ -71,6 +72,10 @@ class Engine:
             raise end
         return end
 
+    async def await_agent(self, row: dict[str, Any], session: Any) -> float:
+        self.runs.append((None, row, session.api_key, False))
+        return 0.5
+
     def trajectories(self, reward: Any, *, discount: float, metrics: Any) -> list[Trajectory]:
         if isinstance(reward, dict) and "nobody" in reward:
             raise WorkflowError("rewards: expected names of models")
@@ -91,6 +96,17 @@ async def test_the_reward_of_an_agent_becomes_that_of_its_calls() -> None:
     assert engine.asked == [(1.0, 0.9, {"accuracy": 1.0}), ({"a": 1.0}, 0.9, {})]
     assert engine.runs[0] == (agent, ROW, "key 1", False)
     assert engine.opened[0]["rows"] == "per_call"
+
+
+async def test_an_agent_outside_gets_the_row_and_its_reward_is_that_of_its_calls() -> None:
+    engine, workflow = Engine(), OnlineWorkflow(0.9, rows="per_call")
+    assert await workflow.run_episode(ROW, engine)
+    assert engine.runs == [(None, ROW, "key 1", False)]
+    assert engine.asked == [(0.5, 0.9, {"accuracy": 0.0})]
+    made = resolve(reference_of(workflow))
+    assert (made.discount, made._session, made.waits_outside) == (0.9, workflow._session, True)
+    with pytest.raises(WorkflowError, match="JSON"):
+        workflow.check_row({"x": {1, 2}})
 
 
 @pytest.mark.parametrize("kind", ["agent_timeout", "agent_died"])

@@ -266,6 +266,27 @@ def test_an_answer_for_another_run_is_none() -> None:
     run_virtual(scenario())
 
 
+def test_a_run_that_waits_for_agents_outside_is_asked_for_as_long_as_it_takes() -> None:
+    async def scenario() -> None:
+        settings = Settings(num_rollout_workers=1, group_timeout_s=100.0)
+        async with TrainingRun(settings).started() as run:
+            worker = worker_of(run, 0)
+            comes_s = run.cluster.now_s + 1000.0  # far beyond all limits of one group
+
+            async def wait(group: RunGroup) -> GroupReply:
+                if run.cluster.now_s >= comes_s:
+                    return await worker.run_group(group)
+                await asyncio.sleep(100.0)
+                return GroupReply(GroupAttempt(group.group_id, group.attempt), goes_on=True)
+
+            worker.served["run_group"] = RUN_GROUP.served_by(wait)
+            await run.step()
+            assert run.cluster.now_s >= comes_s
+            assert worker.exit_status is None
+
+    run_virtual(scenario())
+
+
 def test_an_engine_that_fails_costs_the_worker_not_the_run() -> None:
     async def scenario() -> None:
         async with TrainingRun(slow_groups()).started() as run:

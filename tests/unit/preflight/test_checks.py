@@ -146,6 +146,15 @@ Load = Callable[..., GRPOConfig]
             "rollout.group_size: expected at least 2 with rollout.keep_groups=with_signal",
         ),
         (
+            "rollout.group_size=1 actor.ppo.advantage=none actor.ppo.advantage_std=none "
+            "rollout.choose_prompts=with_signal",
+            "rollout.group_size: expected at least 2 with rollout.choose_prompts=with_signal",
+        ),
+        (
+            "rollout.choose_prompts=with_signals",
+            "expected all, with_signal or package.module:function, which takes a PromptPast",
+        ),
+        (
             "rollout.soft_length.limit_tokens=64",
             "rollout.soft_length.margin_tokens: expected 1 to rollout.soft_length.limit_tokens=64",
         ),
@@ -385,8 +394,12 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
 @pytest.mark.parametrize(
     ("override", "warning"),
     [
-        ("generation.top_p=0.9", "generation.top_p=0.9 cuts the sampled distribution"),
-        ("generation.top_k=9", "generation.top_k=9 cuts the sampled distribution"),
+        ("generation.top_p=0.9", "generation.top_p=0.9: the sampled distribution is cut"),
+        ("generation.top_k=9", "generation.top_k=9: the sampled distribution is cut"),
+        (
+            "generation.top_p=0.9 generation.top_k=9",
+            "generation.top_p=0.9 and generation.top_k=9: the sampled distribution is cut",
+        ),
         ("generation.stop=['\\n']", "generation.stop: \\n holds a backslash and an n, not the end"),
         (
             "rollout.max_staleness=0 rollout.over_bound=wait",
@@ -424,6 +437,14 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
         (
             "checkpoint.keep_best=accuracy",
             "checkpoint.keep_best=accuracy has no effect with evaluation.every_steps=0",
+        ),
+        (
+            "weight_update.whole_every_steps=9 weight_update.method=collective scheduler.type=ray",
+            "weight_update.whole_every_steps=9 has no effect with weight_update.method=collective",
+        ),
+        (
+            "weight_update.whole_every_steps=9",
+            "weight_update.whole_every_steps=9 has no effect with scheduler.type=local",
         ),
         ("evaluation.every_steps=11", "evaluation.every_steps=11 has no effect with total_steps"),
         ("checkpoint.every_steps=11", "checkpoint.every_steps=11 has no effect with total_steps"),

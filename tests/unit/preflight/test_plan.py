@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from areal_sc.config.parallel_settings import TrainEngineKind
+from areal_sc.config.placement import Purpose
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.handle_base import TrainHandle
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
-from areal_sc.preflight.plan import plan
+from areal_sc.preflight.plan import PlannedNode, plan, plans
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.output_layer import PIECE_BYTES
 from areal_sc.sizing.worker_plan import PROCESS_BYTES, format_bytes
@@ -128,6 +129,28 @@ def test_a_ranks_store_holds_two_versions_of_its_weights(load: Load, model: Path
         plan(load(*settings, too_small), Machine)
     in_files = ("weight_update.method=disk", f"weight_update.folder={model}")
     plan(load(*settings, too_small, *in_files), Machine)
+
+
+def test_what_has_changed_takes_a_version_more_and_three_on_other_nodes(
+    load: Load, model: Path
+) -> None:
+    sizes = [
+        f"actor.path={model}",
+        *SIZES,
+        "rollout.num_workers=2",
+        "weight_update.whole_every_steps=9",
+    ]
+    machine = Machine(1 << 40, ())
+    nodes = [PlannedNode("a", machine, Purpose.train), PlannedNode("b", machine, Purpose.rollout)]
+    versions = 3 * 4 * NUM_PARAMETERS
+    planned = plans(load(*sizes), nodes)
+    assert [worker.store_bytes for worker in planned["a"].workers] == [versions]
+    with_copy, without = (worker.store_bytes for worker in planned["b"].workers)
+    assert with_copy - without == versions
+    both = plan(load(*sizes), lambda: machine).workers
+    assert [worker.store_bytes for worker in both] == [versions, without, without]
+    with pytest.raises(ConfigError, match="of three, for what has changed"):
+        plan(load(*sizes, f"actor.store_bytes={versions - 1}"), lambda: machine)
 
 
 def test_snapshots_in_memory_can_be_done_without(load: Load, model: Path) -> None:

@@ -50,7 +50,7 @@ def test_nothing_is_written_to_another_folder_of_the_name(tmp_path: Path, how: s
         ):
             with pytest.raises(RunFolderError, match=r"moved or deleted .* Move it back"):
                 write()
-        board.keep(folder.status_path, folder.term, 60.0)
+        board.keep(folder, folder.term, 60.0)
         board.close()
         folder.remove_keys()
         assert sorted(tmp_path.rglob("*")) == before

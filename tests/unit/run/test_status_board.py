@@ -13,6 +13,7 @@ import pytest
 
 from areal_sc.errors import WorkerLost
 from areal_sc.run import status_board
+from areal_sc.run.run_files import RunFiles
 from areal_sc.run.run_status import Phase, RoleStatus, RunStatus, WorkerStatus, read_status
 from areal_sc.run.status_board import MIN_PAUSE_S, StatusBoard
 
@@ -28,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def board(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusBoard]:
     monkeypatch.setattr(status_board, "EVERY_S", 0.3)
     with closing(StatusBoard()) as board:
-        board.keep(path, None, 300.0)
+        board.keep(RunFiles(path.parent), None, 300.0)
         yield board
 
 

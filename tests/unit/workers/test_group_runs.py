@@ -51,6 +51,14 @@ async def test_a_repeat_joins_the_run_or_gets_its_reply_again() -> None:
     assert (played.num, runs.going, runs.ended[0].shards) == (1, (), ("life.1",))
 
 
+async def test_a_run_that_waits_longer_is_said_to_go_on_and_is_joined_again() -> None:
+    runs, played = GroupRuns(limit_s=0.01), Played(RUN)
+    assert await runs.join(RUN, played.play) == GroupReply(RUN, goes_on=True)
+    played.end.set()
+    assert (await runs.join(RUN, played.play)).batch is not None
+    assert played.num == 1
+
+
 async def test_a_description_tells_of_a_reply_as_soon_as_its_rows_are_sealed() -> None:
     """Else a controller that takes over would take them for nobody's, and have them swept."""
     runs, told = GroupRuns(), list[bool]()

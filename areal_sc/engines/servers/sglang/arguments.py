@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import Dtype, RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
@@ -44,6 +45,7 @@ SETTINGS_OF: Mapping[str, str] = {
     "api_key": "a random key",
     "admin_api_key": "a random key",
     "weight_version": "the policy version",
+    "enable_memory_saver": "placement",
     "enable_lora": "actor.lora.publish_merged",
     "lora_paths": "actor.lora.path",
     "max_lora_rank": "actor.lora.rank",
@@ -76,6 +78,7 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "sleep_on_idle": True,
         "weight_version": "0",
         "api_key": instance.api_key,
+        "enable_memory_saver": config.placement is Placement.turns,
     }
     if config.lora.is_published_alone:
         arguments |= {

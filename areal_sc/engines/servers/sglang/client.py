@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import logging
+import math
 import pickle
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,6 +44,7 @@ _METHOD_NOT_ALLOWED = 405
 _PROBE_TOKEN = 0
 _NO_TOKEN = 1 << 31  # outside every vocabulary
 _VOCABULARY_RANGE = re.compile(r"in \[0, (\d+)\]")
+_IDLE_POLL_S = 0.1
 _INITIAL_VERSIONS = {"default": 0}
 """Names of weights that a server has before any were given to it."""
 
@@ -130,6 +134,27 @@ class SGLangClient(ServerClient):
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
+
+    async def sleep(self) -> None:
+        # The scheduler would end if it still had a request, which it then refuses to flush.
+        for _ in range(math.ceil(self._control_timeout_s / _IDLE_POLL_S)):
+            status, _ = await self.send("POST", "/flush_cache", {}, self._control_timeout_s)
+            if status == HTTPStatus.OK:
+                return await self._change_memory("release", "kv_cache", "weights")
+            await asyncio.sleep(_IDLE_POLL_S)
+        raise EngineFailed(f"{self.url} still had requests after {self._control_timeout_s:g} s")
+
+    async def take_weights_memory(self) -> None:
+        await self._change_memory("resume", "weights")
+
+    async def take_cache_memory(self) -> None:
+        await self._change_memory("resume", "kv_cache")
+
+    async def _change_memory(self, verb: str, *tags: str) -> None:
+        path, body = f"/{verb}_memory_occupation", {"tags": list(tags)}
+        status, content = await self.send("POST", path, body, self._step_timeout_s)
+        if status != HTTPStatus.OK:
+            raise self.refusal(path, status, content)
 
     async def set_version(self, version: int) -> None:
         # by default it would abort all requests

@@ -7,14 +7,22 @@ before, so it is a share of what they leave. The rest is for what both need in a
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from areal_sc.engines.servers.handle import ServerInstance, ServersHandle, with_path
 from areal_sc.engines.servers.memory import MemoryShare
 from areal_sc.engines.servers.sglang.arguments import server_arguments
+from areal_sc.errors import ConfigError
+
+_FINDS_SAVER: Final = (
+    "import sys, importlib.util as u; sys.exit(u.find_spec('torch_memory_saver') is None)"
+)
+_LOOK_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,17 @@ class SGLangEngine(ServersHandle):
         if not instance.is_cuda:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return environment
+
+    def check_turns(self, *, has_cuda: bool, is_here: bool) -> None:
+        super().check_turns(has_cuda=has_cuda, is_here=is_here)
+        python = self.servers.python or sys.executable
+        look = [python, "-c", _FINDS_SAVER]
+        if is_here and subprocess.run(look, check=False, timeout=_LOOK_S).returncode:
+            raise ConfigError(
+                "placement: expected torch_memory_saver in the environment of SGLang "
+                f"({python}), which gives its memory up by it with placement=turns; "
+                "pip install torch-memory-saver there, or set placement=beside"
+            )
 
     def kv_cache_bytes(
         self, given: Mapping[str, str], token_bytes: int, left: Callable[[], int | None]

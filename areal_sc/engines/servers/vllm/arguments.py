@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.engines.servers.command_line import NUM_SEEDS, as_command_line, given_arguments
 from areal_sc.engines.servers.handle import ServerInstance
@@ -45,6 +46,7 @@ SETTINGS_OF: Mapping[str, str] = {
     "api_key": "a random key",
     "logprobs_mode": "nothing, as training needs the one that is set",
     "generation_config": "generation",
+    "enable_sleep_mode": "placement",
     "enable_lora": "actor.lora.publish_merged",
     "lora_modules": "actor.lora.path",
     "max_lora_rank": "actor.lora.rank",
@@ -84,6 +86,8 @@ def server_arguments(config: RolloutConfig, instance: ServerInstance) -> list[st
         "middleware": "areal_sc_in_vllm.key.DemandKey",
         "worker_extension_cls": "areal_sc_in_vllm.weights.WeightLoader",
     }
+    if config.placement is Placement.turns:
+        arguments |= {"enable_sleep_mode": True}
     if config.lora.is_published_alone:
         arguments |= {
             "enable_lora": True,

@@ -125,6 +125,18 @@ class VLLMClient(ServerClient):
     async def resume(self) -> None:
         await self._post("/resume")
 
+    async def sleep(self) -> None:
+        await self._change_memory("/sleep?level=2")  # without a copy of the weights
+
+    async def take_weights_memory(self) -> None:
+        await self._change_memory("/wake_up?tags=weights")
+
+    async def take_cache_memory(self) -> None:
+        await self._change_memory("/wake_up?tags=kv_cache")
+
+    async def _change_memory(self, path: str) -> None:
+        await self.request("POST", path, None, self._step_timeout_s)
+
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version)})
 

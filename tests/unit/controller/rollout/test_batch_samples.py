@@ -61,6 +61,10 @@ def test_each_step_leaves_the_best_and_the_worst_answer_of_some_groups() -> None
         assert (sample.first_version, sample.last_version) in spans
         assert sample.staleness == batch.global_step - sample.first_version
         assert (sample.prompt, sample.answer) == ("1+1=", "2")
+        of_episode = [row for row in rows if row.episode == sample.episode]
+        row = of_episode[sample.row]
+        assert (row.attempt, row.reward) == (sample.attempt, sample.reward)
+        assert row.sequence_length == sample.num_tokens
         num_places[sample.place] += 1
     assert num_places[Place.best] == num_places[Place.worst] > NUM_STEPS / 2
     groups = {(sample.step, sample.group) for sample in samples}

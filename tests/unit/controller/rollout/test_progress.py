@@ -17,6 +17,7 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
+from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.workers.calls import EpisodesReport
@@ -91,7 +92,7 @@ def watched(reports: list[EpisodesReport | None], told: list[str]) -> ProgressWa
     rejections.on_warning = told.append
     workers: Any = Workers(reports)
     groups: Any = SimpleNamespace(num_awaited=1, num_finished=0)
-    return ProgressWatch(workers, rejections, 2.5 * LOOK_S, [groups])
+    return ProgressWatch(workers, rejections, 2.5 * LOOK_S, [groups], Standstill())
 
 
 def test_time_that_only_rejections_end_is_lost() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 from simulation.behavior import Behavior
 from simulation.lives import serving_life
 from simulation.settings import Settings
@@ -31,7 +32,7 @@ from areal_sc.controller.weights.weight_sources import (
 from areal_sc.engines.handles import make_generator
 from areal_sc.errors import ShardGone, StoreFull
 from areal_sc.fleet.worker_life import LifeState, Tell
-from areal_sc.weights import ShardReference, WeightsReference
+from areal_sc.weights import ShardReference, WeightChanges, WeightsReference
 from areal_sc.workers.calls import COPY_WEIGHTS, CopyWeights
 
 TRAINERS = "trainers"
@@ -47,9 +48,12 @@ class Cluster:
         copied, read: (worker, whom from), in the order of their ends.
         read_versions: those that workers have read, in that order.
         spare_bytes: what copies had to leave free.
+        asked: what copies were asked for, by worker.
     """
 
-    def __init__(self, num_nodes: int, per_node: int, *, first_node: int = 1) -> None:
+    def __init__(
+        self, num_nodes: int, per_node: int, *, first_node: int = 1, whole_every_steps: int = 1
+    ) -> None:
         self.config = SchedulerConfig(run_dir="unused")
         self.tell: Tell = lambda event: None
         self.copying: dict[str, str] = {}
@@ -58,6 +62,7 @@ class Cluster:
         self.read: list[tuple[str, str]] = []
         self.read_versions: list[int] = []
         self.spare_bytes: set[int] = set()
+        self.asked: dict[str, CopyWeights] = {}
         self._ends: dict[str, asyncio.Future[None]] = {}
         self._num_shards = 0
         num_workers = num_nodes * per_node
@@ -66,7 +71,7 @@ class Cluster:
             max_context_tokens=1,
             train_batch_groups=1,
             store_bytes=STORE_BYTES,
-            weight_update=WeightUpdateConfig(),
+            weight_update=WeightUpdateConfig(whole_every_steps=whole_every_steps),
         )
         fleet: Any = self
         self.background = Background(100_000.0, lambda: "")
@@ -95,10 +100,13 @@ class Cluster:
         ]
         self.workers.track(self.members)
 
-    def publish(self, version: int) -> None:
-        """The trainers, on node 0, have sealed a version."""
+    def publish(self, version: int, base: int | None = None) -> None:
+        """The trainers, on node 0, have sealed a version, and what has changed since another."""
         shard = ShardReference(TRAINERS, "address", f"life.{version}")
         weights = WeightsReference(version, (shard,), nodes=("node-0",))
+        if base is not None:
+            changes = ShardReference(TRAINERS, "address", f"life.{version}000")
+            weights = replace(weights, changes=WeightChanges((0, base), (changes,), 9))
         self.workers.updates.receive(weights)
 
     async def call(self, member: Any, method: Any, args: Any, *, timeout_s: float) -> Any:
@@ -109,6 +117,7 @@ class Cluster:
         assert shard.shard_id.startswith("life.")
         if isinstance(args, CopyWeights):
             self.spare_bytes.add(args.spare_bytes)
+            self.asked[member.name] = args
         going_on = self.copying if is_copy else self.reading
         going_on[member.name] = shard.node_id
         end = self._ends[member.name] = asyncio.get_running_loop().create_future()
@@ -122,7 +131,9 @@ class Cluster:
             return None
         self.copied.append((member.name, shard.node_id))
         self._num_shards += 1
-        return ShardReference(member.name, "address", f"life.{self._num_shards}")
+        ids = [f"life.{self._num_shards}", f"life.{self._num_shards}000"]
+        copies = [ShardReference(member.name, "address", shard_id) for shard_id in ids]
+        return tuple(copies if weights.changes else copies[:1])
 
     async def finish(self, *names: str) -> None:
         """What these workers do ends well."""
@@ -205,6 +216,52 @@ def test_who_is_alone_in_need_of_weights_makes_no_copy() -> None:
         assert cluster.reading == {"rollout/0": TRAINERS}
         await cluster.finish_all()
         assert not cluster.copied
+        await cluster.background.close()
+
+    play(scenario())
+
+
+def test_a_node_gets_what_has_changed_with_the_copy_that_it_is_of() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(2, per_node=1, whole_every_steps=9)
+
+        async def copy_all(version: int, base: int | None = None) -> dict[str, str | None]:
+            """The base of each worker's copy."""
+            cluster.publish(version, base)
+            await turn()
+            await cluster.finish_all()
+            bases = {name: asked.base for name, asked in cluster.asked.items()}
+            cluster.asked.clear()
+            return {name: base and base.shard_id for name, base in bases.items()}
+
+        assert await copy_all(1) == {"rollout/0": None, "rollout/1": None}, "none is left out"
+        first = dict(zip((name for name, _ in cluster.copied), ("life.1", "life.2"), strict=True))
+        assert await copy_all(2, base=1) == first
+        assert None not in (await copy_all(3, base=2)).values()
+        assert set((await copy_all(4, base=2)).values()) == {None}, "they have version 3"
+        cluster.workers.updates._sources.forget(cluster.members[1])
+        bases = await copy_all(5, base=4)
+        assert bases["rollout/0"] is not None
+        assert bases["rollout/1"] is None, "its memory went with it"
+        await cluster.background.close()
+
+    play(scenario())
+
+
+def test_what_has_changed_is_handed_on_with_the_copy() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(3, per_node=1, whole_every_steps=9)
+        cluster.publish(1, base=0)
+        await turn()
+        first, _ = cluster.copying
+        await cluster.finish(first)
+        (third,) = (name for name, source in cluster.copying.items() if source == first)
+        handed_on = cluster.asked[third].weights
+        assert [shard.node_id for shard in handed_on.shards] == [first]
+        assert handed_on.changes == WeightChanges(
+            (0, 0), (ShardReference(first, "address", "life.1000"),), 9
+        )
+        await cluster.finish_all()
         await cluster.background.close()
 
     play(scenario())

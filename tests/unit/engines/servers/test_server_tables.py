@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from areal_sc.config.lora_settings import LoraConfig
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import Dtype, GenerationConfig, RolloutConfig
 from areal_sc.engines.servers.client import ServedAdapter, ServerAbilities, ServerClient
 from areal_sc.engines.servers.handle import ServerInstance
@@ -97,6 +98,7 @@ def test_flags(server: str, is_cuda: bool, tiny_model_folder: Path) -> None:
         float32_output_layer=True,
         max_context_tokens=64,
         lora=LoraConfig(rank=4, publish_merged=False),
+        placement=Placement.turns,
     )
     of_server = {"sglang": sglang_arguments, "vllm": vllm_arguments}[server]
     instance = ServerInstance(0, 4000, "key", is_cuda)
@@ -143,7 +145,7 @@ def recording(kind: type[ServerClient], asked: list[tuple[str, Mapping[str, Any]
 
         async def send(self, method: str, path: str, body: Any, timeout_s: Any) -> Any:
             asked.append((path, body or {}))
-            return 405, b""
+            return (405 if method == "GET" else 200), b""
 
     return Recording("http://localhost:1", "key")
 
@@ -175,6 +177,9 @@ async def test_routes_and_fields_of_requests(kind: type[ServerClient]) -> None:
         client.pause(holds_requests=True),
         client.pause(holds_requests=False),
         client.resume(),
+        client.sleep(),
+        client.take_weights_memory(),
+        client.take_cache_memory(),
         client.set_version(1),
         client.load_from_disk("folder"),
         client.begin_update(),

@@ -1,0 +1,113 @@
+"""What the servers of agents' calls have in common: keys, bodies, refusals. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from areal_sc.agents.calls import CallRefused, Dialect
+from areal_sc.agents.dialects.chat_completions import ChatCompletions
+from areal_sc.agents.dialects.messages import AnthropicMessages
+from areal_sc.agents.dialects.responses import Responses
+
+DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages())
+MAX_BODY_BYTES: Final = 8 << 20
+BACKLOG: Final = 1024
+"""Connections that may come in one instant; a thousand agents may begin together."""
+RETRY_COUNT: Final = "x-stainless-retry-count"
+"""What the clients of OpenAI and Anthropic say: 0, or which try it is."""
+DELIVERY: Final = "x-areal-delivery"
+"""Names an answer that is passed on, so that it can be said at `UNDELIVERED` that this failed."""
+UNDELIVERED: Final = "/undelivered"
+_BODY_TIMEOUT_S: Final = 60.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def key_in(request: web.Request) -> str:
+    """The key that a request shows, as a client of OpenAI or of Anthropic does; "": none."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "")
+    return key.strip()
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Raises: CallRefused: 413, 408 or 400: the body is too large, does not come, or is broken."""
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise CallRefused(
+            413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes"
+        ) from error
+    except web.RequestPayloadError as error:
+        told = request.headers.get("Content-Encoding", "none")
+        raise CallRefused(
+            400, "invalid_encoding", f"the body is not of its Content-Encoding, {told:.80}"
+        ) from error
+    except TimeoutError as error:
+        raise CallRefused(
+            408, "body_too_slow", f"the body did not come in {_BODY_TIMEOUT_S:g} s"
+        ) from error
+
+
+def decoded(body: bytes) -> dict[str, Any]:
+    """Raises: CallRefused: 400: it is no JSON object."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise CallRefused(400, "invalid_json", f"the body is no JSON object: {error}") from error
+
+
+def answer_of(body: Any) -> web.Response:
+    """A JSON body that is no refusal."""
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def refusal_of(dialect: Dialect, refused: CallRefused) -> web.Response:
+    """A refusal as the dialect says it, with what clients need to know of a retry."""
+    comes_again = refused.retry_after_s is not None
+    headers = {"x-should-retry": "true" if comes_again else "false"}
+    if refused.retry_after_s is not None:
+        headers["Retry-After"] = f"{math.ceil(refused.retry_after_s)}"
+    return web.Response(
+        status=refused.status,
+        body=msgspec.json.encode(dialect.refuse(refused)),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def refusing(serve: Handler, dialect: Dialect = DIALECTS[0]) -> Handler:
+    """A handler that may raise CallRefused."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await serve(request)
+        except CallRefused as refused:
+            return refusal_of(dialect, refused)
+
+    return handle
+
+
+def refuse_path(paths: str) -> Handler:
+    """The handler of all other paths than these."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        why = f"there is no {request.method} {request.path:.80} here: expected {paths}"
+        raise CallRefused(404, "unknown_path", why)
+
+    return refusing(refuse)
+
+
+def no_session() -> CallRefused:
+    """What a request without a key of a session is told."""
+    return CallRefused(
+        401, "invalid_api_key", "the key is of no session: expected that of this episode"
+    )

@@ -1,0 +1,290 @@
+"""The process that has the address of a run, and passes calls on to the worker of their key.
+
+consumes     requests of agents outside; from the script, where the workers are
+waits for    the clients and the workers; after a worker's death, for what the script says of it
+unblocked by both; the process ends with its standard input, so with the script
+
+    agent -- HTTP --> key: which life of which worker --> HTTP --> the sessions of that worker
+      /v1/...               by a key of a session
+      POST /episodes        by the key of the run: the first worker that has an episode
+      /episodes/ID/...      by the key of the run, the worker that ID names
+
+It keeps nothing of a request. What is sent on is made anew from what was understood: a path that is
+known, a few headers, and the whole body. Answers pass through as they come, and no faster than they
+are taken. It is a process of its own: a busy script does not hold up answers, answers do not hold
+up the script, and what reads the bytes of strangers has no other secret of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from areal_sc.agents.calls import CallRefused
+from areal_sc.agents.claims import ENDS, EPISODES, check_run_key, id_of, named_by, no_episode
+from areal_sc.agents.http import (
+    BACKLOG,
+    DELIVERY,
+    DIALECTS,
+    MAX_BODY_BYTES,
+    RETRY_COUNT,
+    UNDELIVERED,
+    answer_of,
+    key_in,
+    no_session,
+    read_body,
+    refuse_path,
+    refusing,
+)
+from areal_sc.agents.keys import SessionKeys, SessionName
+from areal_sc.agents.routes import AgentsAt, RouterStart, RouterStarted, Routes
+from areal_sc.log import setup_logging
+from areal_sc.system.process import (
+    allow_open_files,
+    leave_signals_to_script,
+    name_process,
+    tell_starter,
+)
+from areal_sc.transport.sockets.interface import family_of
+
+logger = logging.getLogger(__name__)
+
+NEWS_S: Final = 10.0
+"""A call waits so long for what has become of a worker that cannot be reached."""
+_COME_AGAIN_S: Final = 1.0
+_CLAIM_S: Final = 10.0
+_CONNECT_S: Final = 10.0
+_PORT_S: Final = 5.0
+"""The process of a script that was killed leaves its port in far less."""
+_LOOK_S: Final = 0.1
+_SHUTDOWN_S: Final = 1.0
+_MAX_LINE_BYTES: Final = 256 << 20
+
+_ASKED: Final = ("Authorization", "x-api-key", "Idempotency-Key", RETRY_COUNT)
+_ANSWERED: Final = ("Content-Type", "Cache-Control", "Retry-After", "x-should-retry")
+
+
+class Router:
+    """Finds the worker of each request, and passes it on."""
+
+    def __init__(self, keys: SessionKeys, routes: Routes, client: aiohttp.ClientSession) -> None:
+        self._keys = keys
+        self._routes = routes
+        self._client = client
+        self._news = asyncio.Event()
+        self._last_claimed = ""
+        self._passing = set[asyncio.Task[None]]()
+
+    def application(self) -> web.Application:
+        """All that is served."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for dialect in DIALECTS:
+            call = partial(self._call, path=dialect.path)
+            app.router.add_post(dialect.path, refusing(call, dialect))
+        app.router.add_post(EPISODES, refusing(self._claim))
+        for end in ENDS:
+            path = f"{EPISODES}/{{id}}/{end}"
+            app.router.add_post(path, refusing(partial(self._end, end=end)))
+        paths = ", ".join(f"POST {path}" for path in (*(it.path for it in DIALECTS), EPISODES))
+        app.router.add_route("*", "/{path:.*}", refuse_path(paths))
+        return app
+
+    def take(self, routes: Routes) -> None:
+        """Workers are elsewhere from now on, or lost."""
+        self._routes = routes
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _call(self, request: web.Request, path: str) -> web.StreamResponse:
+        if (name := self._keys.read(key_in(request))) is None:
+            raise no_session()
+        return await self._pass_on(request, name, path)
+
+    async def _end(self, request: web.Request, end: str) -> web.StreamResponse:
+        check_run_key(self._keys, request)
+        name = named_by(request.match_info["id"])
+        return await self._pass_on(request, name, f"{EPISODES}/{id_of(name)}/{end}")
+
+    async def _claim(self, request: web.Request) -> web.StreamResponse:
+        check_run_key(self._keys, request)
+        await read_body(request)
+        for worker, at in list(self._in_turn()):
+            with suppress(aiohttp.ClientError, OSError):  # it is gone, or does not answer in time
+                async with asyncio.timeout(_CLAIM_S):
+                    answer = await self._post(at, EPISODES, _told_by(request), b"")
+                    found = await answer.json()
+                if answer.status == 200:
+                    self._last_claimed = worker
+                    url = f"{request.scheme}://{request.host}/v1"
+                    return answer_of({**found, "base_url": url})
+        raise no_episode()
+
+    def _in_turn(self) -> Iterator[tuple[str, AgentsAt]]:
+        """The workers, from the one behind the last that had an episode."""
+        up = self._routes.up
+        return ((it, up[it]) for it in sorted(up, key=lambda it: (it <= self._last_claimed, it)))
+
+    async def _pass_on(
+        self, request: web.Request, name: SessionName, path: str
+    ) -> web.StreamResponse:
+        """Raises: CallRefused: 410 or 503: the worker is gone, or cannot be reached."""
+        at = self._place_of(name)
+        body = await read_body(request)
+        headers = {**_told_by(request), DELIVERY: secrets.token_hex(8)}
+        try:
+            answer = await self._post(at, path, headers, body)
+        except (aiohttp.ClientError, OSError) as error:
+            logger.info("worker=%s cannot be reached: %r", name.worker, error)
+            raise await self._gone(name) from error
+        told = {it: answer.headers[it] for it in _ANSWERED if it in answer.headers}
+        response = web.StreamResponse(status=answer.status, headers=told)
+        response.content_length = answer.content_length
+        # a client that has all of it may go away at once, which cancels this, but not the passing
+        passing = asyncio.create_task(self._pass_back(request, answer, response, at, headers))
+        self._passing.add(passing)
+        passing.add_done_callback(self._passing.discard)
+        await asyncio.shield(passing)
+        return response
+
+    async def _pass_back(
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        at: AgentsAt,
+        headers: dict[str, str],
+    ) -> None:
+        """Sends an answer to the client; if it cannot have the whole, its worker is told."""
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
+        try:
+            async with answer:
+                await response.prepare(request)
+                async for part in answer.content.iter_any():
+                    await response.write(part)
+        except (aiohttp.ClientError, OSError) as error:
+            logger.info("an answer was not passed on: %r", error)
+            if request.transport is not None:
+                request.transport.abort()  # the client must not take what it has for the whole
+            with suppress(aiohttp.ClientError, OSError):
+                async with self._post(at, UNDELIVERED, headers, b""):
+                    pass
+        else:
+            with suppress(aiohttp.ClientError, OSError):
+                await response.write_eof()
+
+    def _post(
+        self, at: AgentsAt, path: str, headers: dict[str, str], body: bytes
+    ) -> aiohttp.client._RequestContextManager:
+        seal: Any = aiohttp.Fingerprint(bytes.fromhex(at.fingerprint)) if at.fingerprint else True
+        data = io.BytesIO(body)
+        return self._client.post(f"{at.url}{path}", data=data, headers=headers, ssl=seal)
+
+    def _place_of(self, name: SessionName) -> AgentsAt:
+        """Raises: CallRefused: 410 or 503: the session is lost, or its worker is not known yet."""
+        at = self._routes.up.get(name.worker)
+        if at is not None and at.life == name.life:
+            return at
+        if at is None and name.worker not in self._routes.lost:
+            raise _unreached(name)
+        why = self._routes.lost.get(name.worker, "it has been started again")
+        told = f"the worker {name.worker} of this episode is gone: {why}; its group runs again"
+        raise CallRefused(410, "session_lost", told)
+
+    async def _gone(self, name: SessionName) -> CallRefused:
+        """What has become of a worker that cannot be reached; waits for that, `NEWS_S` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_S):
+                while self._place_of(name):
+                    await self._news.wait()
+        return _unreached(name)
+
+
+def _told_by(request: web.Request) -> dict[str, str]:
+    return {it: request.headers[it] for it in _ASKED if it in request.headers}
+
+
+def _unreached(name: SessionName) -> CallRefused:
+    why = f"the worker {name.worker} of this episode cannot be reached now"
+    return CallRefused(503, "worker_unreached", why, retry_after_s=_COME_AGAIN_S)
+
+
+async def _serve() -> None:
+    told = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(told), sys.stdin
+    )
+    if not (line := await _whole_line(told)):
+        return
+    opening = msgspec.json.decode(line, type=RouterStart)
+    connector = aiohttp.TCPConnector(limit=0)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=limits) as client:
+        router = Router(SessionKeys(bytes.fromhex(opening.secret)), opening.routes, client)
+        runner = web.AppRunner(
+            router.application(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        await runner.setup()
+        try:
+            listener = await _listener(opening)
+        except OSError as error:
+            tell_starter(msgspec.json.encode(RouterStarted(problem=error.strerror or str(error))))
+            return
+        await web.SockSite(runner, listener).start()
+        tell_starter(msgspec.json.encode(RouterStarted(listener.getsockname()[1])))
+        try:
+            while line := await _whole_line(told):
+                router.take(msgspec.json.decode(line, type=Routes))
+        finally:
+            await runner.cleanup()
+
+
+async def _whole_line(told: asyncio.StreamReader) -> bytes:
+    """b"": the script has ended, in the midst of a line maybe."""
+    line = await told.readline()
+    return line if line.endswith(b"\n") else b""
+
+
+async def _listener(opening: RouterStart) -> socket.socket:
+    """Raises: OSError: the address cannot be had."""
+    loop = asyncio.get_running_loop()
+    port, give_up_s = opening.port, loop.time() + _PORT_S
+    while True:
+        try:
+            address = opening.host, port
+            return socket.create_server(address, family=family_of(opening.host), backlog=BACKLOG)
+        except OSError as error:
+            is_over = loop.time() > give_up_s
+            if error.errno != errno.EADDRINUSE or (is_over and not opening.at_any_port):
+                raise
+            port = 0 if is_over else port
+        await asyncio.sleep(_LOOK_S)
+
+
+def main() -> None:
+    """The process."""
+    leave_signals_to_script()
+    setup_logging("agents")
+    name_process("agents")
+    allow_open_files()
+    asyncio.run(_serve())
+
+
+if __name__ == "__main__":
+    main()

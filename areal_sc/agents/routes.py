@@ -1,0 +1,53 @@
+"""What the script tells the process that has the run's address. No torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class AgentsAt(Struct, frozen=True, array_like=True):
+    """Where a life of a worker serves its sessions.
+
+    Attributes:
+        life: incarnation of the worker.
+        fingerprint: of the certificate there, SHA-256 in hex; "": HTTP as it is.
+    """
+
+    life: str
+    url: str
+    fingerprint: str = ""
+
+
+class Routes(Struct, frozen=True):
+    """All workers that are known.
+
+    Attributes:
+        up: that do their work, by name.
+        lost: why the life before of others, or of these, has ended; by name.
+    """
+
+    up: dict[str, AgentsAt]
+    lost: dict[str, str]
+
+
+class RouterStart(Struct, frozen=True):
+    """The first line on the standard input of the process; each later one is `Routes`.
+
+    Attributes:
+        secret: of the keys, in hex.
+        port: 0: any free one.
+        at_any_port: where another process has the port, any other one will do.
+    """
+
+    secret: str
+    host: str
+    port: int
+    at_any_port: bool
+    routes: Routes
+
+
+class RouterStarted(Struct, frozen=True):
+    """The only line on its standard output. `problem`: why it does not listen."""
+
+    port: int = 0
+    problem: str = ""

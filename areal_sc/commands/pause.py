@@ -1,0 +1,41 @@
+"""`pause RUN_DIR`: has a run stand still, with all that it holds, until `resume`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from areal_sc.commands.wishing import check_lives, parser_of, run_folder, wait_until_heard
+from areal_sc.errors import CommandError
+from areal_sc.run.wishes import PauseWish, told_pause, write_wish
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's arguments."""
+    parser = parser_of(
+        commands,
+        "pause",
+        "have a run stand still until `resume`",
+        "Pauses a run. No episode begins any more; those that run end, as does the step in "
+        "progress; then nothing is computed, and GPUs are idle, but keep their memory. A pause "
+        "holds for later starts of the script, too. Returns when the script has heard it; `status` "
+        "says when the run stands still.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises: CommandError: this is not the folder of a run that goes on, or it is paused already.
+    RunFolderError: it cannot be written. WaitTimeout: the script has not heard it in time."""
+    folder = run_folder(arguments.run_dir)
+    found = check_lives(folder)
+    if found.status is not None and found.status.wishes and (before := found.status.wishes.pause):
+        raise CommandError(f"the run is {told_pause(before, folder.path)}")
+    wish = PauseWish.of_now()
+    write_wish(folder.pause_path, wish)
+    found = wait_until_heard(folder, lambda wishes: wishes.pause == wish)
+    sys.stdout.write(f"{found.state}: {found.text}\n")

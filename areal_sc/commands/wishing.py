@@ -1,0 +1,79 @@
+"""What `pause`, `resume` and `scale` do alike: they check whom they ask, and wait for an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from areal_sc.errors import CommandError, WaitTimeout
+from areal_sc.run.run_checks import check_is_run
+from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
+from areal_sc.run.run_status import HeardWishes
+from areal_sc.run.verdict import Verdict, verdict
+
+if TYPE_CHECKING:
+    import argparse
+    from argparse import _SubParsersAction
+
+TIMEOUT_S: Final = 60.0
+POLL_S: Final = 0.1
+
+EXIT_CODES: Final = (
+    "Exit code 0: the script has heard it; 2: this is not the folder of a run, no run goes on in "
+    "it, or it is refused; 9: the script has not heard it in time, and may yet."
+)
+
+
+def parser_of(
+    commands: _SubParsersAction[argparse.ArgumentParser], name: str, help: str, description: str
+) -> argparse.ArgumentParser:
+    """A command with the folder of a run."""
+    parser = commands.add_parser(name, help=help, description=description, epilog=EXIT_CODES)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    return parser
+
+
+def run_folder(path: Path) -> RunFolder:
+    """Raises: CommandError: it is not the folder of a run, or that of another areal_sc."""
+    folder = RunFolder(path)
+    check_is_run(folder)
+    marker = folder.marker()
+    if marker is not None and marker.format_version != FORMAT_VERSION:
+        raise CommandError(
+            f"{folder.path}: expected format {FORMAT_VERSION}, got {marker.format_version}: "
+            "another version of areal_sc made the run; use that one"
+        )
+    return folder
+
+
+def check_lives(folder: RunFolder) -> Verdict:
+    """Raises: CommandError: no script has the run, or one that hears no wishes."""
+    found = verdict(folder)
+    if not found.has_script:
+        raise CommandError(f"no run goes on in {folder.path}: {found.text}")
+    if found.status is not None and found.status.wishes is None:
+        raise CommandError(
+            f"the script in {folder.path} is of an older areal_sc, which can be stopped, but "
+            "neither paused nor scaled from outside"
+        )
+    return found
+
+
+def wait_until_heard(folder: RunFolder, is_heard: Callable[[HeardWishes], bool]) -> Verdict:
+    """How the run is once its script has heard a wish.
+
+    Raises: CommandError: the script has ended before. WaitTimeout: it has not heard it in time.
+    """
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while True:
+        found = check_lives(folder)
+        if found.status is not None and found.status.wishes and is_heard(found.status.wishes):
+            return found
+        if time.monotonic() > give_up_s:
+            raise WaitTimeout(
+                f"the script in {folder.path} has not answered within {TIMEOUT_S:g} s ({found.text}"
+                f"); it acts as soon as it hears it: `python -m areal_sc status {folder.path}`"
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,133 @@
+"""The cards that training and generation use one after the other (`placement: turns`).
+
+consumes     what controllers want of either side
+waits for    the other side to give its memory up, in its own code
+unblocked by its last worker that has done so, or whose process is gone; and by a failure, which
+             everyone who waits raises
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+from areal_sc.controller.turns import Side, Turns
+
+IDLE_S: Final = 1.0
+"""Between two calls of a step there is less."""
+
+Leave = Callable[[], Awaitable[None]]
+"""Gives up all memory of a side; returns when it is free."""
+
+
+class SharedCard:
+    """Lets one side at a time use the cards; without `share` both may at any time.
+
+    Attributes:
+        is_shared: they take turns.
+    """
+
+    def __init__(self) -> None:
+        self.is_shared = False
+        self._turns = Turns()
+        self._leave: dict[Side, list[Leave]] = {side: [] for side in Side}
+        self._enter: dict[Side, list[Callable[[], None]]] = {side: [] for side in Side}
+        self._changed = asyncio.Event()
+        self._leaving: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    def share(self) -> None:
+        """From now on they take turns."""
+        self.is_shared = True
+
+    def join(self, side: Side, *, enter: Callable[[], None], leave: Leave) -> None:
+        """Some of the workers of a side.
+
+        Args:
+            enter: is told that they may use their memory.
+        """
+        self._enter[side].append(enter)
+        self._leave[side].append(leave)
+
+    @asynccontextmanager
+    async def held(self, side: Side) -> AsyncIterator[None]:
+        """Within it the side has its turn; a turn of generation may be interrupted all the same.
+
+        Raises: what has kept the other side from leaving.
+        """
+        with self.wanted(side):
+            while self.is_shared and not self._turns.may_use(side):
+                if self._failure is not None:
+                    raise self._failure
+                await self._changed.wait()
+            yield
+
+    @contextmanager
+    def wanted(self, side: Side) -> Iterator[None]:
+        """Within it the side gets its turn as soon as the other one can leave."""
+        if not self.is_shared:
+            yield
+            return
+        turns = self._turns
+        turns.want(side)
+        self._advance()
+        try:
+            yield
+        finally:
+            turns.done(side)
+            if turns is self._turns:  # else all has ended
+                self._advance()
+
+    @contextmanager
+    def wanted_when_idle(self) -> Iterator[None]:
+        """Within it generation gets its turn once training is asked for nothing for `IDLE_S`."""
+        if not self.is_shared:
+            yield
+            return
+        self._turns.wait_for_idle(1)
+        self._advance()
+        try:
+            yield
+        finally:
+            self._turns.wait_for_idle(-1)
+
+    async def close(self) -> None:
+        """The workers end; a later start begins anew."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._turns, self._failure = Turns(), None
+
+    def _advance(self) -> None:
+        before = self._turns.holder
+        side = self._turns.advance()
+        if side is not None:
+            self._leaving = asyncio.create_task(self._give_up(side), name=f"{side} leaves")
+        elif self._turns.holder not in (None, before):
+            for enter in self._enter[self._turns.holder]:
+                enter()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if not self._turns.is_wanted(Side.training) and not self._turns.is_idle:
+            self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._note_idle)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _note_idle(self) -> None:
+        self._turns.is_idle = True
+        self._advance()
+
+    async def _give_up(self, side: Side) -> None:
+        try:
+            await asyncio.gather(*(leave() for leave in self._leave[side]))
+        except Exception as error:  # the task's end: whoever waits for the turn raises it
+            self._failure = error
+        else:
+            self._turns.left()
+        self._advance()

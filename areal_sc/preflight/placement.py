@@ -1,0 +1,150 @@
+"""How training and generation share the GPUs of this machine: what fits, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from areal_sc.config.further_models import further_models
+from areal_sc.config.parallel_settings import Placement
+from areal_sc.config.schema import Device, GRPOConfig, WeightUpdateMethod
+from areal_sc.config.slurm_settings import SchedulerType
+from areal_sc.engines.handles import make_actor, make_generator
+from areal_sc.errors import ConfigError, ModelError
+from areal_sc.preflight.plan import plan
+from areal_sc.sizing.machine import Machine
+from areal_sc.sizing.worker_plan import RunPlan, format_bytes
+
+MOVED_BYTES_PER_S: Final = 10 << 30
+"""Between a GPU and pinned host memory; PCIe 4 has about twice as much, older machines half."""
+
+
+def check_turns(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
+    """Whether both sides can take turns.
+
+    Args:
+        count_devices: CUDA devices of this machine; asked only if workers run on it.
+    Raises: ConfigError: names the setting that has to be another one.
+    """
+    for role, model in {"actor": config.actor, **further_models(config)}.items():
+        if not make_actor(model).can_sleep:
+            raise ConfigError(
+                f"{role}.engine: expected fsdp with placement=turns, since the ranks of others "
+                f"cannot give their memory up, got {model.engine}"
+            )
+    if config.weight_update.method is WeightUpdateMethod.collective:
+        raise ConfigError(
+            "weight_update.method: expected pull or disk with placement=turns, since a broadcast "
+            "needs both sides at one time, got collective"
+        )
+    if config.rollout.lora.is_published_alone:
+        raise ConfigError(
+            "actor.lora.publish_merged: expected true with placement=turns, which gives servers "
+            "all weights in each turn, got false"
+        )
+    generator = make_generator(config.rollout)
+    is_local = config.scheduler.type == SchedulerType.local
+    has_cuda = config.rollout.device is not Device.cpu and (not is_local or count_devices() > 0)
+    generator.check_turns(has_cuda=has_cuda, is_here=is_local)
+    if config.rollout.autoscale.max:
+        generator.check_scaling()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to place both sides.
+
+    Attributes:
+        why_not: why it cannot be; "": it can.
+        price: what it costs.
+    """
+
+    placement: Placement
+    why_not: str
+    price: str
+
+
+def choices(config: GRPOConfig, machine: Machine) -> list[Choice]:
+    """Each way, the one that costs least first; none where the two sides share no GPU anyway.
+
+    Raises: ModelError: as `plan`.
+    """
+    turns = _placed(config, Placement.turns)
+    try:
+        in_turns: RunPlan | None = plan(turns, lambda: machine)
+        why_not = ""
+    except ConfigError as error:
+        in_turns, why_not = None, _first_line(error)
+    if in_turns is not None and not in_turns.shared_places:
+        return []
+    try:
+        check_turns(turns, lambda: machine.num_cuda_devices)
+    except ConfigError as error:
+        why_not = why_not or _first_line(error)
+    where, price = "one GPU", "generation stands still while a step is trained"
+    if in_turns is not None:
+        where = ", ".join(in_turns.shared_places)
+        num_bytes = in_turns.moved_bytes
+        price += (
+            f"; a step takes about {num_bytes / MOVED_BYTES_PER_S:.1f} s longer, in which "
+            f"{format_bytes(num_bytes)} are moved"
+        )
+    return [
+        Choice(Placement.apart, f"both sides need {where}", "GPUs for each side"),
+        Choice(Placement.beside, _why_not_beside(config, machine), "each side has less memory"),
+        Choice(Placement.turns, why_not, price),
+    ]
+
+
+def settle_placement(config: GRPOConfig, probe: Callable[[], Machine]) -> list[Choice]:
+    """Replaces `placement: auto` by turns, where nothing else fits; returns what there was.
+
+    Raises: ConfigError: `apart`, and both sides need one GPU.
+    """
+    devices = config.actor.device, config.rollout.device
+    if config.scheduler.type != SchedulerType.local or Device.cpu in devices:
+        return []
+    machine = probe()
+    if machine.num_cuda_devices == 0:
+        return []
+    try:
+        found = choices(config, machine)
+    except ModelError:  # a script makes it yet, or a later look tells
+        return []
+    if found and config.rollout.placement is Placement.apart:
+        raise ConfigError(
+            f"placement: expected another one than apart, as {found[0].why_not}; with more GPUs, "
+            "or fewer rollout workers, they have GPUs of their own"
+        )
+    if found and config.rollout.placement is Placement.auto:
+        _, beside, turns = found
+        if beside.why_not and not turns.why_not:
+            config.placement = config.rollout.placement = Placement.turns
+    return found
+
+
+def placement_lines(config: GRPOConfig, found: list[Choice]) -> Iterator[str]:
+    """The choices as text, one line each."""
+    for choice in found:
+        mark = "*" if choice.placement is config.rollout.placement else " "
+        fits = f"no: {choice.why_not}" if choice.why_not else f"yes: {choice.price}"
+        yield f"placement {mark} {choice.placement:<8}{fits}"
+
+
+def _placed(config: GRPOConfig, placement: Placement) -> GRPOConfig:
+    return replace(
+        config, placement=placement, rollout=replace(config.rollout, placement=placement)
+    )
+
+
+def _why_not_beside(config: GRPOConfig, machine: Machine) -> str:
+    try:
+        plan(_placed(config, Placement.beside), lambda: machine)
+    except ConfigError as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: ConfigError) -> str:
+    return str(error).partition("\n")[0].partition(";")[0]

@@ -1,0 +1,120 @@
+"""What a run says of its learning: nothing where it learns, and the cause where it does not.
+
+    python benchmarks/learning_watch.py [--quick] [--json FILE] [--seeds 3] [--only NAME ...]
+
+Healthy runs are four examples as they are shipped. Sick ones are letter-sort with a learning rate
+25 times too large, and the first project with a reward that is always 0, and with one that pays 0.2
+for any digit and nothing more. `complaints` is how many rules of trainer/learning_health.py told of
+the run, `told_at_step` when the first of them did.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import report
+from preferences import accuracy
+
+from areal_sc import DPOTrainer
+from areal_sc.config.schema import Dtype
+from areal_sc.page.followed_health import FollowedHealth
+from areal_sc.records.metrics_log import History
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S: Final = 900.0
+WARM_START: Final = "actor.path=warm_start"
+SICK_REWARD: Final = """\
+import sys
+
+import first_project
+from areal_sc import run_script
+
+
+def reward(prompt, completion):
+    return {paid}
+
+
+first_project.reward = reward
+sys.exit(run_script(first_project.main))
+"""
+HEALTHY: Final = ("letter_sort", "first_project", "tool_use", "dpo")
+SICK: Final = ("letter_sort_lr", "always_zero", "format_alone")
+EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
+    "letter_sort": ("letter_sort", WARM_START, "total_steps=80"),
+    "first_project": ("first_project",),
+    "tool_use": ("tool_use",),
+    "letter_sort_lr": ("letter_sort", WARM_START, "total_steps=40", "actor.optimizer.lr=1e-2"),
+    "always_zero": ("first_project", "total_steps=40"),
+    "format_alone": ("first_project", "total_steps=40"),
+}
+PAID: Final = {"always_zero": "0.0", "format_alone": "0.2 * completion.isdigit()"}
+
+
+def run_dir_of(name: str, seed: int, folder: Path, steps: int | None) -> Path:
+    """The folder of a run, once it has ended."""
+    if name == "dpo":
+        accuracy(DPOTrainer, seed, steps or 40, folder)
+        return folder / f"DPOTrainer-{seed}"
+    example, *settings = EXAMPLES[name]
+    script = ROOT / "examples" / f"{example}.py"
+    if name in PAID:
+        script = folder / f"{name}.py"
+        script.write_text(SICK_REWARD.format(paid=PAID[name]))
+    settings += [f"run_dir={name}-{seed}", f"seed={seed}"]
+    settings += [] if steps is None else [f"total_steps={steps}"]
+    config = str(ROOT / "configs" / f"{example}.yaml")
+    done = subprocess.run(
+        [sys.executable, str(script), "--config", config, *settings],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}, seed {seed}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return folder / f"{name}-{seed}"
+
+
+def judged(run_dir: Path) -> report.Metrics:
+    """What the run's records make the watch say."""
+    health, told = FollowedHealth(), dict[str, int]()
+    whole = History.read(run_dir / "metrics.jsonl")
+    for number, metrics in enumerate(whole.steps, start=1):
+        evaluations = [result for result in whole.evaluations if result.step <= metrics.step]
+        history = History(whole.steps[:number], evaluations)
+        for name, text in health.complaints(0, history, Dtype.float32).items():
+            if name not in told:
+                report.say(f"{run_dir.name} step={metrics.step} {name}: {text}")
+                told[name] = metrics.step
+    return {
+        "steps": len(whole.steps),
+        "complaints": len(told),
+        **({"told_at_step": min(told.values())} if told else {}),
+    }
+
+
+def main() -> None:
+    parser = report.make_parser(__doc__)
+    names = (*HEALTHY, *SICK)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--steps", type=int, help="of each run (default: those of the example)")
+    arguments = report.parse(parser, seeds=1, only=("always_zero",), steps=12)
+    records: dict[tuple[str | int, ...], report.Metrics] = {}
+    with TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
+        for seed in range(arguments.seeds):
+            for case in arguments.only:
+                run_dir = run_dir_of(case, seed, Path(name), arguments.steps)
+                records[case, seed] = judged(run_dir)
+    report.print_records("What runs say of their learning", {}, ("run", "seed"), records)
+    report.write(report.flat(records), arguments.json)
+
+
+if __name__ == "__main__":
+    main()

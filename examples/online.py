@@ -1,0 +1,66 @@
+"""The task of `tool_use.py`, collected from outside while the run trains.
+
+    python examples/online.py --config configs/tool_use.yaml run_dir=runs/online
+    python examples/online.py collect runs/online    # in other terminals: as often as you like
+
+What collects is the agent of `agent.py`, as it is. A product would do the same: claim an episode,
+let its agent answer, and say what that was worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+from agent import look_up
+from tool_use import LookUp, train
+
+from areal_sc import OnlineWorkflow, run_script
+
+AGENTS = 64
+"""So many collect beside each other."""
+
+
+async def collect(client: aiohttp.ClientSession) -> None:
+    """One episode after the other, until the run has ended."""
+    while True:
+        async with client.post("/episodes") as answer:
+            episode: dict[str, Any] = await answer.json()
+        if answer.status == 429:  # the run admits none before it has trained
+            await asyncio.sleep(float(answer.headers["Retry-After"]))
+            continue
+        answer.raise_for_status()
+        try:
+            reward = await look_up(episode["row"], SimpleNamespace(**episode))
+        except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
+            end, body = "reject", {"reason": str(error)}
+        else:
+            end, body = "reward", {"reward": reward}
+        # a worker that has died meanwhile answers 410: its episodes are played again
+        await (await client.post(f"/episodes/{episode['id']}/{end}", json=body)).read()
+
+
+async def collect_all(told: dict[str, str]) -> None:
+    """Many agents at the address of a run. Args: told: by `agents.json` of its folder."""
+    url, headers = told["url"].removesuffix("/v1"), {"Authorization": f"Bearer {told['key']}"}
+    async with aiohttp.ClientSession(url, headers=headers) as client:
+        try:
+            await asyncio.gather(*(collect(client) for _ in range(AGENTS)))
+        except aiohttp.ClientConnectionError:
+            print("the run has ended")
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == ["collect"]:
+        asyncio.run(collect_all(json.loads(Path(argv[1], "agents.json").read_text())))
+    else:
+        train(argv, OnlineWorkflow(), evaluation_workflow=LookUp())
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

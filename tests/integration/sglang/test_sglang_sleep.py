@@ -1,0 +1,69 @@
+"""Servers that give their memory up in the middle of answers, and get it back with new weights.
+
+SGLang for CPUs has no memory saver: it takes the same calls, and asserts the same of its requests,
+but keeps the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+from integration.sglang.policies import Generating, Policies, at_hand
+
+from areal_sc.config.schema import GenerationConfig
+from areal_sc.engines.servers.engine import ServerEngine
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+LONG = GenerationConfig(max_new_tokens=900)
+PROMPTS = [[3 + i % 7, 11 + i] for i in range(8)]
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_answers_go_on_with_the_next_weights(
+    engine: ServerEngine, policies: Policies, generating: Generating, is_paused: bool
+) -> None:
+    old, new = engine.version, policies.add()
+    tasks = await generating(
+        lambda: [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+    )
+    if is_paused:
+        await engine.pause()
+    await engine.sleep()
+    sampled = engine.stats()["generated_tokens"]
+    assert engine.stats()["occupied_places"] == 0
+    await engine.resume()  # which is not enough: there are no weights
+    assert not any(replica.is_open for replica in engine.replicas)
+    assert engine.stats()["generated_tokens"] == sampled
+    await engine.update_weights(new, at_hand(policies.named_tensors(new)))
+    answers = await asyncio.gather(*tasks)
+    # SGLang answers a request that a pause has held, and that is aborted then, without its tokens
+    known = {new} if is_paused else {old, new}
+    assert all(known <= set(answer.versions) <= {old, new} for answer in answers)
+    assert all(len(answer.token_ids) == LONG.max_new_tokens for answer in answers)
+    policies.check_all(PROMPTS, answers)
+
+
+async def test_a_server_that_dies_asleep_starts_when_it_may_have_memory(
+    engine: ServerEngine, policies: Policies, until: Until
+) -> None:
+    await engine.sleep()
+    first, second = engine.replicas
+    assert first.server is not None
+    num_starts, new = first.num_starts, policies.add()
+    os.kill(first.server.pid, signal.SIGKILL)
+    await until(lambda: not first.is_up)
+    assert not any(replica.has_memory for replica in engine.replicas)
+    await engine.sleep()  # once more, with nothing to give up
+    await engine.update_weights(new, at_hand(policies.named_tensors(new)))
+    assert second.is_serving
+    await until(lambda: first.is_serving)
+    assert first.num_starts == num_starts + 1
+    answers = await asyncio.gather(*(engine.generate(prompt, LONG) for prompt in PROMPTS))
+    assert {version for answer in answers for version in answer.versions} == {new}
+    policies.check_all(PROMPTS, answers)

@@ -1,0 +1,208 @@
+"""A person at a shell pauses runs of real processes, lets them go on, and scales them."""
+
+from __future__ import annotations
+
+import io
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from integration.run_process import (
+    LIMIT_S,
+    SCRIPTS,
+    TINY_YAML,
+    RunProcess,
+    gate_of,
+    open_gate,
+    tiny_run,
+)
+
+from areal_sc import GRPOConfig, SFTTrainer, load_config
+from areal_sc import __main__ as program
+from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.errors import CommandError
+from areal_sc.records.metrics_log import History
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_status import RunStatus, read_status
+from areal_sc.run.verdict import State, Verdict, steps_of, verdict
+from areal_sc.run.wishes import PauseWish, take_back, write_wish
+
+LOOP = SCRIPTS / "own_loop.py"
+PAUSE_S = 3.0
+SETTINGS = (
+    *("rollout.max_staleness=0", "task.num_free_episodes=16", "scheduler.orphan_timeout_s=600"),
+)
+"""Steps follow one after the other, so a run can be repeated; its episodes are held after two."""
+
+
+def told(name: str, run_dir: Path, *words: str) -> str:
+    """What a command says."""
+    with redirect_stdout(io.StringIO()) as said:
+        program.main([name, str(run_dir), *words])
+    return said.getvalue()
+
+
+def status(run: RunProcess) -> RunStatus:
+    found = read_status(run.run_dir / "status.json")
+    assert found is not None
+    return found
+
+
+def wait_until_still(run: RunProcess) -> None:
+    run.wait_until(lambda: "Nothing is computed" in verdict_of(run).text, "a standstill")
+
+
+def verdict_of(run: RunProcess) -> Verdict:
+    return verdict(RunFolder(run.run_dir))
+
+
+def pause_in_third_step(run: RunProcess) -> None:
+    """The run stands still, and the groups of the third step are played."""
+    run.wait_until(lambda: num_open(run) == (2, 4), "the third step to be held")
+    assert "It still ends what goes on: 4 " in told("pause", run.run_dir)
+    open_gate(run.run_dir)
+    wait_until_still(run)
+
+
+def num_open(run: RunProcess) -> tuple[int, int | None]:
+    """Policy version, and groups that are open."""
+    if not (run.run_dir / "status.json").exists():
+        return -1, None
+    rollout = status(run).roles.get("rollout")
+    return (-1, None) if rollout is None else (rollout.version, rollout.num_open)
+
+
+def num_bytes(run: RunProcess) -> int:
+    """Of the ledger, which every change makes longer."""
+    return sum(path.stat().st_size for path in (run.run_dir / "ledger").iterdir())
+
+
+def test_a_paused_run_is_ended_by_ctrl_c_and_goes_on_where_it_was(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    settings = (*SETTINGS, "total_steps=5", "checkpoint.every_steps=50")
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as first:
+        pause_in_third_step(first)
+        before = num_bytes(first)
+        time.sleep(PAUSE_S)
+        assert (num_bytes(first), first.steps()) == (before, [1, 2])
+        assert verdict_of(first).state is State.paused
+        assert "paused by" in first.output
+        with pytest.raises(CommandError, match="the run is paused by"):
+            told("pause", first.run_dir)
+        first.send(signal.SIGINT)  # the first one: it ends at once, as no step goes on
+        assert first.wait(60.0) == 130, first.story()
+        assert (first.run_dir / "checkpoints" / "step-000002").is_dir()
+    assert "It is paused, and stays so" in told("status", first.run_dir)
+    gate_of(tmp_path / "run").write_bytes(b"." * 8)
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as second:
+        second.wait_until(lambda: "paused by" in second.output, "the start to say so")
+        wait_until_still(second)
+        assert second.steps() == [1, 2]
+        assert "goes on" in told("resume", second.run_dir)
+        second.finish()
+        names = [record["name"] for record in second.records("event")]
+    assert (names.count("paused"), names.count("pause_ended")) == (2, 1)
+    steps = [record["step_time_s"] for record in second.records("step")]
+    assert max(steps) < PAUSE_S
+    summary = second.summary()
+    assert (summary["num_rows_trained"], summary["num_rows_trained_twice"]) == (40, 0)
+    with pytest.raises(CommandError, match="is not paused: All of its 5 steps are done"):
+        told("resume", second.run_dir)
+
+
+def test_a_loop_of_ones_own_stays_paused_when_it_is_killed(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    settings = (*SETTINGS, "total_steps=4")
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=LOOP) as first:
+        pause_in_third_step(first)
+        first.send(signal.SIGKILL)
+        first.wait()
+        assert "It is paused, and stays so" in verdict_of(first).text
+        gate_of(tmp_path / "run").write_bytes(b"." * 8)
+        with tiny_run(tmp_path / "run", tiny_model_folder, *settings, script=LOOP) as second:
+            second.wait_until(lambda: num_open(second)[0] == 2, "its workers to be taken over")
+            wait_until_still(second)
+            time.sleep(PAUSE_S)
+            assert "step=" not in second.output
+            told("resume", second.run_dir)
+            second.finish()
+    account = read_account(first.run_dir / "ledger", lambda group: None)
+    assert (account.rows_lost, account.trained_again, account.version) == (0, [], 4)
+    assert (account.totals["rows_trained"], account.totals["rows_trained_twice"]) == (32, 0)
+
+
+def test_a_run_is_scaled_from_a_shell(tmp_path: Path, tiny_model_folder: Path) -> None:
+    stores = "rollout.store_bytes=6000"  # two of them hold a batch
+    settings = (*SETTINGS, "total_steps=5", "rollout.num_workers=2", stores)
+    with tiny_run(tmp_path / "run", tiny_model_folder, *settings) as run:
+
+        def states() -> list[str]:
+            return [worker.state for worker in status(run).roles["rollout"].workers]
+
+        run.wait_until(lambda: num_open(run)[1] == 4, "a step to be held")
+        with pytest.raises(CommandError, match=r"refused: .* room for a batch"):
+            told("scale", run.run_dir, "rollout=1")
+        assert "refused: " in told("status", run.run_dir)
+        assert "are 3 from now on" in told("scale", run.run_dir, "rollout=3")
+        run.wait_until(lambda: states() == ["ready"] * 3, "a third worker")
+        told("pause", run.run_dir)  # which workers that come and go do not mind
+        assert "are 2 from now on" in told("scale", run.run_dir, "rollout=2")
+        run.wait_until(lambda: states() == ["ready"] * 2, "two workers")
+        assert not (run.run_dir / ".scale").exists()
+        told("resume", run.run_dir)
+        gate_of(run.run_dir).write_bytes(b"." * 8)
+        run.finish()
+    changes = [(event["before"], event["num_workers"]) for event in run.events("scaled")]
+    assert changes == [(2, 3), (3, 2)]
+    assert run.steps() == [1, 2, 3, 4, 5]
+    assert run.summary()["num_rows_trained_twice"] == 0
+
+
+def test_rows_are_trained_alike_with_a_pause_and_without(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rows = [{"prompt": f"{n:b}=", "completion": f"{n:b}"[::-1]} for n in range(64)]
+    plain, paused = (RunFolder(tmp_path / name) for name in ("plain", "paused"))
+
+    def train(folder: RunFolder) -> None:
+        words = [f"run_dir={folder.path}", f"actor.path={tiny_model_folder}", "task.gate=none"]
+        settings = ["total_steps=40", "actor.optimizer.lr=1e-2", "evaluation.every_steps=0"]
+        config = load_config(["--config", str(TINY_YAML), *words, *settings], GRPOConfig)
+        SFTTrainer(config).fit(rows, batch_size=8, use_chat_template=False)
+
+    held: list[float] = []
+
+    def pause() -> None:
+        wait_until(paused.status_path.exists)  # it is starting its worker
+        write_wish(paused.pause_path, PauseWish.of_now())
+        wait_until(lambda: "Nothing is computed" in verdict(paused).text)
+        version = steps_of(verdict(paused).status.roles)  # type: ignore[union-attr]
+        time.sleep(PAUSE_S)
+        assert steps_of(verdict(paused).status.roles) == version  # type: ignore[union-attr]
+        take_back(paused.pause_path)
+        held.append(PAUSE_S)
+
+    train(plain)
+    watcher = threading.Thread(target=pause)
+    watcher.start()
+    train(paused)
+    watcher.join()
+    assert held, "it was not paused"
+    of_plain, of_paused = (History.read(it.metrics_path).steps for it in (plain, paused))
+    assert len(of_plain) == len(of_paused) == 40
+    for name in ("loss", "grad_norm", "num_tokens"):
+        assert [it.train[name] for it in of_plain] == [it.train[name] for it in of_paused]
+    assert max(it.step_time_s for it in of_paused) < PAUSE_S
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)

@@ -1,0 +1,199 @@
+"""What `pause`, `resume` and `scale` refuse, and what of their files counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_sc import __main__ as program
+from areal_sc.commands import wishing
+from areal_sc.errors import CommandError, RunFolderError, WaitTimeout
+from areal_sc.run.run_folder import RunFolder
+from areal_sc.run.run_status import HeardWishes, RoleStatus, RunStatus
+from areal_sc.run.verdict import State, verdict
+from areal_sc.run.wishes import (
+    PauseWish,
+    RunWishes,
+    ScaleWish,
+    take_answered,
+    write_wish,
+)
+from areal_sc.system.process import machine_id
+
+OWNER = """
+import sys, time
+from areal_sc.run.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.open(config_text="")
+print("open", flush=True)
+time.sleep(600)
+"""
+PAUSE, SCALE = PauseWish(1000.0, "me"), ScaleWish(3, "a1", "me")
+
+
+def status_of(pid: int, now: float, **changes: object) -> RunStatus:
+    values = {
+        **{"host": "host-a", "machine": machine_id(), "pid": pid, "began": now - 60},
+        **{"orphan_timeout_s": 300.0, "written": now, "progressed": now},
+        **changes,
+    }
+    return RunStatus(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Of a run that nobody has."""
+    folder = RunFolder(tmp_path / "run")
+    with folder:
+        folder.open(config_text="")
+    return folder
+
+
+@pytest.fixture
+def owner(folder: RunFolder) -> Iterator[int]:
+    """A process that has the folder, and hears nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder.path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "open\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def tell(folder: RunFolder, status: RunStatus) -> None:
+    folder.status_path.write_bytes(msgspec.json.encode(status))
+
+
+@pytest.mark.parametrize(("name", "words"), [("pause", ()), ("scale", ("rollout=2",))])
+def test_what_is_no_run_that_goes_on_is_refused(
+    folder: RunFolder, tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(CommandError, match="there is no folder"):
+        program.main([name, str(tmp_path / "none"), *words])
+    with pytest.raises(CommandError, match="not the folder of a run"):
+        program.main([name, str(tmp_path), *words])
+    with pytest.raises(CommandError, match=r"no run goes on in .*No script has the folder"):
+        program.main([name, str(folder.path), *words])
+    folder.summary_path.write_text('{"num_steps": 7}')
+    with pytest.raises(CommandError, match="All of its 7 steps are done"):
+        program.main([name, str(folder.path), *words])
+    for path in (folder.path / "run.json", folder.path / ".run.json"):
+        path.write_text(json.dumps({"kind": "areal_sc run", "format_version": 4}))
+    with pytest.raises(CommandError, match="expected format 5, got 4"):
+        program.main([name, str(folder.path), *words])
+    assert not folder.pause_path.exists()
+    assert not folder.scale_path.exists()
+
+
+@pytest.mark.parametrize("word", ["rollout=0", "rollout=-1", "rollout=two", "train=2", "3"])
+def test_a_number_that_is_none_is_refused(
+    folder: RunFolder, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(["scale", str(folder.path), word])
+    assert ended.value.code == 2
+    assert f"expected rollout=N with a number of workers from 1, got {word!r}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_script_that_hears_no_wishes_is_named(
+    folder: RunFolder, owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    tell(folder, status_of(owner, now))
+    with pytest.raises(CommandError, match="of an older areal_sc"):
+        program.main(["pause", str(folder.path)])
+    tell(folder, status_of(owner, now, wishes=HeardWishes(), roles={"train": RoleStatus(now, 1)}))
+    with pytest.raises(CommandError, match="has no rollout workers"):
+        program.main(["scale", str(folder.path), "rollout=2"])
+    monkeypatch.setattr(wishing, "TIMEOUT_S", 0.2)
+    with pytest.raises(WaitTimeout, match=r"has not answered within 0\.2 s .*acts as soon"):
+        program.main(["pause", str(folder.path)])
+    assert folder.pause_path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pause_of_a_dead_run_is_told_and_taken_back(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CommandError, match="is not paused: No script has the folder"):
+        program.main(["resume", str(folder.path)])
+    write_wish(folder.pause_path, PAUSE)
+    assert "It is paused, and stays so" in verdict(folder).text
+    with folder:
+        folder.open(config_text="")  # begins again from nothing
+    assert folder.pause_path.exists()
+    program.main(["resume", str(folder.path)])
+    assert "its next start is not paused" in capsys.readouterr().out
+    assert not folder.pause_path.exists()
+
+
+def test_what_a_paused_run_does_is_told(folder: RunFolder, owner: int) -> None:
+    now = time.time()
+    role = RoleStatus(now, 3, num_running=4, is_held=True)
+    status = status_of(owner, now - 5000, wishes=HeardWishes(PauseWish(now - 300, "me on host-a")))
+    status.written, status.roles = now, {"rollout": role}
+    tell(folder, status)
+    found = verdict(folder, now)
+    assert found.state is State.paused
+    assert "By me on host-a, 5m00s ago. It still ends what goes on: 4 groups run" in found.text
+    role.num_running = 0
+    tell(folder, status)
+    assert "Nothing is computed; `resume` lets it go on." in verdict(folder, now).text
+    assert not found.have_workers_ended
+
+
+def test_wishes_are_read_until_they_are_gone(folder: RunFolder) -> None:
+    told: list[str] = []
+    nothing = RunWishes()
+    assert nothing.renewed(folder, told.append) == nothing
+    write_wish(folder.pause_path, PAUSE)
+    write_wish(folder.scale_path, SCALE)
+    both = nothing.renewed(folder, told.append)
+    assert both == RunWishes(PAUSE, SCALE)
+    take_answered(folder, ScaleWish(3, "another", "me"))
+    assert folder.scale_path.exists()
+    take_answered(folder, SCALE)
+    assert both.renewed(folder, told.append) == RunWishes(PAUSE)
+    assert told == []
+
+
+def test_files_that_others_may_have_written_do_not_count(folder: RunFolder) -> None:
+    told: list[str] = []
+    write_wish(folder.pause_path, PAUSE)
+    folder.pause_path.chmod(0o622)
+    assert RunWishes().renewed(folder, told.append) == RunWishes()
+    assert "nobody else can write to" in told[-1]
+    folder.pause_path.chmod(0o600)
+    folder.pause_path.write_bytes(b"{")
+    before = RunWishes(PAUSE)
+    assert before.renewed(folder, told.append) == before, "what was heard before counts"
+    assert "is damaged" in told[-1]
+    folder.pause_path.unlink()
+    folder.pause_path.symlink_to(folder.status_path)
+    assert RunWishes().renewed(folder, told.append) == RunWishes()
+    assert "is a link" in told[-1]
+    if os.getuid() == 0:
+        folder.pause_path.unlink()
+        write_wish(folder.pause_path, PAUSE)
+        os.chown(folder.pause_path, 1234, -1)
+        assert RunWishes().renewed(folder, told.append) == RunWishes()
+        assert "got one of user 1234" in told[-1]
+
+
+def test_a_wish_that_cannot_be_written_is_named(folder: RunFolder) -> None:
+    with pytest.raises(RunFolderError, match=r"cannot write .*No such file"):
+        write_wish(folder.status_path / "x", PAUSE)

@@ -1,0 +1,51 @@
+"""Training runs on machines without room for both sides, in which everything may fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from simulation import fault_run
+from simulation.faults import FaultKind
+
+from areal_sc.controller.turns import Turns
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"  # the coroutines of dead processes
+)
+DEADLY = {
+    FaultKind.kill_rollout,
+    FaultKind.hang_rollout,
+    FaultKind.kill_train,
+    FaultKind.hang_train,
+    FaultKind.kill_controllers,
+}
+
+
+def play(seeds: Iterable[int]) -> None:
+    """`FaultRun` checks each step, `play_in_turns` the cards; workers, what they sample with."""
+    struck: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            run = fault_run.play_in_turns(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        struck.update(kind for kind, _ in run.faults.struck)
+    assert set(struck) >= DEADLY, "a kind of fault has never struck"
+
+
+def test_memory_is_never_over_the_card_and_the_run_goes_on() -> None:
+    play(range(40))
+
+
+@pytest.mark.long
+def test_the_same_under_more_schedules() -> None:
+    play(range(40, 200))
+
+
+def test_a_card_that_is_given_away_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Turns, "may_use", lambda self, side: True)
+    with pytest.raises(AssertionError, match="node-"):
+        fault_run.play_in_turns(0)
