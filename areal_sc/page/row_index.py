@@ -92,7 +92,7 @@ class PlacedGroup(NamedTuple):
     end: int
 
 
-class _State(msgspec.Struct):
+class _IndexState(msgspec.Struct):
     """What the database holds.
 
     Attributes:
@@ -365,10 +365,10 @@ class RowIndex:
         }
 
 
-def state_of(database: sqlite3.Connection) -> _State:
+def state_of(database: sqlite3.Connection) -> _IndexState:
     """How far the files are read."""
     (content,) = database.execute("SELECT json FROM state").fetchone()
-    return msgspec.json.decode(content, type=_State)
+    return msgspec.json.decode(content, type=_IndexState)
 
 
 def metric_columns(database: sqlite3.Connection) -> dict[str, str]:
@@ -382,7 +382,7 @@ def _make(database: sqlite3.Connection) -> None:
         if found == 0:  # another page has not made it meanwhile
             for statement in _SCHEMA.split(";"):
                 database.execute(statement)
-            database.execute("INSERT INTO state VALUES (?)", [msgspec.json.encode(_State())])
+            database.execute("INSERT INTO state VALUES (?)", [msgspec.json.encode(_IndexState())])
             database.execute(f"PRAGMA user_version = {_FORMAT}")
 
 
@@ -407,5 +407,5 @@ def _delete(database: sqlite3.Connection, groups: str, *values: Any) -> None:
 
 
 def _staleness(row: RecordedRow, step: int | None) -> int | None:
-    """Of the first trained token, in policy versions, as of samples."""
+    """How old the first trained token is, in policy versions, as samples tell it."""
     return step - 1 - row.versions[0][0] if row.versions and step is not None else None
