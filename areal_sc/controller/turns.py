@@ -1,4 +1,4 @@
-"""Whose turn it is to use the memory of the cards that training and generation share.
+"""The turns in which training and generation use the memory of the cards that they share.
 
     nobody's ──want──► a side's ──the other side wants──► it leaves ──left──► nobody's
 
@@ -16,7 +16,7 @@ from enum import StrEnum
 
 
 class Side(StrEnum):
-    """Who uses the memory: the ranks of all models, or the engines of all rollout workers."""
+    """One of the two that use the memory: all ranks, or the engines of all rollout workers."""
 
     training = "training"
     generation = "generation"
