@@ -49,7 +49,7 @@ class Turns:
         self._wants[side] -= 1
 
     def wait_for_idle(self, change: int) -> None:
-        """So many more, or fewer, want generation, but not between two calls of a step."""
+        """Generation is wanted by so many more, or fewer, but not between two calls of a step."""
         self._num_patient += change
 
     def is_wanted(self, side: Side) -> bool:
@@ -77,7 +77,7 @@ class Turns:
 
     @property
     def _next(self) -> Side | None:
-        """Who is wanted, training first."""
+        """The side that is wanted, training first."""
         if self._wants[Side.training]:
             return Side.training
         may_come = self.is_idle or self.holder is not Side.training
