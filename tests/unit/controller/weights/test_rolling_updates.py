@@ -19,6 +19,7 @@ from areal_sc.config.schema import (
 from areal_sc.config.server_settings import SGLangConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.weights.weight_updates import NO_VERSION
 from areal_sc.engines.handles import make_generator
 from areal_sc.fleet.worker_life import Tell
@@ -60,7 +61,13 @@ def make_workers(**settings: Any) -> tuple[RolloutWorkers, UpdatingFleet]:
     fleet: Any = UpdatingFleet()
     background = Background(10.0, lambda: "")
     workers = RolloutWorkers(
-        make_generator(config), fleet, background, lambda run: True, turn, lambda event: None
+        make_generator(config),
+        fleet,
+        background,
+        lambda run: True,
+        turn,
+        lambda event: None,
+        SharedCard(),
     )
     report = SimpleNamespace(node="node", store_room_bytes=0, incarnation="life")
     facts = {"worker": report, "is_adopted": False, "has_lived": True}

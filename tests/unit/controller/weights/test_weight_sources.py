@@ -22,6 +22,7 @@ from simulation.virtual_loop import run_virtual
 from areal_sc.config.schema import RolloutConfig, SchedulerConfig, WeightUpdateConfig
 from areal_sc.controller.background import Background
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
+from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.weights.weight_sources import (
     MAX_REFUSED,
     MIN_LATE_S,
@@ -82,6 +83,7 @@ class Cluster:
             lambda run: True,
             partial(asyncio.sleep, 0),
             lambda event: None,
+            SharedCard(),
         )
         self.members: list[Any] = [
             SimpleNamespace(

@@ -21,6 +21,7 @@ from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
+from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.errors import (
     CheckpointError,
     ConfigError,
@@ -133,6 +134,31 @@ def test_logprobs_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> N
     found = engine.forward(known, "logprobs")
     assert torch.allclose(found.double(), expected.masked_fill(is_left_out, 0), atol=1e-5)
     assert engine.forward(rows.take([]), "logprobs").shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_an_engine_that_has_slept_trains_on_as_if_it_had_not(
+    model_folder: Path, dtype: Dtype
+) -> None:
+    found = []
+    for sleeps in (False, True):
+        engine = FSDPEngine(replace(actor_config(model_folder), dtype=dtype))
+        engine.initialize(0, 1, "")
+        for step in range(3):
+            if sleeps:
+                engine.sleep()
+                parameters = engine._model.causal_lm.parameters()
+                held = [local_part(p.detach()).untyped_storage() for p in parameters]
+                # those that are mapped from the model file stay
+                assert not any(it.nbytes() for it in held if it.resizable())
+                assert not any(it.untyped_storage().nbytes() for it in engine._optimizer.tensors)
+                engine.wake()
+            metrics = ppo_update(engine, [make_rows(step)], step=step)
+        found.append((weights(engine), metrics))
+        engine.close()
+    (expected, metrics), (trained, others) = found
+    assert metrics == others
+    assert all(torch.equal(expected[name], trained[name]) for name in expected)
 
 
 def test_entropy_of_trained_tokens(engine: FSDPEngine, model_folder: Path) -> None:

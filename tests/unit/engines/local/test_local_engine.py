@@ -229,6 +229,37 @@ async def test_weights_change_in_the_middle_of_completions(
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
+async def test_answers_sleep_and_go_on_under_the_next_weights(
+    long_model: Callable[..., PreTrainedModel],
+    reference_logprobs: Callable[..., list[float]],
+) -> None:
+    model = long_model()
+    models = {0: copy.deepcopy(model), 3: long_model(seed=1)}
+    async with running(model, max_prefill_tokens=7) as engine:
+        prompts = [[i + 1, i + 2] for i in range(4)]
+        tasks = [
+            asyncio.create_task(engine.generate(prompt, ENDLESS, prefix_group="g"))
+            for prompt in prompts
+        ]
+        await until(lambda: engine.stats()["generated_tokens"] >= 20)
+        await engine.sleep()
+        await engine.sleep()  # a repeat changes nothing
+        before = engine.stats()
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
+        late = asyncio.create_task(engine.generate([9], ENDLESS, prefix_group="g"))
+        await engine.resume()  # which is not enough: there are no weights
+        assert engine.stats()["steps"] == before["steps"]
+        await engine.update_weights(3, at_hand(models[3].named_parameters()))
+        await until(lambda: engine.stats()["generated_tokens"] >= before["generated_tokens"] + 40)
+        engine.cancel_group("g")
+        completions = await asyncio.gather(*tasks)
+        assert set((await late).versions) <= {3}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert set(completion.versions) == {0, 3}
+        expected = reference_logprobs(models, prompt, completion, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
 async def test_a_refused_update_leaves_weights_and_version(
     long_model: Callable[..., PreTrainedModel],
 ) -> None:
