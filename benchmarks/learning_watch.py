@@ -39,8 +39,9 @@ def reward(prompt, completion):
     return {paid}
 
 
-first_project.reward = reward
-sys.exit(run_script(first_project.main))
+if __name__ == "__main__":
+    first_project.reward = reward
+    sys.exit(run_script(first_project.main))
 """
 HEALTHY: Final = ("letter_sort", "first_project", "tool_use", "dpo")
 SICK: Final = ("letter_sort_lr", "always_zero", "format_alone")
@@ -112,7 +113,9 @@ def main() -> None:
             for case in arguments.only:
                 run_dir = run_dir_of(case, seed, Path(name), arguments.steps)
                 records[case, seed] = judged(run_dir)
-    report.print_records("What runs say of their learning", {}, ("run", "seed"), records)
+    report.print_records(
+        "What runs say of their learning", {"seeds": arguments.seeds}, ("run", "seed"), records
+    )
     report.write(report.flat(records), arguments.json)
 
 
