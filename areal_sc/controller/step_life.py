@@ -112,7 +112,7 @@ class StepLife:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """Of each update; None, where one trains other rows than those of the batch."""
+        """The split of each update; no one, where one trains other rows than those of the batch."""
         of_batch = [] if self.batch is None else _groups(self.batch.rows)
         are_of_batch = all(_groups(rows) == of_batch for rows, _ in self._updates.values())
         return tuple(split for _, split in self._updates.values()) if are_of_batch else ()

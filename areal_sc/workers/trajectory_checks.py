@@ -109,7 +109,10 @@ def _problem(row: Any, *, is_trained: bool) -> str:
 
 
 def _held_list(values: list[Any], dtype: str) -> Any:
-    """As `_held` of a list of Python's numbers, at a third of the time; None: let that decide."""
+    """The array that `_held` gives, of a list of Python's numbers, in a third of its time.
+
+    None: let that decide.
+    """
     code = _ARRAY_CODES.get(dtype)
     if code is None or not values or type(values[0]) not in (int, float):
         return None

@@ -124,7 +124,7 @@ class PromptLife:
 
     @property
     def rows(self) -> list[RowLife]:
-        """Those of the last attempt."""
+        """The rows of the last attempt."""
         return self.attempts[-1].rows if self.attempts else []
 
 

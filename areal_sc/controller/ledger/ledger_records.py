@@ -16,7 +16,7 @@ from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.sources.prompt_choice import PromptPast
 
 Split = tuple[tuple[tuple[int, ...], ...], ...]
-"""Who trains which rows of a batch: [data rank][minibatch][row of the batch]."""
+"""The rows of a batch that each trains: [data rank][minibatch][row of the batch]."""
 
 
 class ConsumedStep(Struct, frozen=True, array_like=True):
