@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from areal_sc.agents.calls import CallRefused, Dialect
 from areal_sc.agents.dialects.chat_completions import ChatCompletions
@@ -17,6 +19,8 @@ from areal_sc.agents.dialects.responses import Responses
 
 DIALECTS: Final[tuple[Dialect, ...]] = (ChatCompletions(), Responses(), AnthropicMessages())
 MAX_BODY_BYTES: Final = 8 << 20
+MAX_NESTING: Final = 200
+"""Lists and objects of a body within each other; templates and encoders end at about 500."""
 BACKLOG: Final = 1024
 """Connections that may come in one instant; a thousand agents may begin together."""
 RETRY_COUNT: Final = "x-stainless-retry-count"
@@ -25,6 +29,16 @@ DELIVERY: Final = "x-areal-delivery"
 """Names an answer that is passed on, so that it can be said at `UNDELIVERED` that this failed."""
 UNDELIVERED: Final = "/undelivered"
 _BODY_TIMEOUT_S: Final = 60.0
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (web.RequestPayloadError, HttpProcessingError))
+
+
+SERVER_LOG: Final = logging.getLogger(f"{__name__}.server")
+"""Where aiohttp tells of what failed; a broken request is the client's fault, which has its 400."""
+SERVER_LOG.addFilter(_is_ours)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,11 +72,20 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """Raises: CallRefused: 400: it is no JSON object."""
+    """Raises: CallRefused: 400: it is no JSON object, or nested too deeply."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        found = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CallRefused(400, "invalid_json", f"the body is no JSON object: {error}") from error
+    level: list[Any] = [found]
+    for _ in range(MAX_NESTING):
+        inner = [it.values() if isinstance(it, dict) else it for it in level]
+        level = [it for values in inner for it in values if isinstance(it, (dict, list))]
+        if not level:
+            return found
+    raise CallRefused(
+        400, "invalid_json", f"the body is nested more than {MAX_NESTING} levels deep"
+    )
 
 
 def answer_of(body: Any) -> web.Response:

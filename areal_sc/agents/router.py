@@ -41,6 +41,7 @@ from areal_sc.agents.http import (
     DIALECTS,
     MAX_BODY_BYTES,
     RETRY_COUNT,
+    SERVER_LOG,
     UNDELIVERED,
     answer_of,
     key_in,
@@ -237,6 +238,7 @@ async def _serve() -> None:
         runner = web.AppRunner(
             router.application(),
             access_log=None,
+            logger=SERVER_LOG,
             handler_cancellation=True,
             shutdown_timeout=_SHUTDOWN_S,
         )

@@ -43,6 +43,7 @@ from areal_sc.agents.http import (
     DIALECTS,
     MAX_BODY_BYTES,
     RETRY_COUNT,
+    SERVER_LOG,
     UNDELIVERED,
     Handler,
     decoded,
@@ -287,7 +288,11 @@ class AgentServer:
         app.router.add_route("*", "/{path:.*}", refuse_path(paths))
         # a client that goes away ends its handler, and so stops waiting
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
+            app,
+            access_log=None,
+            logger=SERVER_LOG,
+            handler_cancellation=True,
+            shutdown_timeout=_SHUTDOWN_S,
         )
         await runner.setup()
         await web.TCPSite(runner, _HOST, 0, backlog=BACKLOG).start()

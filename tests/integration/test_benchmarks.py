@@ -26,6 +26,7 @@ LIMIT_S = 240
 
 PROMISED = {
     "admission --part doubling": {"lengths_double_just_in_time_steps_to_adapt"},
+    "agent_schedules": {"trained", "worker_deaths", "server_deaths"},
     "agent_sessions": {"thinking_call_cpu_ms", "at_once_late_most_ms"},
     "algorithms": {"decoupled_ppo_0_accuracy_before", "decoupled_ppo_0_accuracy_after"},
     "against_checkout": {"cpu_s_ratio", "s_ratio_high"},

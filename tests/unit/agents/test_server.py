@@ -17,6 +17,7 @@ import chat_templates as templates
 import pytest
 from scripted_engine import ScriptedEngine, check_trained, engine_for
 
+from areal_sc.agents.http import MAX_NESTING
 from areal_sc.agents.server import MAX_BODY_BYTES, AgentServer, OpenSession
 from areal_sc.agents.session import MAX_RUNNING_CALLS, Session, SessionSettings
 from areal_sc.config.schema import GenerationConfig
@@ -379,6 +380,38 @@ async def test_a_key_of_idempotency_is_of_one_body_under_one_path() -> None:
         assert (await post(client, asks("hi"), key))[0] == 200
         assert (session.counts["refused"], session.counts["retries"]) == (2, 1)
         check_trained(engine, opened.trajectories(1.0))
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+async def test_a_body_that_is_nested_too_deeply_is_refused_before_it_is_a_call(
+    opening: str, closing: str
+) -> None:
+    engine = engine_for(templates.QWEN)
+    engine.will_say("hello<|im_end|>")
+    body = json.dumps(asks("hi", metadata="NESTED"))
+    async with serving(engine) as (opened, session), client_of(opened) as client:
+        for depth in (MAX_NESTING, 460, 990, 100_000):
+            nested = opening * depth + "1" + closing * depth
+            async with client.post(
+                "chat/completions", data=body.replace('"NESTED"', nested)
+            ) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["code"] == "invalid_json"
+        assert (await post(client, asks("hi")))[0] == 200
+        assert session.counts["refused"] == 4
+        assert len(engine.sent) == 1
+
+
+async def test_a_broken_body_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(engine_for(templates.QWEN)) as (opened, _):
+        for encoding, body in (("gzip", b"{}"), ("deflate", b"\0\1zz")):
+            headers = {"Content-Encoding": encoding}
+            async with (
+                client_of(opened) as client,
+                client.post("chat/completions", data=body, headers=headers) as response,
+            ):
+                assert response.status == 400
+    assert not [it for it in caplog.records if it.levelname == "ERROR"]
 
 
 async def test_a_body_that_is_not_of_its_encoding_is_refused_in_the_form_of_its_dialect() -> None:
