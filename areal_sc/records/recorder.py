@@ -118,7 +118,8 @@ class Recorder:
             with self._counting:
                 if self._num_waiting_tokens > MAX_WAITING_TOKENS:
                     logger.debug(_FAR_BEHIND)
-                elif self._put(played):
+                elif self._has_room():
+                    self._waiting.append(played)
                     self._num_waiting_tokens += played.num_tokens
 
     def add_span(
@@ -140,19 +141,23 @@ class Recorder:
         if not self.is_on:
             return
         first, last = versions
-        self._put(
-            RecordedSpan(
-                process=self.process,
-                kind=kind,
-                began=began,
-                took_s=took_s,
-                lane=lane,
-                about=about,
-                first_version=first,
-                last_version=last,
-                num_tokens=num_tokens,
-            )
+        span = RecordedSpan(
+            process=self.process,
+            kind=kind,
+            began=began,
+            took_s=took_s,
+            lane=lane,
+            about=about,
+            first_version=first,
+            last_version=last,
+            num_tokens=num_tokens,
         )
+        self.add_spans((span,))
+
+    def add_spans(self, spans: Iterable[RecordedSpan]) -> None:
+        """Records spans of this process."""
+        if self.is_on and self._has_room():
+            self._waiting.extend(spans)
 
     def begin(self) -> None:
         """Something begins: `find_open` is asked from now on."""
@@ -193,13 +198,12 @@ class Recorder:
         if thread is not None:
             thread.join(_CLOSE_LIMIT_S)
 
-    def _put(self, record: PlayedGroup | RecordedSpan) -> bool:
-        """Whether it waits now."""
+    def _has_room(self) -> bool:
+        """Whether one more may wait."""
         self.begin()
         if len(self._waiting) >= _MAX_WAITING:
             logger.debug(_FAR_BEHIND)
             return False
-        self._waiting.append(record)
         return True
 
     def _start(self) -> None:

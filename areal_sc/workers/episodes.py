@@ -313,30 +313,30 @@ class Episodes:
             del self._running[episode]
             heappush(self._free_lanes, lane)
             whole.took_s = time.monotonic() - whole.since_s
-            for span in (whole, *episode.past_waits):
-                self._recorder.add_span(
-                    span.what,
-                    span.began,
-                    span.took_s,
-                    lane=lane,
-                    about=episode.group,
-                    versions=span.versions,
-                    num_tokens=span.num_tokens,
-                )
+            self._recorder.add_spans(
+                self._span(wait, lane, episode) for wait in (whole, *episode.past_waits)
+            )
 
     def begun_until(self, until: float) -> Iterator[RecordedSpan]:
         """What goes on, and had begun at that Unix time; from any thread."""
         for episode, (lane, whole) in list(self._running.items()):
             for wait in (whole, *episode.open_waits):
                 if wait.began <= until:
-                    yield RecordedSpan(
-                        process=self._recorder.process,
-                        kind=wait.what,
-                        began=wait.began,
-                        took_s=0.0,
-                        lane=lane,
-                        about=episode.group,
-                    )
+                    yield self._span(wait, lane, episode)
+
+    def _span(self, wait: EpisodeWait, lane: int, episode: WorkerEpisodeEngine) -> RecordedSpan:
+        first, last = wait.versions
+        return RecordedSpan(
+            process=self._recorder.process,
+            kind=wait.what,
+            began=wait.began,
+            took_s=wait.took_s,
+            lane=lane,
+            about=episode.group,
+            first_version=first,
+            last_version=last,
+            num_tokens=wait.num_tokens,
+        )
 
     def note_kept(self) -> None:
         self._num_kept += 1

@@ -198,7 +198,9 @@ class RolloutWorker(Worker):
         """Episodes of one prompt; cancelled, it seals nothing."""
         began, began_s = time.time(), time.perf_counter()
         prefix_group = f"{group.group_id}.{group.attempt}.{group.prompt.index}"
-        played = await self._episodes(group.prompt, group.workflow, prefix_group, group.group_size)
+        row, played = await self._episodes(
+            group.prompt, group.workflow, prefix_group, group.group_size
+        )
         kept: dict[int, Episode] = {}
         rejected: dict[str, list[Rejection]] = {}
         metrics: dict[str, list[float]] = {}
@@ -214,7 +216,7 @@ class RolloutWorker(Worker):
             self._group_counters["finished_groups"] += 1
             self._group_counters["group_s"] += time.perf_counter() - began_s
         if self.recorder.is_on and group.group_id >= 0:
-            text = self._text_of(group.prompt)
+            text = text_of(row, row_text) if row is not None else ""
             self.recorder.add_group(played_group(self.spec.name, group, text, began, played))
         sums = {name: (sum(values), len(values)) for name, values in metrics.items()}
         causes = tuple(calls.RejectedEpisodes(len(same), same[0]) for same in rejected.values())
@@ -225,7 +227,7 @@ class RolloutWorker(Worker):
     async def run_evaluation(self, wanted: calls.RunEvaluation) -> calls.EvaluationReply:
         """One episode, of which nothing is stored."""
         name, seen = f"evaluation.0.{wanted.prompt.index}", EvaluatedEpisode(wanted.temperature)
-        (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
+        _, (rows,) = await self._episodes(wanted.prompt, wanted.workflow, name, 1, seen)
         text = evaluated_text(seen, self.engine.tokenizer) if wanted.keeps_text else None
         return await evaluation_reply(rows, seen, text, self._rewards)
 
@@ -331,7 +333,8 @@ class RolloutWorker(Worker):
         name: str,
         num_episodes: int,
         evaluated: EvaluatedEpisode | None = None,
-    ) -> list[Episode | Rejection]:
+    ) -> tuple[dict[str, Any] | None, list[Episode | Rejection]]:
+        """The row of the dataset, None where it cannot be had, and what came of each episode."""
         for number in (workflow_number, reference.dataset):
             await self.files.bring_source(number)
         workflow = self.sources.workflow(workflow_number)
@@ -341,7 +344,7 @@ class RolloutWorker(Worker):
         except BaseException as error:  # the user's code may raise anything
             what = f"row {reference.index} of the dataset: {describe(error)}"
             rejection = Rejection.raised(RejectionKind.dataset_error, what, error)
-            return [self._noted(rejection, reference.index)] * num_episodes
+            return None, [self._noted(rejection, reference.index)] * num_episodes
         wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
         where = f"row {reference.index}"
         try:
@@ -354,7 +357,7 @@ class RolloutWorker(Worker):
                 ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # by its own name, for the controller
-        return [episode.result() for episode in episodes]
+        return prompt, [episode.result() for episode in episodes]
 
     async def _episode(
         self,

@@ -113,14 +113,17 @@ def _held_list(values: list[Any], dtype: str) -> Any:
 
     None: let that decide.
     """
-    code = _ARRAY_CODES.get(dtype)
-    if code is None or not values or type(values[0]) not in (int, float):
+    if dtype == "bool":
+        held = _as_array(values, dtype)
+        return held if held.dtype == bool else None
+    if not values or type(values[0]) not in (int, float):
         return None
     try:
-        held = np.frombuffer(array(code, values), dtype)
+        held = np.frombuffer(array(_ARRAY_CODES[dtype], values), dtype)
     except (TypeError, OverflowError):
         return None
-    return held if code == "i" or np.isfinite(held).all() else None
+    # a product is finite only if all values are
+    return held if dtype == "int32" or math.isfinite(held.dot(held)) else None
 
 
 def _as_array(values: Any, dtype: str) -> Any:
