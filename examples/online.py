@@ -37,8 +37,8 @@ async def collect(client: aiohttp.ClientSession) -> None:
         answer.raise_for_status()
         try:
             reward = await look_up(episode["row"], SimpleNamespace(**episode))
-        except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
-            end, body = "reject", {"reason": str(error)}
+        except Exception as error:  # an answer may be anything, a table named by a list, say
+            end, body = "reject", {"reason": repr(error)}
         else:
             end, body = "reward", {"reward": reward}
         # a worker that has died meanwhile answers 410: its episodes are played again

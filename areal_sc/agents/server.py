@@ -192,7 +192,7 @@ class AgentServer:
         await self._started()
         if ipaddress.ip_address(interface.host).is_loopback:
             return AgentsAt(self._life, f"http://{_HOST}:{self.port}")
-        if self._listening is None:
+        if self._listening is None or (self._listening.done() and self._listening.exception()):
             self._listening = asyncio.create_task(self._on_thread(self._listen(interface.host)))
         port, fingerprint = await asyncio.shield(self._listening)
         host = bracketed(interface.advertised_host)

@@ -98,6 +98,7 @@ class RoleStatus(msgspec.Struct):
         num_running: groups that run. None: it has none.
         is_held: the script waits in a call of this controller for the end of a pause.
         agents_url: where agents outside find the run; "": nowhere.
+        waits_outside: its episodes wait for agents outside, as long as these take.
     """
 
     looked: float
@@ -109,6 +110,7 @@ class RoleStatus(msgspec.Struct):
     num_running: int | None = None
     is_held: bool = False
     agents_url: str = ""
+    waits_outside: bool = False
     waits: list[Wait] = []
     agents: list[AgentStatus] = []
     workers: list[WorkerStatus] = []

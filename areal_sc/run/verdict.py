@@ -153,6 +153,11 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
     if status.wishes is not None and status.wishes.pause is not None:
         return State.paused, _paused(status, status.wishes.pause, now)
     quiet_s, before_s = now - status.progressed, status.longest_quiet_s
+    if quiet_s > QUIET_S and any(role.waits_outside for role in status.roles.values()):
+        return State.waiting, (
+            f"Nothing was finished for {short_duration(quiet_s)}; its episodes wait for agents "
+            "outside, as long as these take."
+        )
     if quiet_s > max(HUNG_S, _HUNG_FACTOR * before_s):
         return State.hung, (
             f"Nothing was finished for {short_duration(quiet_s)}; before, that took "

@@ -212,6 +212,10 @@ class EvaluationReply(Struct, frozen=True, array_like=True):
     text: EvaluatedText | None = None
 
 
+AGENT_OUTSIDE: Final = "an agent outside"
+"""What an episode waits for that has no time limit."""
+
+
 class Waiting(Struct, frozen=True, array_like=True):
     """Running episodes that wait for the same, and for how long the first of them does."""
 

@@ -28,7 +28,7 @@ from areal_sc.rewards.functions import name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
-from areal_sc.workers.calls import EpisodesReport, Waiting
+from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
 from areal_sc.workflows.base import AgentReturn, AgentSession
 from areal_sc.workflows.chat import ChatTurn, Conversation, OnText
@@ -220,8 +220,8 @@ class WorkerEpisodeEngine:
             )
         assert self._agents is not None
         assert self._agent_pool is not None
-        told = json.loads(as_json(row, "an agent outside"))
-        with self._waiting("an agent outside"):
+        told = json.loads(as_json(row, AGENT_OUTSIDE))
+        with self._waiting(AGENT_OUTSIDE):
             return await self._agents.wait_outside(session.api_key, told, self._agent_pool.config)
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:

@@ -113,8 +113,8 @@ class TaskMix(Iterable[dict[str, Any]]):
 
     Attributes:
         workflow: plays them all.
-    Raises: WorkflowError: there is no task, one has no row or a weight that is not above 0, or a
-        name with `/`.
+    Raises: WorkflowError: there is no task, one has no row or a weight that is not above 0, a name
+        with `/`, or a workflow that waits for agents outside.
     """
 
     def __init__(self, tasks: Mapping[str, Task], *, seed: int = 0) -> None:
@@ -127,6 +127,11 @@ class TaskMix(Iterable[dict[str, Any]]):
                 raise WorkflowError(f"task {name!r}: expected a name without '/'")
             if hasattr(task.prompts, "__len__") and not len(task.prompts):
                 raise WorkflowError(f"task {name!r} has no rows")
+            if task.workflow.waits_outside:
+                raise WorkflowError(
+                    f"task {name!r} waits for agents outside, for which the others would have to "
+                    "wait, too: give it a run of its own"
+                )
         self._tasks = dict(tasks)
         self._seed = seed
         self.workflow = MixedWorkflow({name: task.workflow for name, task in tasks.items()})

@@ -20,7 +20,7 @@ from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
-from areal_sc.workers.calls import EpisodesReport
+from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport
 
 LOOK_S: Final = 5.0
 FIRST_NOTICE_S: Final = 40.0
@@ -92,7 +92,10 @@ class ProgressWatch:
         return sum(groups.num_awaited for groups in self._groups)
 
     def _check_lost(self, reports: Mapping[str, EpisodesReport | None], now_s: float) -> None:
-        """Time is lost from the first rejection on, up to the newest, while nothing is kept."""
+        """Time is lost from the first rejection on, up to the newest, while nothing is kept.
+
+        None is lost while agents outside are waited for, who may take their time.
+        """
         before = self._ended
         self._ended = before | {
             name: (report.num_kept, report.num_rejected)
@@ -100,6 +103,10 @@ class ProgressWatch:
             if report is not None
         }
         (kept, rejected), (old_kept, old_rejected) = map(_totals, (self._ended, before))
+        waits = (wait.what for report in reports.values() if report for wait in report.waiting)
+        if AGENT_OUTSIDE in waits:
+            self._lost_since_s = None
+            return
         if kept != old_kept:
             self._lost_since_s = None
         if rejected == old_rejected:

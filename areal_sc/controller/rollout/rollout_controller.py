@@ -105,6 +105,7 @@ class RolloutController(WeightsReader):
         )
         self.groups = TrainingGroups(tools, self._journal.durable)
         self._outside = OutsideGroups(tools)
+        self._waits_outside = False
         self._address = RunAddress(self.config.agents, scheduler, self._workers, self._background)
         self._tell_more = self._tell
         self._scaling = Scaling(
@@ -382,6 +383,7 @@ class RolloutController(WeightsReader):
     def _tell(self, status: RoleStatus) -> None:
         self.groups.tell(status)
         status.agents_url = self._address.url
+        status.waits_outside = self._waits_outside
 
     def _hear(self, event: FleetEvent | StepEvent) -> None:
         self._address.note(event)
@@ -448,6 +450,7 @@ class RolloutController(WeightsReader):
         self._check_loop()
         await self._sources.register_prompts_async(prompts)
         source = self.register(prompts, workflow)
+        self._waits_outside |= workflow.waits_outside
         if workflow.waits_outside or self.config.agents.bind:
             await self._address.open()
         return source

@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from typing import Final
 
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S: Final = 60.0
 END_LIMIT_S: Final = 5.0
 MAX_DEATHS: Final = 5
+"""In a row, of which none had lived for `LONG_LIFE_S`; the next one ends the run."""
+LONG_LIFE_S: Final = 600.0
+_ASK_AGAIN_S: Final = 1.0
 _LOG: Final = "agents"
 
 
@@ -157,7 +161,7 @@ class RunAddress:
 
     async def _keep(self) -> None:
         """Tells the process where workers are, and starts it again if it dies."""
-        num_deaths = 0
+        num_deaths, began_s = 0, time.monotonic()
         while (process := self._process) is not None:
             ended = asyncio.create_task(process.wait())
             changed = asyncio.create_task(self._changed.wait())
@@ -167,7 +171,9 @@ class RunAddress:
                 ended.cancel()
                 changed.cancel()
             if process.returncode is not None:
-                num_deaths += 1
+                now_s = time.monotonic()
+                num_deaths = num_deaths + 1 if now_s - began_s < LONG_LIFE_S else 1
+                began_s = now_s
                 how = exit_text(process.returncode)
                 logger.error("the process of the run's address ended with %s", how)
                 if num_deaths > MAX_DEATHS:
@@ -188,8 +194,9 @@ class RunAddress:
             return
         try:
             self._at[member.name] = await self._workers.call_named(member.name, AGENTS_AT, None)
-        except ArealError as error:  # what becomes of it will be noted
+        except ArealError as error:  # it may still live
             logger.warning("worker=%s does not say where its sessions are: %s", member.name, error)
+            asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._changed.set)
 
     async def _tell(self, words: RouterStart | Routes) -> None:
         assert self._process is not None

@@ -113,6 +113,11 @@ def test_of_a_process_that_lives(owner: subprocess.Popen[str], tmp_path: Path) -
     quiet = judge(folder, status_of(owner.pid, quiet_s=700))
     assert quiet.state is State.hung
     assert "before, that took 5.00s at most" in quiet.text
+    outside = status_of(owner.pid, quiet_s=700)
+    outside.roles["rollout"].waits_outside = True
+    patient = judge(folder, outside)
+    assert patient.state is State.waiting
+    assert "wait for agents outside" in patient.text
     slow = status_of(owner.pid, quiet_s=700)
     slow.longest_quiet_s = 600.0
     assert judge(folder, slow).state is State.healthy, "as slow as ever"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_sc.agents.online import OnlineWorkflow
 from areal_sc.errors import WorkflowError
 from areal_sc.workflows.base import EpisodeEngine, Trajectory, Workflow
 from areal_sc.workflows.task_mix import Task, TaskMix
@@ -116,6 +117,7 @@ def test_what_is_wrong_is_told_before_a_run() -> None:
         ({"a": Task([{}], ANY, float("inf"))}, "weight above 0, got inf"),
         ({"a/b": Task([{}], ANY)}, "without '/'"),
         ({"a": Task([], ANY)}, "'a' has no rows"),
+        ({"a": Task([{}], OnlineWorkflow())}, "'a' waits for agents outside"),
     ],
 )
 def test_tasks_are_checked(tasks: dict[str, Task], message: str) -> None:

@@ -20,7 +20,7 @@ from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.rejection import Rejection, RejectionKind
-from areal_sc.workers.calls import EpisodesReport
+from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 
 
 def notices_of(generation_s: Any, duration_s: float, **changes: Any) -> list[tuple[float, str]]:
@@ -121,3 +121,13 @@ def test_a_few_rejections_at_one_time_lose_no_time() -> None:
     with pytest.raises(IndexError):  # the test has no more reports
         run_virtual(watched(reports, told).run())
     assert any("8 episodes were rejected" in text for text in told)
+
+
+def test_no_time_is_lost_while_agents_outside_are_waited_for() -> None:
+    """A person rejects one episode, plays the next for minutes, and rejects that, too."""
+    waiting = (Waiting(AGENT_OUTSIDE, 3, 400.0),)
+    reports: list[EpisodesReport | None] = [
+        EpisodesReport(waiting, num_rejected=number) for number in range(1, 9)
+    ]
+    with pytest.raises(IndexError):  # the test has no more reports
+        run_virtual(watched(reports, []).run())
