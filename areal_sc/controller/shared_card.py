@@ -2,8 +2,8 @@
 
 consumes     what controllers want of either side
 waits for    the other side to give its memory up, in its own code
-unblocked by its last worker that has done so, or whose process is gone; and by a failure, which
-             everyone who waits raises
+unblocked by its last worker that has done so, or whose process is gone; and by a failure, or the
+             workers' end, which everyone who waits raises
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from areal_sc.controller.turns import Side, Turns
+from areal_sc.errors import WorkerError
 
 IDLE_S: Final = 1.0
 """Between two calls of a step there is less."""
@@ -24,6 +25,9 @@ Leave = Callable[[], Awaitable[None]]
 
 class SharedCard:
     """Lets one side at a time use the cards; without `share` both may at any time.
+
+    What keeps a side from leaving is final: until `close`, whoever waits for the other side's turn
+    raises it, and nobody is asked to leave again.
 
     Attributes:
         is_shared: they take turns.
@@ -56,13 +60,16 @@ class SharedCard:
     async def held(self, side: Side) -> AsyncIterator[None]:
         """Within it the side has its turn; a turn of generation may be interrupted all the same.
 
-        Raises: what has kept the other side from leaving.
+        Raises: what has kept the other side from leaving. WorkerError: the workers end.
         """
         with self.wanted(side):
-            while self.is_shared and not self._turns.may_use(side):
+            turns = self._turns
+            while self.is_shared and not turns.may_use(side):
                 if self._failure is not None:
                     raise self._failure
                 await self._changed.wait()
+                if turns is not self._turns:
+                    raise WorkerError(f"{side} waited for its turn, and the workers were ended")
             yield
 
     @contextmanager
@@ -87,15 +94,16 @@ class SharedCard:
         if not self.is_shared:
             yield
             return
-        self._turns.wait_for_idle(1)
+        turns = self._turns
+        turns.wait_for_idle(1)
         self._advance()
         try:
             yield
         finally:
-            self._turns.wait_for_idle(-1)
+            turns.wait_for_idle(-1)
 
     async def close(self) -> None:
-        """The workers end; a later start begins anew."""
+        """The workers end, and with them who waits for a turn; a later start begins anew."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.cancel()
@@ -103,6 +111,7 @@ class SharedCard:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._turns, self._failure = Turns(), None
+        self._notify()
 
     def _advance(self) -> None:
         before = self._turns.holder
@@ -116,6 +125,10 @@ class SharedCard:
             self._idle_timer.cancel()
         if not self._turns.is_wanted(Side.training) and not self._turns.is_idle:
             self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._note_idle)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Everyone who waits looks again."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -12,7 +12,7 @@ from areal_sc.config.schema import Device, GRPOConfig, WeightUpdateMethod
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.engines.handles import make_actor, make_generator
 from areal_sc.errors import ConfigError, ModelError
-from areal_sc.preflight.plan import plan
+from areal_sc.preflight.plan import PlannedNode, plan, unchecked_plans
 from areal_sc.sizing.machine import Machine
 from areal_sc.sizing.worker_plan import RunPlan, format_bytes
 
@@ -68,30 +68,33 @@ class PlacementChoice:
 def choices(config: GRPOConfig, machine: Machine) -> list[PlacementChoice]:
     """Each way, the one that costs least first; none where the two sides share no GPU anyway.
 
-    Raises: ModelError: as `plan`.
+    Raises: ConfigError, ModelError: as `unchecked_plans`.
     """
+    apart = _placed(config, Placement.apart)
+    shared = unchecked_plans(apart, [PlannedNode("", machine)])[""].shared_places
+    if not shared:
+        return []
     turns = _placed(config, Placement.turns)
     try:
         in_turns: RunPlan | None = plan(turns, lambda: machine)
         why_not = ""
     except ConfigError as error:
         in_turns, why_not = None, _first_line(error)
-    if in_turns is not None and not in_turns.shared_places:
-        return []
     try:
         check_turns(turns, lambda: machine.num_cuda_devices)
     except ConfigError as error:
         why_not = why_not or _first_line(error)
-    where, price = "one GPU", "generation stands still while a step is trained"
+    price = "generation stands still while a step is trained"
     if in_turns is not None:
-        where = ", ".join(in_turns.shared_places)
         num_bytes = in_turns.moved_bytes
         price += (
             f"; a step takes about {num_bytes / MOVED_BYTES_PER_S:.1f} s longer, in which "
             f"{format_bytes(num_bytes)} are moved"
         )
     return [
-        PlacementChoice(Placement.apart, f"both sides need {where}", "GPUs for each side"),
+        PlacementChoice(
+            Placement.apart, f"both sides need {', '.join(shared)}", "GPUs for each side"
+        ),
         PlacementChoice(
             Placement.beside, _why_not_beside(config, machine), "each side has less memory"
         ),
@@ -102,7 +105,7 @@ def choices(config: GRPOConfig, machine: Machine) -> list[PlacementChoice]:
 def settle_placement(config: GRPOConfig, probe: Callable[[], Machine]) -> list[PlacementChoice]:
     """Replaces `placement: auto` by turns, where nothing else fits; returns what there was.
 
-    Raises: ConfigError: `apart`, and both sides need one GPU.
+    Raises: ConfigError: `apart`, and both sides need one GPU; else as `unchecked_plans`.
     """
     devices = config.actor.device, config.rollout.device
     if config.scheduler.type != SchedulerType.local or Device.cpu in devices:
@@ -127,9 +130,12 @@ def settle_placement(config: GRPOConfig, probe: Callable[[], Machine]) -> list[P
 
 
 def placement_lines(config: GRPOConfig, found: list[PlacementChoice]) -> Iterator[str]:
-    """The choices as text, one line each."""
+    """The choices as text, one line each; `*` is what the run takes."""
+    taken = config.rollout.placement
+    if taken is Placement.auto:  # `settle_placement` has left it, and they share GPUs
+        taken = Placement.beside
     for choice in found:
-        mark = "*" if choice.placement is config.rollout.placement else " "
+        mark = "*" if choice.placement is taken else " "
         fits = f"no: {choice.why_not}" if choice.why_not else f"yes: {choice.price}"
         yield f"placement {mark} {choice.placement:<8}{fits}"
 

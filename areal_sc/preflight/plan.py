@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -60,10 +60,24 @@ def plan(config: GRPOConfig, probe: Callable[[], Machine] = this_machine) -> Run
 def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan]:
     """The processes that a run would start on each node, by its name, and their memory.
 
+    Raises:
+        ConfigError: what can be counted beforehand is already more than there is.
+        ModelError: the model folder exists and cannot be read.
+    """
+    results = unchecked_plans(config, nodes)
+    _check_store(config, results.values())
+    for name, result in results.items():
+        _check_fits(result, name, make_actor(config.actor), make_generator(config.rollout))
+    return results
+
+
+def unchecked_plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan]:
+    """The same, whether or not there is as much memory as they need.
+
     Trainers start first, so generation has the CUDA memory that they leave.
 
     Raises:
-        ConfigError: what can be counted beforehand is already more than there is.
+        ConfigError: a worker needs more devices than there are, or its engine refuses a setting.
         ModelError: the model folder exists and cannot be read.
     """
     models = {TRAIN_ROLE: config.actor, **further_models(config)}
@@ -90,26 +104,17 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
         return planned
 
     machines = [node.machine for node in nodes]
-    actor = make_actor(config.actor)
-    trainers = workers_of(TRAIN_ROLE, actor, shapes[TRAIN_ROLE], machines)
-    least = max(worker.store_bytes for workers in trainers for worker in workers)
-    if config.actor.store_bytes < least:
-        raise ConfigError(
-            f"actor.store_bytes: expected at least {least} (a rank's share of two versions of the "
-            "weights, as one is sealed while the one before is still read; with "
-            "weight_update.whole_every_steps above 1 of three, for what has changed), got "
-            f"{config.actor.store_bytes}"
-        )
+    trainers = workers_of(TRAIN_ROLE, make_actor(config.actor), shapes[TRAIN_ROLE], machines)
     copies = _bytes_of_copies(config, trainers)
     for role, model in further_models(config).items():
         further = workers_of(role, make_actor(model), shapes[role], machines)
         for of_node, more in zip(trainers, further, strict=True):
             of_node += [replace(worker, role=role) for worker in more]
-    generator = make_generator(config.rollout)
     takes_turns = config.rollout.placement is Placement.turns
     beside = machines
     if not takes_turns:
         beside = [_machine_beside(*pair) for pair in zip(trainers, machines, strict=True)]
+    generator = make_generator(config.rollout)
     generators = workers_of(ROLLOUT_ROLE, generator, shapes[TRAIN_ROLE], beside)
     for of_node, num_bytes in zip(generators, copies, strict=True):
         of_node[:1] = [replace(it, store_bytes=it.store_bytes + num_bytes) for it in of_node[:1]]
@@ -120,7 +125,6 @@ def plans(config: GRPOConfig, nodes: Sequence[PlannedNode]) -> dict[str, RunPlan
         available |= {f"cuda:{index}": num_bytes for index, num_bytes in memory}
         is_known = all(shape is not None for shape in shapes.values())
         results[node.name] = RunPlan((*workers[0], *workers[1]), available, is_known, takes_turns)
-        _check_fits(results[node.name], node.name, actor, generator)
     return results
 
 
@@ -139,6 +143,19 @@ def _shape_of(model: ActorConfig) -> ModelShape | None:
     """None: the model is not there yet."""
     folder = cached_model(model.path, model.revision)
     return read_model_shape(folder) if folder else None
+
+
+def _check_store(config: GRPOConfig, results: Iterable[RunPlan]) -> None:
+    """Raises: ConfigError."""
+    workers = [worker for result in results for worker in result.workers]
+    least = max(worker.store_bytes for worker in workers if worker.role == TRAIN_ROLE)
+    if config.actor.store_bytes < least:
+        raise ConfigError(
+            f"actor.store_bytes: expected at least {least} (a rank's share of two versions of the "
+            "weights, as one is sealed while the one before is still read; with "
+            "weight_update.whole_every_steps above 1 of three, for what has changed), got "
+            f"{config.actor.store_bytes}"
+        )
 
 
 def _check_fits(result: RunPlan, node: str, actor: TrainHandle, generator: GeneratorHandle) -> None:

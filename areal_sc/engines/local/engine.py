@@ -145,7 +145,8 @@ class LocalEngine(GenerationThread):
         With `on_weight_update: interrupt`, running requests go on: their cached keys and values
         are computed again, at most `max_prefill_tokens` a step, and each samples its next token
         only then. With `finish_running` they end first, and no request starts meanwhile.
-        Raises: ModelError: names or shapes do not fit; the old weights and version stay.
+        Raises: ModelError: names or shapes do not fit; the old weights and version stay, and an
+            engine that is asleep stays so.
         """
         started = time.perf_counter()
         await self._replace(version, list(await source()), started)

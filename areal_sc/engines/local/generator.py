@@ -79,7 +79,8 @@ class SlotGenerator:
     ) -> None:
         """Replaces the weights; running requests recompute their cache in the steps to come.
 
-        Raises: ModelError: the tensors do not fit the model, which is unchanged then.
+        Raises: ModelError: the tensors do not fit the model. It keeps its weights then; asleep, it
+            still has none, but their memory, until the next `sleep`.
         """
         if self.is_asleep:
             self._model.take_memory()
@@ -91,8 +92,8 @@ class SlotGenerator:
 
     def sleep(self) -> None:
         """Drops weights and cache; running requests recompute theirs under the next weights."""
-        if not self.is_asleep:
-            self.is_asleep = True
+        self.is_asleep = True
+        if not self._model.is_dropped:
             self._model.drop_weights()
             self._cache = SlotCache(self.table.max_rows, self._max_context_tokens)
             self.table.invalidate()

@@ -165,6 +165,11 @@ class LocalModel:
         """Names of parameters and stored buffers, every name of tied ones."""
         return self._model.state_dict().keys()  # type: ignore[no-any-return]
 
+    @property
+    def is_dropped(self) -> bool:
+        """The parameters have no memory."""
+        return bool(self._dropped)
+
     def drop_weights(self) -> None:
         """The memory of all parameters is free until `take_memory`."""
         self._dropped = [(parameter, parameter.data) for parameter in self._model.parameters()]

@@ -11,6 +11,7 @@ from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.engines.servers.sglang import handle as sglang_handle
 from areal_sc.errors import ConfigError
+from areal_sc.preflight.dry_run import other_machine
 from areal_sc.preflight.placement import check_turns, placement_lines, settle_placement
 from areal_sc.preflight.plan import plan
 from areal_sc.sizing.machine import Machine
@@ -72,7 +73,8 @@ def test_auto_takes_turns_where_nothing_else_fits(
     assert config.placement is config.rollout.placement is expected
     lines = list(placement_lines(config, found))
     assert [line[12:].split()[0] for line in lines] == ["apart", "beside", "turns"]
-    assert ("* turns" in lines[2]) == (expected is Placement.turns)
+    taken = "turns" if room == "one" else "beside"
+    assert [line.split()[2] for line in lines if line[10] == "*"] == [taken]
     assert ("are moved" in lines[2]) == (room != "none")
     assert "yes" in lines[1] if room == "both" else "no: " in lines[1]
 
@@ -83,6 +85,28 @@ def test_sides_that_share_no_gpu_have_no_choice(load: Load, tiny_model_folder: P
     config.placement = config.rollout.placement = Placement.apart
     with pytest.raises(ConfigError, match="both sides need cuda:0"):
         settle_placement(config, lambda: Machine(HOST, (None,)))
+
+
+@pytest.mark.parametrize("placement", [Placement.auto, Placement.apart])
+@pytest.mark.parametrize("lack", ["GPU", "host", "store"])
+def test_too_little_memory_is_no_shared_gpu(
+    load: Load, tiny_model_folder: Path, lack: str, placement: Placement
+) -> None:
+    words = ["actor.store_bytes=1"] if lack == "store" else []
+    config = load(
+        f"actor.path={tiny_model_folder}", *SIZES, f"placement={placement}", *words, num_devices=2
+    )
+    memory = 1000 if lack == "GPU" else None
+    machine = Machine(1000 if lack == "host" else HOST, (memory, memory))
+    assert settle_placement(config, lambda: machine) == []
+    assert config.placement is placement
+    cause = {
+        "GPU": r"most of cuda:0 is 'activations' of train",
+        "host": r"most of host is",
+        "store": r"actor\.store_bytes: expected at least \d+",
+    }
+    with pytest.raises(ConfigError, match=cause[lack]):
+        list(other_machine(config, machine))
 
 
 def test_in_turns_a_gpu_holds_the_larger_side(load: Load, tiny_model_folder: Path) -> None:

@@ -274,6 +274,24 @@ async def test_a_refused_update_leaves_weights_and_version(
         assert torch.equal(tensor, before[name])
 
 
+async def test_a_refused_update_leaves_a_sleeping_engine_asleep(
+    long_model: Callable[..., PreTrainedModel],
+) -> None:
+    model, given = long_model(), long_model(seed=1)
+    async with running(model) as engine:
+        answer = asyncio.create_task(engine.generate([1], tokens(3)))
+        await engine.sleep()
+        with pytest.raises(ModelError, match="missing"):
+            await engine.update_weights(1, at_hand([("model.norm.weight", torch.zeros(32))]))
+        assert engine.stats()["steps"] == 0
+        await engine.sleep()
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
+        await engine.update_weights(1, at_hand(given.named_parameters()))
+        assert set((await answer).versions) == {1}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, given.state_dict()[name])
+
+
 async def test_cancelling_a_task_frees_its_slot(
     long_model: Callable[..., PreTrainedModel],
 ) -> None:
