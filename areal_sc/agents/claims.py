@@ -4,10 +4,14 @@ consumes     claims, rewards and rejections, each with the key of the run
 waits for    somebody who claims, as long as it takes; then for the end of the episode
 unblocked by `POST /episodes/ID/reward` or `/reject`, the limits, or whoever gives the episode up
 
-    offered -- POST /episodes --> claimed -- reward --> ended: its rows are trained
-                                     |-- reject --> agent_rejected
-                                     |-- nobody calls for `agents.idle_timeout_s` --> agent_idle
-                                     '-- longer than `agents.episode_timeout_s` --> agent_timeout
+    offered -- POST /episodes --> claimed -- confirmed --> open -- reward --> its rows are trained
+       ^                             |                      |-- reject --> agent_rejected
+       |                             |                      |-- idle_timeout_s --> agent_idle
+       '-------- UNCONFIRMED_S ------'                      '-- episode_timeout_s --> agent_timeout
+
+The answer to a claim may be lost on its way. So the claim is confirmed by the process of the run's
+address, once it has sent the answer, or by the first use of the episode. An episode whose claim was
+not confirmed is offered again under another name and key.
 """
 
 from __future__ import annotations
@@ -32,10 +36,14 @@ from areal_sc.rejection import RejectionKind
 
 EPISODES: Final = "/episodes"
 ENDS: Final = ("reward", "reject")
+CONFIRM: Final = "confirm"
+CLAIM_S: Final = 10.0
+"""A worker has so long for the answer to a claim, and so has the client to take it."""
+UNCONFIRMED_S: Final = 2 * CLAIM_S
 CLAIM_AGAIN_S: Final = 1.0
 _MAX_REASON_CHARS: Final = 200
 _ID: Final = re.compile(
-    r"([a-z][a-z0-9_-]{0,31})\.([0-9]{1,9})\.([0-9a-zA-Z]{1,32})\.([0-9]{1,18})"
+    r"([a-z][a-z0-9_-]{0,31})\.(0|[1-9][0-9]{0,8})\.([0-9a-zA-Z]{1,32})\.(0|[1-9][0-9]{0,8})"
 )
 
 
@@ -72,17 +80,55 @@ class Offer:
         row: of the data, as JSON holds it.
     """
 
-    def __init__(self, name: SessionName, api_key: str, row: Any, session: Session) -> None:
+    def __init__(self, name: SessionName, row: Any, session: Session) -> None:
         self.name = name
-        self.api_key = api_key
         self.row = row
         self.session = session
-        self.claimed = asyncio.Event()
+        self._claimed = asyncio.Event()
+        self._confirmed = asyncio.Event()
+        self._claim_key = ""
+        self._claim_ends_s = 0.0
         self._end: asyncio.Future[Rewards] = asyncio.get_running_loop().create_future()
+
+    def can_be_claimed(self, claim_key: str) -> bool:
+        """Whether a claim with this Idempotency-Key, "" for none, may have the episode."""
+        if not self._claimed.is_set():
+            return True
+        return self.was_claimed_by(claim_key)
+
+    def was_claimed_by(self, claim_key: str) -> bool:
+        """Whether this repeats the claim that has the episode."""
+        return claim_key != "" and claim_key == self._claim_key and not self._end.done()
+
+    def claim(self, claim_key: str) -> None:
+        """Gives the episode away, until `UNCONFIRMED_S` are over or `confirm` is called."""
+        self._claim_key = claim_key
+        self._claim_ends_s = asyncio.get_running_loop().time() + UNCONFIRMED_S
+        self.session.note_activity()
+        self._claimed.set()
+
+    def confirm(self) -> None:
+        """Whoever has claimed it knows of it."""
+        if self._claimed.is_set() and not self._confirmed.is_set():
+            self.session.note_activity()
+            self._confirmed.set()
+
+    async def is_taken(self) -> bool:
+        """Waits for a claim, and returns whether it was confirmed in time; if not, it is void."""
+        now = asyncio.get_running_loop().time
+        await self._claimed.wait()
+        while not self._confirmed.is_set() and (left_s := self._claim_ends_s - now()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._confirmed.wait()
+        if not self._confirmed.is_set():
+            self._claimed.clear()
+            self._claim_key = ""
+        return self._confirmed.is_set()
 
     def finish(self, end: Rewards | AgentError) -> None:
         """Raises: CallRefused: 409: nobody has claimed the episode, or it has ended."""
-        if not self.claimed.is_set() or self._end.done():
+        if not self._claimed.is_set() or self._end.done():
             raise _has_ended()
         if isinstance(end, AgentError):
             self._end.set_exception(end)
@@ -90,8 +136,7 @@ class Offer:
             self._end.set_result(end)
 
     async def reward(self, config: AgentsConfig) -> Rewards:
-        """What the episode is rewarded with. Raises: AgentError: it is rejected."""
-        await self.claimed.wait()
+        """What an episode that is taken is rewarded with. Raises: AgentError: it is rejected."""
         now = asyncio.get_running_loop().time
         end_s, idle_s = now() + config.episode_timeout_s, config.idle_timeout_s
         while not self._end.done():
@@ -117,11 +162,18 @@ class Claims:
 
     Args:
         session_of: finds an open session, or raises CallRefused.
+        rename: gives an open session another name; the one before has ended.
     """
 
-    def __init__(self, keys: SessionKeys, session_of: Callable[[SessionName], Session]) -> None:
+    def __init__(
+        self,
+        keys: SessionKeys,
+        session_of: Callable[[SessionName], Session],
+        rename: Callable[[SessionName], SessionName],
+    ) -> None:
         self._keys = keys
         self._session_of = session_of
+        self._rename = rename
         self._offers = dict[SessionName, Offer]()  # the oldest first
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
@@ -129,23 +181,38 @@ class Claims:
         router.add_post(EPISODES, refusing(self._claim))
         for end in ENDS:
             router.add_post(f"{EPISODES}/{{id}}/{end}", refusing(getattr(self, f"_{end}")))
+        router.add_post(f"{EPISODES}/{{id}}/{CONFIRM}", refusing(self._confirm))
+
+    def confirm(self, name: SessionName) -> None:
+        """The session is used, so whoever has claimed it knows of it."""
+        if (offer := self._offers.get(name)) is not None:
+            offer.confirm()
 
     async def wait(self, offer: Offer, config: AgentsConfig) -> Rewards:
         """Offers an episode until it ends, see `Offer.reward`."""
         self._offers[offer.name] = offer
         try:
+            while not await offer.is_taken():
+                del self._offers[offer.name]
+                offer.name = self._rename(offer.name)
+                self._offers[offer.name] = offer
             return await offer.reward(config)
         finally:
             del self._offers[offer.name]
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         check_run_key(self._keys, request)
-        offer = next((it for it in self._offers.values() if not it.claimed.is_set()), None)
-        if offer is None:
+        claim_key = request.headers.get("Idempotency-Key", "")
+        fit = [it for it in self._offers.values() if it.can_be_claimed(claim_key)]
+        if not fit:
             raise no_episode()
-        offer.session.note_activity()
-        offer.claimed.set()
-        return answer_of({"id": id_of(offer.name), "api_key": offer.api_key, "row": offer.row})
+        offer = next((it for it in fit if it.was_claimed_by(claim_key)), fit[0])
+        offer.claim(claim_key)
+        key = self._keys.key_of(offer.name)
+        return answer_of({"id": id_of(offer.name), "api_key": key, "row": offer.row})
+
+    async def _confirm(self, request: web.Request) -> web.StreamResponse:
+        return answer_of({"id": id_of(self._named_in(request).name)})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         offer, body = await self._ended_by(request, "reward")
@@ -169,14 +236,23 @@ class Claims:
     async def _ended_by(self, request: web.Request, field: str) -> tuple[Offer, dict[str, Any]]:
         """The episode that a request is about, and its body, whose only field is known."""
         check_run_key(self._keys, request)
-        name = named_by(request.match_info["id"])
         body = decoded(await read_body(request) or b"{}")
         if unknown := sorted(body.keys() - {field}):
             raise CallRefused(400, "unknown_field", f"expected {field} alone, got {unknown!r:.200}")
+        return self._named_in(request), body
+
+    def _named_in(self, request: web.Request) -> Offer:
+        """The episode of a path, which is confirmed by that.
+
+        Raises: CallRefused: 401, 404, 409 or 410: without the run's key, or not offered.
+        """
+        check_run_key(self._keys, request)
+        name = named_by(request.match_info["id"])
         if (offer := self._offers.get(name)) is None:
             self._session_of(name)  # which says how it ended
             raise _has_ended()
-        return offer, body
+        offer.confirm()
+        return offer
 
 
 def _has_ended() -> CallRefused:

@@ -9,8 +9,9 @@ unblocked by both; the process ends with its standard input, so with the script
       POST /episodes        by the key of the run: the first worker that has an episode
       /episodes/ID/...      by the key of the run, the worker that ID names
 
-It keeps nothing of a request. What is sent on is made anew from what was understood: a path that is
-known, a few headers, and the whole body. Answers pass through as they come, and no faster than they
+Of a request it keeps nothing but the Idempotency-Key of a claim, with the worker that was asked.
+What is sent on is made anew from what was understood: a path that is known, a few headers, and the
+whole body. Answers pass through as they come, and no faster than they
 are taken. It is a process of its own: a busy script does not hold up answers, answers do not hold
 up the script, and what reads the bytes of strangers has no other secret of the run.
 """
@@ -24,8 +25,8 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -34,7 +35,16 @@ import msgspec
 from aiohttp import web
 
 from areal_sc.agents.calls import CallRefused
-from areal_sc.agents.claims import ENDS, EPISODES, check_run_key, id_of, named_by, no_episode
+from areal_sc.agents.claims import (
+    CLAIM_S,
+    CONFIRM,
+    ENDS,
+    EPISODES,
+    check_run_key,
+    id_of,
+    named_by,
+    no_episode,
+)
 from areal_sc.agents.http import (
     BACKLOG,
     DELIVERY,
@@ -66,7 +76,7 @@ logger = logging.getLogger(__name__)
 NEWS_S: Final = 10.0
 """A call waits so long for what has become of a worker that cannot be reached."""
 _COME_AGAIN_S: Final = 1.0
-_CLAIM_S: Final = 10.0
+_MAX_CLAIM_KEYS: Final = 4096
 _CONNECT_S: Final = 10.0
 _PORT_S: Final = 5.0
 """The process of a script that was killed leaves its port in far less."""
@@ -87,6 +97,9 @@ class Router:
         self._client = client
         self._news = asyncio.Event()
         self._last_claimed = ""
+        self._asked = dict[str, str]()  # which worker, by the Idempotency-Key of a claim
+        self._silent_until_s = dict[str, float]()  # workers that let a claim wait
+        self._under_way = dict[asyncio.Timeout, SessionName]()
         self._passing = set[asyncio.Task[None]]()
 
     def application(self) -> web.Application:
@@ -106,8 +119,12 @@ class Router:
     def take(self, routes: Routes) -> None:
         """Workers are elsewhere from now on, or lost."""
         self._routes = routes
+        self._silent_until_s.clear()
         self._news.set()
         self._news = asyncio.Event()
+        for limit, name in self._under_way.items():
+            if self._is_lost(name) and not limit.expired():
+                limit.reschedule(0)
 
     async def _call(self, request: web.Request, path: str) -> web.StreamResponse:
         if (name := self._keys.read(key_in(request))) is None:
@@ -122,42 +139,81 @@ class Router:
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         check_run_key(self._keys, request)
         await read_body(request)
-        for worker, at in list(self._in_turn()):
-            with suppress(aiohttp.ClientError, OSError):  # it is gone, or does not answer in time
-                async with asyncio.timeout(_CLAIM_S):
+        claim_key = request.headers.get("Idempotency-Key", "")
+        for worker, at in list(self._in_turn(claim_key)):
+            if self._silent_until_s.get(worker, 0.0) > _now():
+                continue
+            if claim_key:
+                self._note_asked(claim_key, worker)
+            try:
+                async with asyncio.timeout(CLAIM_S):
                     answer = await self._post(at, EPISODES, _told_by(request), b"")
                     found = await answer.json()
-                if answer.status == 200:
-                    self._last_claimed = worker
-                    url = f"{request.scheme}://{request.host}/v1"
-                    return answer_of({**found, "base_url": url})
+            except TimeoutError:
+                self._silent_until_s[worker] = _now() + CLAIM_S
+                continue
+            except (aiohttp.ClientError, OSError):
+                continue  # it is gone
+            if answer.status == 200:
+                self._last_claimed = worker
+                url = f"{request.scheme}://{request.host}/v1"
+                response = answer_of({**found, "base_url": url})
+                await self._though_client_goes(self._give(request, response, at, found["id"]))
+                return response
         raise no_episode()
 
-    def _in_turn(self) -> Iterator[tuple[str, AgentsAt]]:
-        """The workers, from the one behind the last that had an episode."""
-        up = self._routes.up
-        return ((it, up[it]) for it in sorted(up, key=lambda it: (it <= self._last_claimed, it)))
+    def _in_turn(self, claim_key: str) -> Iterator[tuple[str, AgentsAt]]:
+        """The workers: who was asked by the key before, then from behind the last that had one."""
+        up, before = self._routes.up, self._asked.get(claim_key)
+        turn = sorted(up, key=lambda it: (it != before, it <= self._last_claimed, it))
+        return ((it, up[it]) for it in turn)
+
+    def _note_asked(self, claim_key: str, worker: str) -> None:
+        self._asked.pop(claim_key, None)
+        self._asked[claim_key] = worker
+        if len(self._asked) > _MAX_CLAIM_KEYS:
+            del self._asked[next(iter(self._asked))]
+
+    async def _give(
+        self, request: web.Request, response: web.Response, at: AgentsAt, episode_id: str
+    ) -> None:
+        """Sends a claimed episode, and confirms the claim, which is void otherwise."""
+        _wait_for_last_byte(request)
+        try:
+            async with asyncio.timeout(CLAIM_S):
+                await response.prepare(request)
+                await response.write_eof()
+                path = f"{EPISODES}/{episode_id}/{CONFIRM}"
+                async with self._post(at, path, _told_by(request), b""):
+                    pass
+        except (aiohttp.ClientError, OSError) as error:
+            logger.info("an episode was not handed over: %r", error)
+
+    async def _though_client_goes(self, sending: Coroutine[Any, Any, None]) -> None:
+        """A client that has all of it may go at once, which cancels this, but not the sending."""
+        task = asyncio.create_task(sending)
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
+        await asyncio.shield(task)
 
     async def _pass_on(
         self, request: web.Request, name: SessionName, path: str
     ) -> web.StreamResponse:
         """Raises: CallRefused: 410 or 503: the worker is gone, or cannot be reached."""
-        at = self._place_of(name)
         body = await read_body(request)
+        at = self._place_of(name)
         headers = {**_told_by(request), DELIVERY: secrets.token_hex(8)}
         try:
-            answer = await self._post(at, path, headers, body)
+            async with self._while_up(name):
+                answer = await self._post(at, path, headers, body)
         except (aiohttp.ClientError, OSError) as error:
             logger.info("worker=%s cannot be reached: %r", name.worker, error)
             raise await self._gone(name) from error
         told = {it: answer.headers[it] for it in _ANSWERED if it in answer.headers}
         response = web.StreamResponse(status=answer.status, headers=told)
         response.content_length = answer.content_length
-        # a client that has all of it may go away at once, which cancels this, but not the passing
-        passing = asyncio.create_task(self._pass_back(request, answer, response, at, headers))
-        self._passing.add(passing)
-        passing.add_done_callback(self._passing.discard)
-        await asyncio.shield(passing)
+        passing = self._pass_back(request, answer, response, name, at, headers)
+        await self._though_client_goes(passing)
         return response
 
     async def _pass_back(
@@ -165,23 +221,24 @@ class Router:
         request: web.Request,
         answer: aiohttp.ClientResponse,
         response: web.StreamResponse,
+        name: SessionName,
         at: AgentsAt,
         headers: dict[str, str],
     ) -> None:
         """Sends an answer to the client; if it cannot have the whole, its worker is told."""
-        if request.transport is not None:
-            request.transport.set_write_buffer_limits(high=0)  # it waits for the last byte
+        _wait_for_last_byte(request)
         try:
-            async with answer:
+            async with self._while_up(name), answer:
                 await response.prepare(request)
                 async for part in answer.content.iter_any():
                     await response.write(part)
+                    await request.writer.drain()
         except (aiohttp.ClientError, OSError) as error:
             logger.info("an answer was not passed on: %r", error)
             if request.transport is not None:
                 request.transport.abort()  # the client must not take what it has for the whole
             with suppress(aiohttp.ClientError, OSError):
-                async with self._post(at, UNDELIVERED, headers, b""):
+                async with asyncio.timeout(CLAIM_S), self._post(at, UNDELIVERED, headers, b""):
                     pass
         else:
             with suppress(aiohttp.ClientError, OSError):
@@ -196,14 +253,30 @@ class Router:
 
     def _place_of(self, name: SessionName) -> AgentsAt:
         """Raises: CallRefused: 410 or 503: the session is lost, or its worker is not known yet."""
-        at = self._routes.up.get(name.worker)
-        if at is not None and at.life == name.life:
-            return at
-        if at is None and name.worker not in self._routes.lost:
+        if self._is_lost(name):
+            why = self._routes.lost.get(name.worker, "it has been started again")
+            told = f"the worker {name.worker} of this episode is gone: {why}; its group runs again"
+            raise CallRefused(410, "session_lost", told)
+        if (at := self._routes.up.get(name.worker)) is None:
             raise _unreached(name)
-        why = self._routes.lost.get(name.worker, "it has been started again")
-        told = f"the worker {name.worker} of this episode is gone: {why}; its group runs again"
-        raise CallRefused(410, "session_lost", told)
+        return at
+
+    def _is_lost(self, name: SessionName) -> bool:
+        at = self._routes.up.get(name.worker)
+        return name.worker in self._routes.lost if at is None else at.life != name.life
+
+    @asynccontextmanager
+    async def _while_up(self, name: SessionName) -> AsyncIterator[None]:
+        """Ends the block with a TimeoutError once its worker is lost.
+
+        A machine that has died may have closed no connection.
+        """
+        async with asyncio.timeout(0 if self._is_lost(name) else None) as limit:
+            self._under_way[limit] = name
+            try:
+                yield
+            finally:
+                del self._under_way[limit]
 
     async def _gone(self, name: SessionName) -> CallRefused:
         """What has become of a worker that cannot be reached; waits for that, `NEWS_S` at most."""
@@ -212,6 +285,16 @@ class Router:
                 while self._place_of(name):
                     await self._news.wait()
         return _unreached(name)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _wait_for_last_byte(request: web.Request) -> None:
+    """What drains waits until the system has taken all."""
+    if request.transport is not None:
+        request.transport.set_write_buffer_limits(high=0)
 
 
 def _told_by(request: web.Request) -> dict[str, str]:

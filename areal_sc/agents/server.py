@@ -18,14 +18,7 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -131,8 +124,9 @@ class AgentServer:
         self._worker = worker
         self._life = life
         self._keys = SessionKeys(secret)
-        self._claims = Claims(self._keys, self._session_named)
+        self._claims = Claims(self._keys, self._session_named, self._rename)
         self._dialects = tuple(dialects)
+        self._naming = threading.Lock()  # sessions begin and end on another thread than claims
         self._num_opened = 0
         self._sessions = dict[int, Session]()
         self._lost = dict[int, CallRefused]()  # of the last sessions that were given up
@@ -156,11 +150,9 @@ class AgentServer:
             session tries it again.
         """
         await self._started()
-        self._num_opened += 1
-        number = self._num_opened
-        name = SessionName(self._worker, self._life, number)
         session = Session(_EngineOnItsLoop(engine), sampling, settings)
-        self._sessions[number] = session
+        with self._naming:
+            name = self._new_name(session)
         lost: CallRefused | None = None
         try:
             url = f"http://{_HOST}:{self.port}/v1"
@@ -170,7 +162,9 @@ class AgentServer:
             lost = CallRefused(410, "session_lost", f"the episode was given up: {error!r:.200}")
             raise
         finally:
-            del self._sessions[number]
+            with self._naming:
+                number = next(it for it, open_ in self._sessions.items() if open_ is session)
+                del self._sessions[number]
             if lost:
                 self._note_lost(number, lost)
             self._soon(partial(session.end, lost))
@@ -231,7 +225,7 @@ class AgentServer:
     async def _offer(self, key: str, row: Any, config: AgentsConfig) -> Rewards:
         name = self._keys.read(key)
         assert name is not None
-        return await self._claims.wait(Offer(name, key, row, self._session_named(name)), config)
+        return await self._claims.wait(Offer(name, row, self._session_named(name)), config)
 
     async def _listen(self, host: str) -> tuple[int, str]:
         assert self._runner is not None
@@ -244,6 +238,16 @@ class AgentServer:
         assert self._runner is not None
         self._sites[listener] = web.SockSite(self._runner, listener)
         await self._sites[listener].start()
+
+    def _new_name(self, session: Session) -> SessionName:
+        self._num_opened += 1
+        self._sessions[self._num_opened] = session
+        return SessionName(self._worker, self._life, self._num_opened)
+
+    def _rename(self, name: SessionName) -> SessionName:
+        with self._naming:
+            session = self._sessions.pop(name.number, None)
+            return self._new_name(session) if session else name  # which has just ended
 
     def _note_lost(self, number: int, why: CallRefused) -> None:
         self._lost[number] = why
@@ -308,7 +312,9 @@ class AgentServer:
         return refusing(partial(self._answer, dialect), dialect)
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        session = self._session_of(request)
+        name = self._name_in(request)
+        session = self._session_named(name)
+        self._claims.confirm(name)
         try:
             body = await read_body(request)
             call = dialect.read(decoded(body))
@@ -383,14 +389,15 @@ class AgentServer:
             logger.debug("a client went away before its answer was sent: %r", error)
 
     async def _note_undelivered(self, request: web.Request) -> web.StreamResponse:
-        self._session_of(request).note_undelivered(request.headers.get(DELIVERY, ""))
+        delivery = request.headers.get(DELIVERY, "")
+        self._session_named(self._name_in(request)).note_undelivered(delivery)
         return web.Response()
 
-    def _session_of(self, request: web.Request) -> Session:
-        """Raises: CallRefused: 401, 409 or 410: the request has no key, or none of an open one."""
+    def _name_in(self, request: web.Request) -> SessionName:
+        """Raises: CallRefused: 401: the request has no key of a session."""
         if (name := self._keys.read(key_in(request))) is None:
             raise no_session()
-        return self._session_named(name)
+        return name
 
     def _session_named(self, name: SessionName) -> Session:
         """Raises: CallRefused: 404, 409 or 410: it never was, has ended, or was given up."""

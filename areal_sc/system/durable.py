@@ -69,10 +69,10 @@ def write_atomic(target: Path, content: bytes) -> None:
         file.write(content)
 
 
-def own_file(path: str, flags: int) -> int:
+def own_file(path: str, flags: int, mode: int = _MODE) -> int:
     """Opens a file, as `opener` of `open`; no link, which somebody else may have put there."""
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+        return os.open(path, flags | os.O_NOFOLLOW, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a link, and links are not followed here"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import IO
 
 import msgspec
 
@@ -38,11 +39,11 @@ class RouterProcess:
 
 
 @contextmanager
-def router_process() -> Iterator[RouterProcess]:
+def router_process(stderr: IO[bytes] | None = None) -> Iterator[RouterProcess]:
     """The process, which knows no worker; until the block ends."""
     command = [sys.executable, "-m", "areal_sc.agents.router"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr) as process:
         try:
             yield RouterProcess(process)
         finally:

@@ -147,6 +147,7 @@ async def test_paths_and_ids_lead_nowhere_else(router: RouterProcess) -> None:
         for told in (
             *("..", "%2e", "../../v1/chat/completions", "rollout.0.a1", "rollout.0.a1.1.1"),
             *("rollout/0.a1.1", "rollout.0.a1.1?x=/../", "rollout.0.a1.1#", "rollout.0.a1.1\u0660"),
+            *("rollout.00.a1.1", "rollout.0.a1.01"),
             *("rollout.0.a1.-1", "rollout.0.a1.1%00", f"127.0.0.1:{inner}.a1.1", "x" * 5000),
         ):
             got = await run.post(f"/episodes/{told}/reward", {"reward": 1}, KEYS.run_key)

@@ -99,6 +99,8 @@ def test_agents_outside_are_trained_and_lose_what_a_worker_had_with_it(
     with online("rollout.num_workers=2") as run:
         outside = Outside(run.run_dir)
         assert stat.S_IMODE(outside.path.stat().st_mode) == 0o600
+        log = outside.path.with_name("logs") / "agents.log"
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
         episodes = outside.claimed(4)
         assert outside.claim() is None  # the staleness bound admits no more
         workers = {it["id"]: it["id"].rpartition(".")[0] for it in episodes}

@@ -129,7 +129,7 @@ class RunAddress:
         keys = self._scheduler.keys
         assert keys is not None
         path = self._folder.log_path(_LOG)
-        log = own_file(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = own_file(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "areal_sc.agents.router"),
