@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from simulation.behavior import Behavior
+from simulation.faulty_cluster import FaultyCluster
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
@@ -88,7 +89,7 @@ def test_groups_that_run_end_where_training_has_the_card() -> None:
         max_staleness=4,
         behavior=Behavior(generation_s=lambda rng: rng.uniform(1, 30), training_s=2.0),
     )
-    run = TrainingRun(settings)
+    run = TrainingRun(settings, FaultyCluster)
 
     async def play() -> None:
         async with run.started():

@@ -279,12 +279,14 @@ def test_a_download_has_each_row_once_while_rows_come(
     record(tmp_path, *range(23))
     index = index_of(tmp_path, tmp_path / "rows.sqlite")
     index.follow(60.0)
+    expected = [row["group"] for row in all_rows(RowSearch(index), {}, 5)]
     given = list[int]()
     for rows_of_part in RowSearch(index).every(recorded_query({})):
         given += [row["group"] for row in rows_of_part]
         record(tmp_path, 100 + len(given), began=9000.0)  # newer ones, which come first
         index.follow(60.0)
-    assert given == list(reversed(range(23)))
+    assert given == expected
+    assert sorted(given) == [*range(23)]
 
 
 def test_a_download_ends_with_the_database_that_it_reads(

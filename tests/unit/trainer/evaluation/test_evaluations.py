@@ -10,7 +10,7 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
-from areal_sc.errors import ConfigError, StepsLost, WorkflowError
+from areal_sc.errors import ConfigError, StepLost, StepsLost, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
 from areal_sc.rejection import Rejection, RejectionKind
@@ -177,6 +177,18 @@ def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: F
     beside.collect()
     assert follower.told == []
     assert "the evaluation of step 4 is lost: no state is left" in shown(run)
+
+
+def test_a_paused_evaluation_is_left_for_the_end_of_the_script(
+    run: Run, follower: Follower
+) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("periodic")
+    rollout.running.set_exception(StepLost("the run is paused, and the script is to end"))
+    beside.collect()
+    assert follower.told == []
+    assert "the evaluation of step 4 is lost: the run is paused" in shown(run)
 
 
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
