@@ -117,7 +117,8 @@ def test_an_evaluation_that_is_paused_leaves_with_the_script_and_is_told_as_stil
             assert [(it.who, it.what) for it in rollout._status().waits] == [(SCRIPT, PAUSE_END)]
             rollout.standstill.is_left = lambda: True
             with pytest.raises(StepLost, match="paused"):
-                await call
+                async with asyncio.timeout(LONG_S):
+                    await call
             assert rollout._status().waits == []
             assert rollout.standstill.held_s == 0.0
 
