@@ -32,6 +32,13 @@ OUTCOME = EvaluationOutcome(
 )
 
 
+class InWorkers(str):
+    """The name of a workflow that no agent outside plays."""
+
+    __slots__ = ()
+    waits_outside = False
+
+
 class Rollout:
     """Keeps what it is asked to play; the test gives the outcome, or `outcome` is given at once."""
 
@@ -64,7 +71,7 @@ class Rollout:
 
 
 def evaluations(run: Run, rollout: Any, prompts: Any = "prompts") -> Evaluations:
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     run.beside.clear()  # a test's next start
     return Evaluations(run, rollout, prompts, workflow)
 
@@ -113,7 +120,7 @@ def test_two_of_a_run_have_names_of_their_own(run: Run, follower: Follower) -> N
     """Else the results of one would be taken for those of the other."""
     rollout: Any = Rollout(OUTCOME)
     evaluations(run, rollout)
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     with pytest.raises(ConfigError, match=r"name of its own .* got '' twice"):
         Evaluations(run, rollout, "prompts", workflow)  # type: ignore[arg-type]
     further = Evaluations(
@@ -272,10 +279,10 @@ def test_a_resumed_run_does_an_evaluation_that_was_begun_and_not_recorded(
 def test_sets_have_results_of_their_own_and_one_together(run: Run, follower: Follower) -> None:
     rollout: Any = Rollout()
     run.config.evaluation.num_samples = 2
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     sets: Any = {
         "easy": [{"prompt": "1"}],
-        "hard": EvaluationSet("rows", "its own", num_samples=8),  # type: ignore[arg-type]
+        "hard": EvaluationSet("rows", InWorkers("its own"), num_samples=8),  # type: ignore[arg-type]
     }
     run.beside.clear()
     beside = Evaluations(run, rollout, sets, workflow)
@@ -298,7 +305,7 @@ def test_sets_have_results_of_their_own_and_one_together(run: Run, follower: Fol
 def test_sets_may_have_temperatures_of_their_own(run: Run, follower: Follower) -> None:
     rollout: Any = Rollout(OUTCOME)
     run.config.evaluation.num_samples = 4
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     run.beside.clear()
     sets = {"a": EvaluationSet("rows"), "b": EvaluationSet("rows", temperature=0.0)}  # type: ignore[arg-type]
     beside = Evaluations(run, rollout, sets, workflow)
