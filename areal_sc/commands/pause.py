@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     found = check_lives(folder)
     if found.status is not None and found.status.wishes and (before := found.status.wishes.pause):
         raise CommandError(f"the run is {told_pause(before, folder.path)}")
-    wish = PauseWish.of_now()
-    write_wish(folder.pause_path, wish)
-    found = wait_until_heard(folder, lambda wishes: wishes.pause == wish)
+    write_wish(folder.pause_path, PauseWish.of_now())
+    # or that of somebody else, who pauses it at the same time
+    found = wait_until_heard(folder, lambda wishes: wishes.pause is not None)
     sys.stdout.write(f"{found.state}: {found.text}\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from areal_sc.commands.wishing import check_lives, parser_of, run_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.nodes.spec import ROLLOUT_ROLE
-from areal_sc.run.wishes import ScaleWish, write_wish
+from areal_sc.run.wishes import ScaleWish, drop_scale, write_wish
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -40,9 +40,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"the run in {folder.path} has no rollout workers")
     wish = ScaleWish.of_now(arguments.num_workers)
     write_wish(folder.scale_path, wish)
-    found = wait_until_heard(
-        folder, lambda wishes: wishes.scale is not None and wishes.scale.id == wish.id
-    )
+    try:
+        found = wait_until_heard(
+            folder, lambda wishes: wishes.scale is not None and wishes.scale.id == wish.id
+        )
+    except CommandError:  # the script has ended; a later start is not to follow the wish
+        drop_scale(folder, wish)
+        raise
     assert found.status is not None
     assert found.status.wishes is not None
     assert found.status.wishes.scale is not None

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import ArealError, WaitTimeout
-from areal_sc.run.run_status import SCRIPT, Wait
+from areal_sc.run.run_status import PAUSE_END, SCRIPT, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +78,30 @@ class Background:
 
         Raises: WaitTimeout: there was none; names `what`.
         """
-        waiter = asyncio.current_task()
-        self._waits[waiter] = what, time.time()
-        try:
+        with self._waiting(what):
             while not await self._changes():
                 if not (self.standstill.is_on or self._is_held_up()):
                     raise WaitTimeout(
                         f"waited {self._limit_s:g} s without any change for {what}; "
                         f"{self._describe()}"
                     )
+
+    async def wait_for_pause_end(self) -> None:
+        """Returns when the run's pause is over; a failure of background work ends the wait.
+
+        Raises: StepLost: as `Standstill.hold`.
+        """
+        self.raise_failure()
+        with self._waiting(PAUSE_END):
+            await self.standstill.end(self.raise_failure)
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """The current task waits for it, as people are told."""
+        waiter = asyncio.current_task()
+        self._waits[waiter] = what, time.time()
+        try:
+            yield
         finally:
             del self._waits[waiter]
 

@@ -32,7 +32,7 @@ from areal_sc.fleet.runtime import Runtime
 from areal_sc.log import tell_warning
 from areal_sc.nodes.spec import WorkerOrder
 from areal_sc.run.run_status import SCRIPT, RoleStatus, Wait
-from areal_sc.run.wishes import RunWishes
+from areal_sc.run.wishes import RunWishes, told_pause, told_pause_end
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.sources.row_file import PromptSource
 from areal_sc.workers.calls import STATS
@@ -213,9 +213,18 @@ class Controller(ABC):
             self._recovery.listeners.remove(listener)
 
     def _hear_wishes(self, wishes: RunWishes) -> None:
-        if wishes.pause != self.standstill.wish:
-            self.standstill.wish = wishes.pause
-            self._recovery.announce(PauseWished(wishes.pause))
+        before, pause = self.standstill.wish, wishes.pause
+        if pause == before:
+            return
+        self.standstill.wish = pause
+        if not self._recovery.listeners:  # else it is told by a `Run`; two controllers hear of it
+            run_dir = Path(self.scheduler.config.run_dir)
+            tell = self.scheduler.status.tell_once
+            if pause is not None:
+                tell(f"the run is {told_pause(pause, run_dir)}")
+            elif before is not None:
+                tell(told_pause_end(before))
+        self._recovery.announce(PauseWished(pause))
 
     def _give_up(self, cause: WorkerError | RunFolderError) -> None:
         """The run cannot go on: every call that waits ends with the cause."""

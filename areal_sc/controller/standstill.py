@@ -51,14 +51,18 @@ class Standstill:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            # a wish is heard rarely, and an end of the script anywhere: there is no event for both
-            while self.is_on:
-                self.is_held = True
-                check()
-                if self.is_left():
-                    raise StepLost("the run is paused, and the script is to end or to be saved")
-                await asyncio.sleep(LOOK_S)
+            self.is_held = self.is_on
+            await self.end(check)
         finally:
             if self.is_held:
                 self.is_held = False
                 self.held_s += loop.time() - began_s
+
+    async def end(self, check: Callable[[], None]) -> None:
+        """As `hold`, of a call that is no step: nothing tells that it is held."""
+        # a wish is heard rarely, and an end of the script anywhere: there is no event for both
+        while self.is_on:
+            check()
+            if self.is_left():
+                raise StepLost("the run is paused, and the script is to end or to be saved")
+            await asyncio.sleep(LOOK_S)

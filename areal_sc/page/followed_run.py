@@ -9,7 +9,7 @@ long, has a lock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -167,13 +167,18 @@ class FollowedRun:
                 self._fates_of = self._groups.num_readings
         return self.index.follow(seconds)
 
-    def recorded_rows(
-        self, query: RowQuery, at: int, limit: int, *, has_whole_texts: bool = False
-    ) -> dict[str, Any]:
+    def recorded_rows(self, query: RowQuery, at: int, limit: int) -> dict[str, Any]:
         """Recorded rows, as `RowSearch.found` tells them."""
         self.index.follow()
         marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
-        return self._search.found(query, at, limit, marked, has_whole_texts=has_whole_texts)
+        return self._search.found(query, at, limit, marked)
+
+    def every_recorded_row(self, query: RowQuery) -> Iterator[list[dict[str, Any]]]:
+        """Recorded rows, as `RowSearch.every` gives them, once all that are there are read."""
+        while not self.read_rows(READ_S)["is_whole"]:
+            pass
+        marked = self._bookmarks.read() if query.choices.get(MARKED) else {}
+        return self._search.every(query, marked)
 
     def bookmarks(self) -> list[dict[str, Any]]:
         """The rows that the reader has marked, with `note`."""

@@ -96,13 +96,20 @@ class _IndexState(msgspec.Struct):
     """What the database holds.
 
     Attributes:
+        made: tells it from a database that was made before, or since (Unix time, ns).
         num_changes: how often the database was written.
         has_texts: there was a tokenizer.
     """
 
     progress: Progress = msgspec.field(default_factory=Progress)
+    made: int = 0
     num_changes: int = 0
     has_texts: bool = False
+
+    @property
+    def edition(self) -> tuple[int, int]:
+        """It is another one when there is something else to find."""
+        return self.made, self.num_changes
 
 
 class _NewGroup(NamedTuple):
@@ -139,6 +146,7 @@ class RowIndex:
         self._fates: Mapping[tuple[int, int], Fate] = {}
         self._following = Lock()
         self._read_of: Stamp | None = None
+        self._made = 0
         self._reader: TextReader | None = None
 
     def stamp(self) -> Stamp:
@@ -204,7 +212,9 @@ class RowIndex:
         """
         ends = time.monotonic() + seconds
         with self._following, self.connected() as database:
-            stamp = self._blocks.stamp(of_all=True)
+            stamp, made = self._blocks.stamp(of_all=True), state_of(database).made
+            if made != self._made:  # what was read went with the database before it
+                self._made, self._read_of = made, None
             while stamp != self._read_of:
                 self._read_of = None
                 with _written(database):
@@ -333,10 +343,20 @@ class RowIndex:
         Raises: RunFolderError: the database cannot be had.
         """
         with self._following:
-            new = [(key, it) for key, it in fates.items() if self._fates.get(key) != it]
+            gone = dict.fromkeys(self._fates.keys() - fates.keys(), _NO_FATE)
+            new = [
+                (key, it)
+                for key, it in (*gone.items(), *fates.items())
+                if self._fates.get(key) != it
+            ]
             if not new:
                 return
             with self.connected() as database, _written(database):
+                if not self._fates:  # of an earlier page, which may have known less
+                    database.execute(
+                        "UPDATE rows SET step = NULL, outcome = '', cause = '', staleness = NULL "
+                        "WHERE episode >= 0 AND outcome != ''"
+                    )
                 database.executemany(
                     "UPDATE rows SET step = ?, outcome = ?, cause = ?, "
                     "staleness = ? - 1 - first_version WHERE episode >= 0 AND place IN "
@@ -382,7 +402,8 @@ def _make(database: sqlite3.Connection) -> None:
         if found == 0:  # another page has not made it meanwhile
             for statement in _SCHEMA.split(";"):
                 database.execute(statement)
-            database.execute("INSERT INTO state VALUES (?)", [msgspec.json.encode(_IndexState())])
+            state = _IndexState(made=time.time_ns())
+            database.execute("INSERT INTO state VALUES (?)", [msgspec.json.encode(state)])
             database.execute(f"PRAGMA user_version = {_FORMAT}")
 
 

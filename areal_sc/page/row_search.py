@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import RowIndex, metric_columns, state_of
 from areal_sc.page.row_query import MAX_ROWS, METRIC, SHOWN_CHARS, VERSION, RowQuery
 
@@ -46,7 +47,7 @@ class RowSearch:
     def __init__(self, index: RowIndex) -> None:
         self._index = index
         self._fitting: tuple[Any, list[int]] = (None, [])
-        self._facets: tuple[int, dict[str, Any]] = (-1, {})
+        self._facets: tuple[Any, dict[str, Any]] = (None, {})
 
     def found(
         self,
@@ -54,8 +55,6 @@ class RowSearch:
         at: int = 0,
         limit: int = 50,
         marked: Collection[RowName] = (),
-        *,
-        has_whole_texts: bool = False,
     ) -> dict[str, Any]:
         """Some rows of a query, with parts of their texts: of a search around what was found.
 
@@ -63,7 +62,6 @@ class RowSearch:
             at: place to go on from, among the rows whose numbers fit.
             limit: rows at most.
             marked: names of the rows that the reader has marked.
-            has_whole_texts: nothing of the texts is left out.
         Returns: `rows`; `next`, where to go on (None: nowhere); `num_fitting`, rows whose numbers
             fit; `num_rows`, of the run; `metrics`, names of the workflow's; `worker`, `outcome`
             and `cause`: how many rows have which; `has_texts`: a tokenizer is there; `is_whole`:
@@ -75,7 +73,7 @@ class RowSearch:
         with self._index.connected() as database:
             database.execute("BEGIN")  # nothing changes meanwhile
             state = state_of(database)
-            fitting = self._ids(database, query, state.num_changes, marked)
+            fitting = self._ids(database, query, state.edition, marked)
             place = first = min(max(at, 0), len(fitting))
             hits = list[tuple[int, str, str]]()
             while place < len(fitting) and len(hits) < limit:
@@ -90,15 +88,46 @@ class RowSearch:
                     if len(hits) == limit:
                         break
             return {
-                "rows": _rows(database, hits, None if has_whole_texts else wanted),
+                "rows": _rows(database, hits, wanted),
                 "next": place if place < len(fitting) else None,
                 "num_fitting": len(fitting),
-                **self._counted(database, state.num_changes),
+                **self._counted(database, state.edition),
                 "has_texts": state.has_texts,
                 "is_whole": self._index.is_whole,
                 "num_changes": state.num_changes,
                 "damage": self._index.damage,
             }
+
+    def every(
+        self, query: RowQuery, marked: Collection[RowName] = ()
+    ) -> Iterator[list[dict[str, Any]]]:
+        """All rows of a query with all of their texts, each once, as they are at the first look.
+
+        Rows that go meanwhile are left out.
+
+        Raises: RunFolderError: the database cannot be had, or was made anew meanwhile.
+        """
+        with self._index.connected() as database:
+            database.execute("BEGIN")
+            state = state_of(database)
+            fitting = self._ids(database, query, state.edition, marked)
+        for first in range(0, len(fitting), MAX_ROWS):
+            some = fitting[first : first + MAX_ROWS]
+            marks = ", ".join("?" * len(some))
+            with self._index.connected() as database:
+                database.execute("BEGIN")
+                if state_of(database).made != state.made:
+                    raise RunFolderError("the rows are being read anew: ask for them again")
+                found = database.execute(f"SELECT id FROM rows WHERE id IN ({marks})", some)
+                left = {number for (number,) in found}
+                texts = _texts(database, [number for number in some if number in left])
+                hits = [
+                    (number, _text(prompt), _text(answer))
+                    for number, prompt, answer in texts
+                    if not query.text or _has(query.text, prompt, answer)
+                ]
+                rows = _rows(database, hits, None)
+            yield rows
 
     def of_group(self, group: int) -> list[dict[str, Any]]:
         """The rows of a group with all of their texts, in order; the newest attempt comes last.
@@ -119,13 +148,13 @@ class RowSearch:
         self,
         database: sqlite3.Connection,
         query: RowQuery,
-        num_changes: int,
+        edition: tuple[int, int],
         marked: Collection[RowName],
     ) -> list[int]:
         """The rows whose numbers fit, sorted; those without the number come last."""
         marked = tuple(marked) if query.choices.get(MARKED) else ()
         choices, ranges = (tuple(sorted(it.items())) for it in (query.choices, query.ranges))
-        key = (choices, ranges, query.sort, query.is_descending, num_changes, marked)
+        key = (choices, ranges, query.sort, query.is_descending, edition, marked)
         if self._fitting[0] == key:
             return self._fitting[1]
         columns = metric_columns(database)
@@ -140,8 +169,8 @@ class RowSearch:
         self._fitting = key, fitting
         return fitting
 
-    def _counted(self, database: sqlite3.Connection, num_changes: int) -> dict[str, Any]:
-        if self._facets[0] != num_changes:
+    def _counted(self, database: sqlite3.Connection, edition: tuple[int, int]) -> dict[str, Any]:
+        if self._facets[0] != edition:
             facets: dict[str, Any] = {
                 name: dict(
                     database.execute(
@@ -152,7 +181,7 @@ class RowSearch:
             }
             (facets["num_rows"],) = database.execute("SELECT count(*) FROM rows").fetchone()
             facets["metrics"] = sorted(metric_columns(database))
-            self._facets = num_changes, facets
+            self._facets = edition, facets
         return self._facets[1]
 
 

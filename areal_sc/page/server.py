@@ -46,8 +46,7 @@ from areal_sc.page.access import HEADERS, Access, Handler
 from areal_sc.page.answers import answer, refusal
 from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
-from areal_sc.page.row_query import MAX_ROWS
-from areal_sc.page.row_search import RowName, recorded_query
+from areal_sc.page.row_search import recorded_query
 from areal_sc.page.sample_rows import sample_query
 from areal_sc.page.stamps import Stamp
 from areal_sc.system.json_lines import to_json
@@ -60,6 +59,9 @@ _BEAT_LOOKS: Final = 30
 _COMPRESSED_BYTES: Final = 1 << 16
 
 
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # as the database has them
+
+
 class _Marks(msgspec.Struct):
     """What a browser sends to mark rows.
 
@@ -67,7 +69,7 @@ class _Marks(msgspec.Struct):
         note: None: they are marked no longer.
     """
 
-    rows: list[RowName]
+    rows: list[tuple[_Number, _Number, _Number, _Number]]
     note: Annotated[str, msgspec.Meta(max_length=2000)] | None = None
 
 
@@ -152,13 +154,13 @@ class PageServer:
 
     async def _recorded_lines(self, request: web.Request) -> web.StreamResponse:
         run, query = self._run(request), recorded_query(request.query)
-        at: int | None = 0
+        parts = await asyncio.to_thread(run.every_recorded_row, query)
 
-        def lines() -> tuple[bytes, int | None]:
-            found = run.recorded_rows(query, at or 0, MAX_ROWS, has_whole_texts=True)
-            return b"".join(to_json(row) + b"\n" for row in found["rows"]), found["next"]
+        def lines() -> bytes | None:
+            rows = next(parts, None)
+            return None if rows is None else b"".join(to_json(row) + b"\n" for row in rows)
 
-        content, at = await asyncio.to_thread(lines)
+        content = await asyncio.to_thread(lines)
         name = re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
         headers = {
             "Content-Type": "application/jsonl",
@@ -168,10 +170,9 @@ class PageServer:
         response.headers.update(HEADERS)
         await response.prepare(request)
         with suppress(ConnectionResetError):  # the browser has gone
-            await response.write(content)
-            while at is not None:
-                content, at = await asyncio.to_thread(lines)
+            while content is not None:
                 await response.write(content)
+                content = await asyncio.to_thread(lines)
         return response
 
     def _shown(self, view: View) -> Handler:

@@ -17,6 +17,8 @@ from areal_sc.run.wishes import PauseWish
 FORMAT: Final = 1
 SCRIPT: Final = "the script"
 """Name of whoever waits, where that is the script's own call."""
+PAUSE_END: Final = "the end of the run's pause"
+"""What is waited for by a call that a pause holds."""
 
 
 class Phase(msgspec.Struct):

@@ -34,7 +34,7 @@ from areal_sc.run.run_status import (
     RunStatus,
     ScaleAnswer,
 )
-from areal_sc.run.wishes import RunWishes, ScaleWish, take_answered
+from areal_sc.run.wishes import RunWishes, ScaleWish, drop_scale
 from areal_sc.system.durable import own_file
 from areal_sc.system.json_lines import to_json
 from areal_sc.system.process import machine_id
@@ -140,6 +140,12 @@ class StatusBoard:
         cause = f"{type(error).__name__}: {error}".partition("\n")[0] if error else ""
         self._status.end = RunEnd(time.time(), exit_code_of(error), cause)
 
+    def tell_once(self, text: str) -> None:
+        """Warns, unless it has done so with these words."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
+
     def _run(self) -> None:
         while not self._closed.is_set():
             self._changed.clear()
@@ -149,7 +155,7 @@ class StatusBoard:
             answered = len(self._answered)
             self._write()
             for wish in self._answered[:answered]:
-                take_answered(self._files, wish)
+                drop_scale(self._files, wish)
             del self._answered[:answered]
             cost_s = looks_s + time.thread_time() - began_s
             self._closed.wait(max(MIN_PAUSE_S, cost_s / MAX_SHARE))
@@ -157,17 +163,12 @@ class StatusBoard:
 
     def _hear_wishes(self) -> None:
         before = self._wishes
-        self._wishes = before.renewed(self._files, self._tell_once)
+        self._wishes = before.renewed(self._files, self.tell_once)
         assert self._status.wishes is not None
         self._status.wishes.pause = self._wishes.pause
         if self._wishes != before:
             for followed in list(self._followed.values()):
                 followed.tell(self._wishes)
-
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning("%s", text)
 
     def _look(self) -> float:
         """Asks all controllers; returns for how many seconds that kept them busy."""

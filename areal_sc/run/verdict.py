@@ -17,7 +17,7 @@ from areal_sc.quantities import short_duration
 from areal_sc.run.agent_files import AgentFile, living_agents
 from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import RoleStatus, RunStatus, read_status
+from areal_sc.run.run_status import PAUSE_END, SCRIPT, RoleStatus, RunStatus, read_status
 from areal_sc.run.wishes import PauseWish
 from areal_sc.system.process import is_stopped, machine_id
 
@@ -47,7 +47,7 @@ class State(StrEnum):
     unknown = "unknown"
 
 
-_WITH_SCRIPT: Final = (*(State.healthy, State.paused, State.waiting, State.hung, State.unknown),)
+_WITH_SCRIPT: Final = (State.healthy, State.paused, State.waiting, State.hung, State.unknown)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,10 @@ def _living(status: RunStatus, now: float) -> tuple[State, str]:
 def _paused(status: RunStatus, wish: PauseWish, now: float) -> str:
     roles = status.roles.values()
     num_running = sum(role.num_running or 0 for role in roles)
-    is_still = any(role.is_held for role in roles) and not num_running
+    waits = [{it.what for it in role.waits if it.who == SCRIPT} for role in roles]
+    # an evaluation; while another role works, it is one beside a step
+    is_waiting = any(waits) and all(PAUSE_END in of_role for of_role in waits if of_role)
+    is_still = (is_waiting or any(role.is_held for role in roles)) and not num_running
     runs = f"{num_running} groups run" if num_running else "a step is in progress"
     return (
         f"By {wish.by}, {short_duration(now - wish.since)} ago. "

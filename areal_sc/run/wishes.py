@@ -112,19 +112,33 @@ def take_back(path: Path) -> bool:
     return True
 
 
-def take_answered(files: RunFiles, wish: ScaleWish) -> None:
-    """Deletes a wish that was answered, unless another one has taken its place."""
-    with suppress(RunFolderError):
-        if _read(files.scale_path, ScaleWish) == wish:
-            take_back(files.scale_path)
+def drop_scale(files: RunFiles, wish: ScaleWish) -> None:
+    """Deletes a wish for workers, unless another one has taken its place, or does so just now."""
+    path = files.scale_path
+    aside = path.with_name(f"{path.name}.dropped")
+    with suppress(OSError):
+        path.rename(aside)
+        found = None
+        with suppress(RunFolderError):
+            found = _read(aside, ScaleWish)
+        if found != wish:
+            with suppress(FileExistsError):  # else it counts again, unless there is a newer one
+                os.link(aside, path)
+        aside.unlink()
 
 
 def told_pause(wish: PauseWish, run_dir: Path) -> str:
     """What people read of a pause."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wish.since))
-    return (
-        f"paused by {wish.by} at {since}; `python -m areal_sc resume {run_dir}` lets the run go on"
-    )
+    return f"paused by {_origin(wish)}; `python -m areal_sc resume {run_dir}` lets the run go on"
+
+
+def told_pause_end(wish: PauseWish) -> str:
+    """What people read when a pause is over."""
+    return f"the pause by {_origin(wish)} is over: the run goes on"
+
+
+def _origin(wish: PauseWish) -> str:
+    return f"{wish.by} at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(wish.since))}"
 
 
 def _read(path: Path, kind: type[W]) -> W | None:

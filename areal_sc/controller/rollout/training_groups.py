@@ -165,7 +165,8 @@ class TrainingGroups(Groups):
             self._background.raise_failure()
             self.step.check()
 
-        await self._background.standstill.hold(check)
+        with self._workers.card.wanted(Side.generation):  # groups that run are to end
+            await self._background.standstill.hold(check)
         self.admission.forget()
 
     def record_version(

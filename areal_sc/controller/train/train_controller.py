@@ -303,10 +303,16 @@ class TrainController(Controller):
         if advances and (self._reader or (self.role == TRAIN_ROLE and self._common.needs)):
             raise ConfigError(POLICY_ADVANCES)
         if advances:  # else it is part of a step that goes on
-            await self.standstill.hold()
+            await self.standstill.hold(self._check_lives)
         named = await self._work.readable(rows, indices)
         shares = self._work.named(*named)
         return await self._update(shares, loss, list(named), (), (), advances=advances)
+
+    def _check_lives(self) -> None:
+        """Raises: WorkerError, RunFolderError: the run cannot go on. StepsLost: a step is lost."""
+        if self.worker_lost is not None:
+            raise self.worker_lost
+        self._ranks.step.check()
 
     async def score_rows_async(
         self, rows: PromptSource, indices: Sequence[int], output: str = "logprobs"

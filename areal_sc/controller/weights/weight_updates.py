@@ -377,12 +377,12 @@ class HeldWorker:
         self._choice = asyncio.Lock()
 
     async def worker(self) -> RolloutWorkerState:
-        """The worker, once it does not update its weights any more, and no pause goes on."""
+        """The worker, once it does not update its weights any more, and no pause goes on.
+
+        Raises: StepLost: as `Standstill.hold`.
+        """
         async with self._choice:
-            standstill = self._background.standstill
-            await self._background.wait_until(
-                lambda: not standstill.is_on, "the end of the run's pause"
-            )
+            await self._background.wait_for_pause_end()
             while self._state is None or not self._lives(self._state):
                 await self._choose()
             return self._state

@@ -70,7 +70,9 @@ export async function showRows({ run, words, again }) {
   async function load(found, wanted) {
     more.hidden = true;
     for (let missing = wanted; ; ) {
-      const cards = found.rows.map((row) => table.card(run, row, words, stars));
+      const made = found.rows.map((row) => table.card(run, row, words, stars));
+      // rows that are new have moved others to places that come later
+      const cards = made.filter((card) => !listed.links.includes(card.querySelector("a").hash));
       list.append(...cards);
       listed.links.push(...cards.map((card) => card.querySelector("a").hash));
       missing -= found.rows.length;

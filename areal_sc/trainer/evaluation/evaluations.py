@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
 from areal_sc.controller.rollout.rollout_controller import RolloutController
-from areal_sc.errors import ConfigError, StepsLost
+from areal_sc.errors import ConfigError, StepLost
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
 from areal_sc.rejection import describe_counts
@@ -133,7 +133,7 @@ class Evaluations(BesideTraining):
         running, self._running = self._running, None
         try:
             outcomes = running.result()  # bounded by the groups' own time limit
-        except StepsLost as error:  # the next call that trains says so, and the run goes back
+        except StepLost as error:  # the next call that trains says so, or the run is paused
             self._is_lost = True
             self._run.display.warning(
                 f"the evaluation of step {self._named['step']} is lost: {error}"

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from areal_sc import __main__ as program
-from areal_sc.commands import wishing
+from areal_sc.commands import pause, scale, wishing
 from areal_sc.errors import CommandError, RunFolderError, WaitTimeout
+from areal_sc.run import wishes
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.run.run_status import HeardWishes, RoleStatus, RunStatus
+from areal_sc.run.run_status import PAUSE_END, SCRIPT, HeardWishes, RoleStatus, RunStatus, Wait
 from areal_sc.run.verdict import State, verdict
 from areal_sc.run.wishes import (
     PauseWish,
     RunWishes,
     ScaleWish,
-    take_answered,
+    drop_scale,
     write_wish,
 )
 from areal_sc.system.process import machine_id
@@ -153,6 +156,13 @@ def test_what_a_paused_run_does_is_told(folder: RunFolder, owner: int) -> None:
     role.num_running = 0
     tell(folder, status)
     assert "Nothing is computed; `resume` lets it go on." in verdict(folder, now).text
+    role.is_held, role.waits = False, [Wait(SCRIPT, PAUSE_END, now)]  # in an evaluation
+    tell(folder, status)
+    assert "Nothing is computed" in verdict(folder, now).text
+    update = Wait(SCRIPT, "train.ppo_update", now)
+    status.roles["train"] = RoleStatus(now, 3, waits=[update])  # beside a step
+    tell(folder, status)
+    assert "a step is in progress" in verdict(folder, now).text
     assert not found.have_workers_ended
 
 
@@ -164,11 +174,65 @@ def test_wishes_are_read_until_they_are_gone(folder: RunFolder) -> None:
     write_wish(folder.scale_path, SCALE)
     both = nothing.renewed(folder, told.append)
     assert both == RunWishes(PAUSE, SCALE)
-    take_answered(folder, ScaleWish(3, "another", "me"))
+    drop_scale(folder, ScaleWish(3, "another", "me"))
     assert folder.scale_path.exists()
-    take_answered(folder, SCALE)
+    drop_scale(folder, SCALE)
     assert both.renewed(folder, told.append) == RunWishes(PAUSE)
     assert told == []
+
+
+def test_a_wish_that_comes_while_another_is_dropped_stays(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = ScaleWish(4, "b2", "me")
+    read = wishes._read
+
+    def written_meanwhile(path: Path, kind: Any) -> Any:
+        found = read(path, kind)
+        write_wish(folder.scale_path, newer)
+        return found
+
+    for dropped in (SCALE, ScaleWish(5, "c3", "me")):
+        write_wish(folder.scale_path, SCALE)
+        with monkeypatch.context() as patch:
+            patch.setattr(wishes, "_read", written_meanwhile)
+            drop_scale(folder, dropped)
+        assert RunWishes().renewed(folder, pytest.fail).scale == newer
+        assert [it for it in folder.path.glob(".scale*") if it != folder.scale_path] == []
+
+
+def test_who_pauses_at_the_same_time_as_another_is_answered(
+    folder: RunFolder, owner: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    tell(folder, status_of(owner, now, wishes=HeardWishes()))
+    write = pause.write_wish
+
+    def write_and_hear(path: Path, wish: PauseWish) -> None:
+        write(path, wish)
+        tell(folder, status_of(owner, now, wishes=HeardWishes(PAUSE)))  # the other's
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wishing, "TIMEOUT_S", 0.2)
+        patch.setattr(pause, "write_wish", write_and_hear)
+        program.main(["pause", str(folder.path)])
+    assert capsys.readouterr().out.startswith("paused: ")
+
+
+def test_a_script_that_ends_leaves_no_wish_for_workers(folder: RunFolder, owner: int) -> None:
+    tell(folder, status_of(owner, time.time(), wishes=HeardWishes()))
+    write = scale.write_wish
+
+    def write_and_end(path: Path, wish: ScaleWish) -> None:
+        write(path, wish)
+        os.kill(owner, signal.SIGKILL)
+        os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)  # the fixture reaps it
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale, "write_wish", write_and_end)
+        with pytest.raises(CommandError, match="no run goes on"):
+            program.main(["scale", str(folder.path), "rollout=2"])
+    assert not folder.scale_path.exists()
 
 
 def test_files_that_others_may_have_written_do_not_count(folder: RunFolder) -> None:

@@ -6,12 +6,15 @@ import asyncio
 
 import pytest
 from simulation.behavior import Behavior
+from simulation.faulty_cluster import FaultyCluster
 from simulation.settings import Settings
 from simulation.training_run import TrainingRun
 from simulation.virtual_loop import run_virtual
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.controller.standstill import Standstill
-from areal_sc.errors import StepLost
+from areal_sc.errors import StepLost, WorkerLost
+from areal_sc.run.run_status import PAUSE_END, SCRIPT
 from areal_sc.run.wishes import PauseWish, RunWishes, ScaleWish
 
 PAUSE = RunWishes(pause=PauseWish(since=0.0, by="a test"))
@@ -77,6 +80,87 @@ def test_evaluations_and_batches_outside_of_training_stand_still_too() -> None:
             await asyncio.gather(*calls)
 
     run_virtual(play())
+
+
+def test_groups_that_run_end_where_training_has_the_card() -> None:
+    settings = Settings(
+        num_steps=12,
+        placement=Placement.turns,
+        max_staleness=4,
+        behavior=Behavior(generation_s=lambda rng: rng.uniform(1, 30), training_s=2.0),
+    )
+    run = TrainingRun(settings, FaultyCluster)
+
+    async def play() -> None:
+        async with run.started():
+            for _ in range(2):
+                await run.step(checks_business=False)
+            step = asyncio.create_task(run.step(checks_business=False))
+            run.rollout._hear_wishes(PAUSE)
+            async with asyncio.timeout(LONG_S):
+                await until_still(run)
+            run.rollout._hear_wishes(RunWishes())
+            await step
+
+    run_virtual(play())
+
+
+def test_an_evaluation_that_is_paused_leaves_with_the_script_and_is_told_as_still() -> None:
+    run = TrainingRun(Settings(behavior=Behavior(generation_s=3.0), **SHORT))
+
+    async def play() -> None:
+        async with run.started():
+            rollout = run.rollout
+            rollout._hear_wishes(PAUSE)
+            call = asyncio.create_task(rollout.evaluate_async(run.prompts, run.workflow))
+            await asyncio.sleep(LONG_S)
+            assert [(it.who, it.what) for it in rollout._status().waits] == [(SCRIPT, PAUSE_END)]
+            rollout.standstill.is_left = lambda: True
+            with pytest.raises(StepLost, match="paused"):
+                async with asyncio.timeout(LONG_S):
+                    await call
+            assert rollout._status().waits == []
+            assert rollout.standstill.held_s == 0.0
+
+    run_virtual(play())
+
+
+def test_a_pause_is_no_wait_for_what_is_lost() -> None:
+    run = TrainingRun(Settings())
+
+    async def play() -> None:
+        async with run.started():
+            actor = run.actor
+            held = asyncio.create_task(actor.standstill.hold(actor._check_lives))
+            await held
+            actor._hear_wishes(PAUSE)
+            held = asyncio.create_task(actor.standstill.hold(actor._check_lives))
+            await asyncio.sleep(5.0)
+            assert not held.done()
+            actor._give_up(WorkerLost("train/0 has died too often"))
+            with pytest.raises(WorkerLost, match="too often"):
+                await held
+
+    run_virtual(play())
+
+
+def test_a_script_without_a_run_tells_of_a_pause_once(caplog: pytest.LogCaptureFixture) -> None:
+    run = TrainingRun(Settings())
+
+    async def play() -> None:
+        async with run.started():
+            for wishes in (PAUSE, RunWishes()):
+                for controller in (run.actor, run.rollout):
+                    controller._hear_wishes(wishes)
+            with run.rollout.heard_by(lambda event: None):  # which tells it
+                run.rollout._hear_wishes(RunWishes(pause=PauseWish(since=9.0, by="b")))
+
+    run_virtual(play())
+    told = [it.getMessage() for it in caplog.records if "pause" in it.getMessage()]
+    assert len(told) == 2, told
+    assert told[0].startswith("the run is paused by a test at 19")
+    assert "resume" in told[0]
+    assert "is over: the run goes on" in told[1]
 
 
 def test_a_script_that_is_to_end_leaves_a_pause() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -238,7 +239,7 @@ def test_of_a_long_text_what_was_found_is_shown(tmp_path: Path) -> None:
     assert "YES" in found["answer"]
     assert len(found["answer"]) == 400
     assert found["answer_at"] > 1_000_000
-    (whole,) = search.found(recorded_query({}), has_whole_texts=True)["rows"]
+    ((whole,),) = search.every(recorded_query({}))
     assert len(whole["answer"]) == found["answer_chars"] > 1_900_000
     assert search.of_group(1)[0]["answer"] == whole["answer"]
 
@@ -269,6 +270,67 @@ def test_it_goes_on_where_another_page_was(tmp_path: Path, monkeypatch: pytest.M
     other = index_of(tmp_path, database)
     assert groups(other) == groups(index) == [1, 2, 3]
     assert len(read) == 1
+
+
+def test_a_download_has_each_row_once_while_rows_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_search, "MAX_ROWS", 5)
+    record(tmp_path, *range(23))
+    index = index_of(tmp_path, tmp_path / "rows.sqlite")
+    index.follow(60.0)
+    expected = [row["group"] for row in all_rows(RowSearch(index), {}, 5)]
+    given = list[int]()
+    for rows_of_part in RowSearch(index).every(recorded_query({})):
+        given += [row["group"] for row in rows_of_part]
+        record(tmp_path, 100 + len(given), began=9000.0)  # newer ones, which come first
+        index.follow(60.0)
+    assert given == expected
+    assert sorted(given) == [*range(23)]
+
+
+def test_a_download_ends_with_the_database_that_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_search, "MAX_ROWS", 5)
+    record(tmp_path, *range(23))
+    index = index_of(tmp_path, tmp_path / "rows.sqlite")
+    index.follow(60.0)
+    parts = RowSearch(index).every(recorded_query({}))
+    assert len(next(parts)) == 5
+    (tmp_path / "rows.sqlite").unlink()
+    with pytest.raises(RunFolderError, match="read anew"):
+        next(parts)
+
+
+def test_a_database_that_is_gone_is_made_anew(tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    index = index_of(tmp_path, tmp_path / "cache" / "rows.sqlite")
+    search = RowSearch(index)
+    assert groups(index) == [row["group"] for row in all_rows(search, {})] == [1]
+    shutil.rmtree(tmp_path / "cache")
+    assert groups(index) == [1]
+    shutil.rmtree(tmp_path / "cache")
+    record(tmp_path, 2)
+    index.follow(60.0)
+    assert [row["group"] for row in all_rows(search, {"sort": "group"})] == [1, 2]
+
+
+def test_what_became_of_a_group_goes_where_nothing_is_known_of_it_any_more(tmp_path: Path) -> None:
+    def outcomes(index: RowIndex) -> list[str]:
+        return [row["outcome"] for row in all_rows(RowSearch(index), {"sort": "group"})]
+
+    record(tmp_path, 1, 2)
+    index = index_of(tmp_path, tmp_path / "rows.sqlite")
+    index.follow(60.0)
+    index.note_fates({(1, 0): Fate("trained", 3, ""), (2, 0): Fate("finished", None, "")})
+    assert outcomes(index) == ["trained", "finished"]
+    index.note_fates({(1, 0): Fate("trained", 3, "")})  # the run has gone back, say
+    assert outcomes(index) == ["trained", ""]
+    later = index_of(tmp_path, tmp_path / "rows.sqlite")  # another page
+    later.follow(60.0)
+    later.note_fates({(2, 0): Fate("trained", 4, "")})
+    assert outcomes(later) == ["", "trained"]
 
 
 def test_pages_of_the_same_run_read_each_row_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ledger_history import History, a_run
 from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
+from areal_sc.page import row_index
 from areal_sc.page.access import Access
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.server import STATIC, PageServer
@@ -252,6 +253,20 @@ async def test_recorded_rows_are_read_found_and_downloaded(session: ClientSessio
     ).input_ids[38:]
 
 
+async def test_rows_that_were_not_read_before_are_downloaded(
+    session: ClientSession, folder: RunFolder
+) -> None:
+    recorder = recorder_of(folder.path)
+    for number in range(1, 30):
+        recorder.add_group(played(number, [trajectory(number)]))
+    recorder.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_index, "_BATCH_TOKENS", 1)
+        async with session.get(f"/api/runs/0/recorded.jsonl?sort=group&key={KEY}") as response:
+            lines = [json.loads(line) async for line in response.content]
+    assert [it["group"] for it in lines] == [0, *range(30)]
+
+
 async def test_rows_are_marked(session: ClientSession) -> None:
     async def mark(content: bytes, **headers: str) -> tuple[int, Any]:
         path = f"/api/runs/0/marks?key={KEY}"
@@ -264,7 +279,8 @@ async def test_rows_are_marked(session: ClientSession) -> None:
     assert await get(session, "/api/runs/0/marks") == [one]
     found = await get(session, "/api/runs/0/recorded?marked=yes")
     assert [(it["group"], it["episode"]) for it in found["rows"]] == [(0, 1)]
-    for wrong in (b"", b"[]", b'{"rows": [[0, 0, 1]]}', b'{"rows": [["a"]]}', b"\xff"):
+    too_large = b'{"rows": [[0, 0, 1, %d]], "note": ""}' % 2**63
+    for wrong in (b"", b"[]", b'{"rows": [[0, 0, 1]]}', b'{"rows": [["a"]]}', b"\xff", too_large):
         status, told = await mark(wrong)
         assert status == 400
         assert told["error"].startswith("marks: ")

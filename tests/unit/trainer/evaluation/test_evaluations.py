@@ -10,7 +10,7 @@ import pytest
 from unit.trainer.conftest import Follower, shown
 
 from areal_sc.controller.rollout.evaluation import EvaluationOutcome, EvaluationSet
-from areal_sc.errors import ConfigError, StepsLost, WorkflowError
+from areal_sc.errors import ConfigError, StepLost, StepsLost, WorkflowError
 from areal_sc.records.metrics import EvaluationResult
 from areal_sc.records.metrics_log import History
 from areal_sc.rejection import Rejection, RejectionKind
@@ -30,6 +30,13 @@ OUTCOME = EvaluationOutcome(
     pass_at_k={1: 0.25, 2: 0.375, 4: 0.75},
     first_rejection=Rejection(RejectionKind.reward_error, "boom"),
 )
+
+
+class InWorkers(str):
+    """The name of a workflow that no agent outside plays."""
+
+    __slots__ = ()
+    waits_outside = False
 
 
 class Rollout:
@@ -64,7 +71,7 @@ class Rollout:
 
 
 def evaluations(run: Run, rollout: Any, prompts: Any = "prompts") -> Evaluations:
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     run.beside.clear()  # a test's next start
     return Evaluations(run, rollout, prompts, workflow)
 
@@ -113,7 +120,7 @@ def test_two_of_a_run_have_names_of_their_own(run: Run, follower: Follower) -> N
     """Else the results of one would be taken for those of the other."""
     rollout: Any = Rollout(OUTCOME)
     evaluations(run, rollout)
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     with pytest.raises(ConfigError, match=r"name of its own .* got '' twice"):
         Evaluations(run, rollout, "prompts", workflow)  # type: ignore[arg-type]
     further = Evaluations(
@@ -177,6 +184,18 @@ def test_steps_that_are_lost_take_the_evaluation_with_them(run: Run, follower: F
     beside.collect()
     assert follower.told == []
     assert "the evaluation of step 4 is lost: no state is left" in shown(run)
+
+
+def test_a_paused_evaluation_is_left_for_the_end_of_the_script(
+    run: Run, follower: Follower
+) -> None:
+    rollout = Rollout()
+    beside = evaluations(run, rollout)
+    beside.begin("periodic")
+    rollout.running.set_exception(StepLost("the run is paused, and the script is to end"))
+    beside.collect()
+    assert follower.told == []
+    assert "the evaluation of step 4 is lost: the run is paused" in shown(run)
 
 
 def test_without_prompts_nothing_is_evaluated(run: Run) -> None:
@@ -260,10 +279,10 @@ def test_a_resumed_run_does_an_evaluation_that_was_begun_and_not_recorded(
 def test_sets_have_results_of_their_own_and_one_together(run: Run, follower: Follower) -> None:
     rollout: Any = Rollout()
     run.config.evaluation.num_samples = 2
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     sets: Any = {
         "easy": [{"prompt": "1"}],
-        "hard": EvaluationSet("rows", "its own", num_samples=8),  # type: ignore[arg-type]
+        "hard": EvaluationSet("rows", InWorkers("its own"), num_samples=8),  # type: ignore[arg-type]
     }
     run.beside.clear()
     beside = Evaluations(run, rollout, sets, workflow)
@@ -286,7 +305,7 @@ def test_sets_have_results_of_their_own_and_one_together(run: Run, follower: Fol
 def test_sets_may_have_temperatures_of_their_own(run: Run, follower: Follower) -> None:
     rollout: Any = Rollout(OUTCOME)
     run.config.evaluation.num_samples = 4
-    workflow: Any = "workflow"
+    workflow: Any = InWorkers("workflow")
     run.beside.clear()
     sets = {"a": EvaluationSet("rows"), "b": EvaluationSet("rows", temperature=0.0)}  # type: ignore[arg-type]
     beside = Evaluations(run, rollout, sets, workflow)
