@@ -59,7 +59,7 @@ class Standstill:
                 self.held_s += loop.time() - began_s
 
     async def end(self, check: Callable[[], None]) -> None:
-        """As `hold`, of a call that is no step: nothing tells that it is held."""
+        """Waits as `hold` does, in a call that is no step: nothing tells that it is held."""
         # a wish is heard rarely, and an end of the script anywhere: there is no event for both
         while self.is_on:
             check()
