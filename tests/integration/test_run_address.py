@@ -192,7 +192,7 @@ def test_nobody_comes_for_long_and_the_run_waits(
             time.sleep(0.05)
         assert told in ((410, "session_lost"), (0, ""))  # the batch is there, so the run ends
 
-    limits = "rollout.group_timeout_s=1", "agents.idle_timeout_s=3"
+    limits = "rollout.group_timeout_s=1", "agents.idle_timeout_s=10"
     settings = f"actor.path={chat_model}", "rollout.group_size=2", *limits
     with ThreadPoolExecutor(1) as outside:
         with start_rollout(

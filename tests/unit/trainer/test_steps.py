@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from areal_sc.controller.rollout.rejections import Rejections
+from areal_sc.controller.standstill import Standstill
 from areal_sc.metadata import BatchMetadata, RowMetadata
 from areal_sc.records.metrics import StepMetrics
 from areal_sc.rejection import Rejection, RejectionKind
@@ -40,6 +41,7 @@ def sides(stats: list[dict[str, float]]) -> tuple[Any, Any]:
         num_bytes=0,
         num_restarts=0,
         batch_metrics={},
+        standstill=Standstill(),
         account=lambda: {"rejected": {}},
         worker_stats=lambda: stats,
     )

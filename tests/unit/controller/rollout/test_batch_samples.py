@@ -100,6 +100,7 @@ def test_a_worker_that_is_being_started_again_is_not_asked(
 
         async def initialize(self, _: None) -> None:
             await self.spend(10.0)  # some steps
+            await super().initialize(_)
             self.is_built = True
 
         async def read_texts(self, wanted: calls.ReadTexts) -> tuple[calls.RowText, ...]:
