@@ -324,7 +324,8 @@ async def test_a_run_that_goes_on_is_killed_and_goes_on(
     tmp_path: Path, tiny_model_folder: Path, tab: Tab
 ) -> None:
     """All views beside one run: live, dead with torn files, resumed, and finished."""
-    settings = ("task.num_free_episodes=32", "total_steps=5", "checkpoint.every_steps=1")
+    # two steps, and for each opening of the gate two more: it cannot end before it is killed
+    settings = ("task.num_free_episodes=16", "total_steps=16", "checkpoint.every_steps=1")
     run_dir = tmp_path / "run"
     with tiny_run(run_dir, tiny_model_folder, *settings) as run:
         run.wait_for_step(1)
@@ -352,7 +353,7 @@ async def test_a_run_that_goes_on_is_killed_and_goes_on(
             await check_each_view(tab, page, run_dir)
             with tiny_run(run_dir, tiny_model_folder, *settings) as resumed:
                 resumed.wait_until(lambda: resumed.events("resumed"), "its resumption")
-                for _ in range(5):
+                for _ in range(16):
                     open_gate(run_dir)
                 resumed.finish()
                 shown = await shows(tab, "#/run")
