@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final, Protocol
 
 import msgspec
@@ -122,13 +122,7 @@ class RecordedTokens:
 def numbers_of(row: PlayedRow, episode: int, number: int) -> RecordedRow:
     """What the head tells of a row."""
     sampled = np.asarray(row.versions)[np.asarray(row.loss_mask, bool)]
-    begins = [0, *((sampled[1:] != sampled[:-1]).nonzero()[0] + 1).tolist()]
-    ends = [*begins[1:], len(sampled)]
-    runs = tuple(
-        (int(sampled[begin]), end - begin)
-        for begin, end in zip(begins, ends, strict=True)
-        if end > begin
-    )
+    runs = tuple((version, len([*same])) for version, same in groupby(sampled.tolist()))
     metrics = {name: float(value) for name, value in row.metrics.items()}
     return RecordedRow(episode, number, len(row.input_ids), float(row.reward), runs, metrics)
 

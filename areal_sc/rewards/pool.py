@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,18 +64,22 @@ class _RewardCall:
     """One call of a sync reward, or of a vote, until its future is done.
 
     Attributes:
-        place: where the reward is defined, as of a RewardError.
         num_ends, num_kills: processes that ended while it ran, by themselves or by others.
     """
 
     key: int
     name: str
-    place: str
+    reward: RewardFunction
     request: bytes
     declaration: RewardDeclaration | None
     verdict: asyncio.Future[Any]
     num_ends: int = 0
     num_kills: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where the reward is defined, as of a RewardError."""
+        return place_of_definition(self.reward)
 
     def fail(self, error: Exception) -> None:
         if not self.verdict.done():
@@ -194,7 +197,7 @@ class RewardPool:
         verdict: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         declaration: RewardDeclaration | None = getattr(reward, DECLARATION, None)
         limits = declaration if kind == "call" else None  # its number stands for no vote
-        call = _RewardCall(key, name, place_of_definition(reward), request, limits, verdict)
+        call = _RewardCall(key, name, reward, request, limits, verdict)
         self._calls.add(call)
         narrowing = declaration.narrowing if declaration else Narrowing()
         lanes = self._lanes.get(narrowing)
@@ -261,33 +264,40 @@ class RewardPool:
         A declared limit counts CPU seconds, because on a busy machine anything takes long.
         """
         loop, declared = asyncio.get_running_loop(), call.declaration
-        end_s, end_cpu_s = loop.time() + self._timeout_s, math.inf
-        if declared is not None and declared.late_after_s is not None:
-            end_cpu_s = process.cpu_s() + min(declared.late_after_s, self._timeout_s / 2)
-        asking = asyncio.create_task(process.ask(call.request))
+        is_late = False
+        watch: asyncio.TimerHandle | None = None
+
+        def end_at_cpu_s(end_cpu_s: float) -> None:
+            nonlocal is_late, watch
+            left_s = end_cpu_s - process.cpu_s()
+            is_late = left_s <= 0
+            if is_late:
+                limit.reschedule(loop.time())
+            else:  # it computes no faster than that
+                watch = loop.call_later(left_s, end_at_cpu_s, end_cpu_s)
+
         try:
-            while not asking.done():
-                cpu_left_s = end_cpu_s - process.cpu_s() if end_cpu_s < math.inf else math.inf
-                left_s = min(end_s - loop.time(), cpu_left_s)
-                if left_s <= 0:
-                    break
-                await asyncio.wait([asking], timeout=left_s)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                if declared is not None and declared.late_after_s is not None:
+                    may_use_s = min(declared.late_after_s, self._timeout_s / 2)
+                    end_at_cpu_s(process.cpu_s() + may_use_s)
+                try:
+                    kind, *rest = await process.ask(call.request)
+                finally:
+                    if watch is not None:
+                        watch.cancel()
+        except TimeoutError:
+            if declared is not None and is_late:
+                await self._own.kill(process)
+                self._settle(call, "value", [declared.late_reward])
             else:
-                kind, *rest = asking.result()
-                self._settle(call, kind, rest)
-                return True
-        finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.wait([asking])
-        if declared is not None and cpu_left_s <= 0:
-            await self._own.kill(process)
-            self._settle(call, "value", [declared.late_reward])
-        else:
-            stacks = await self._own.stacks(process)
-            await self._own.kill(process)
-            call.fail(took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks))
-        return False
+                stacks = await self._own.stacks(process)
+                await self._own.kill(process)
+                late = took_too_long(call.name, self._timeout_s, place=call.place, frames=stacks)
+                call.fail(late)
+            return False
+        self._settle(call, kind, rest)
+        return True
 
     def _settle(self, call: _RewardCall, kind: str, rest: Sequence[Any]) -> None:
         if kind == "failed":
