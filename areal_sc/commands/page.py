@@ -19,6 +19,7 @@ from areal_sc.page.access import Access, names_of_machine
 from areal_sc.page.export import exported
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.server import PageServer
+from areal_sc.system.os_errors import os_errors_as
 
 COMMAND: Final = dict(
     help="show runs in a browser: is it learning, what bounds it, what became of each prompt",
@@ -61,10 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.export is None:
         asyncio.run(_serve(runs, arguments.bind, arguments.port))
         return
-    try:
+    with os_errors_as(CommandError, f"{arguments.export} cannot be written"):
         arguments.export.write_bytes(exported(runs))
-    except OSError as error:
-        raise CommandError(f"{arguments.export} cannot be written: {error.strerror}") from error
     sys.stdout.write(f"{arguments.export}: {arguments.export.stat().st_size:,} bytes\n")
 
 

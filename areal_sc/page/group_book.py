@@ -24,6 +24,7 @@ from areal_sc.metadata import RowMetadata
 from areal_sc.page.row_index import Fate
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.system.disk import Disk
+from areal_sc.system.os_errors import os_errors_as
 
 MAX_GROUPS: Final = 500
 """Groups of one answer."""
@@ -184,10 +185,8 @@ class _DiskUpTo(Disk):
 
 def _records(ledger: Path, disk: Disk) -> Iterator[Record]:
     for path in segment_paths(ledger, disk):
-        try:
+        with os_errors_as(RunFolderError, f"cannot read {path}"):
             content = disk.read(path)
-        except OSError as error:
-            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
         yield from read_segment(content, path).records
 
 

@@ -50,6 +50,7 @@ from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
@@ -454,11 +455,9 @@ def _log_of_run(folder: RunFolder, max_bytes: int, display: Display) -> Iterator
     """
     path = folder.log_path("controller")
     with ExitStack() as stack:
-        try:
+        with os_errors_as(RunFolderError, f"cannot write {path}"):
             screen = Screen(display.warning, display.note)
             stack.enter_context(logging_to("controller", path, max_bytes, screen))
-        except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
         try:
             yield
         except BaseException as error:

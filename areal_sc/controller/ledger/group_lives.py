@@ -31,6 +31,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.run.run_files import RunFiles
 from areal_sc.system.disk import Disk
+from areal_sc.system.os_errors import os_errors_as
 
 
 class RowFate(StrEnum):
@@ -141,10 +142,8 @@ def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[PromptLif
         raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
     lives: _PromptLives | None = None
     for path in paths:
-        try:
+        with os_errors_as(RunFolderError, f"cannot read {path}"):
             content = disk.read(path)
-        except OSError as error:
-            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
         segment = read_segment(content, path)
         lives = lives or _PromptLives(segment.state)
         for record in segment.records:

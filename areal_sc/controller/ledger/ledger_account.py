@@ -26,6 +26,7 @@ from areal_sc.controller.ledger.ledger_records import WENT_BACK, LedgerState, Re
 from areal_sc.controller.ledger.ledger_replay import replay
 from areal_sc.errors import LedgerError, RunFolderError
 from areal_sc.system.disk import Disk
+from areal_sc.system.os_errors import os_errors_as
 
 
 @dataclass
@@ -137,10 +138,8 @@ def read_account(
 
 
 def _read(path: Path, disk: Disk, account: RunAccount) -> Segment:
-    try:
+    with os_errors_as(RunFolderError, f"cannot read {path}"):
         content = disk.read(path)
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
     segment = read_segment(content, path)
     account.num_bytes += len(content)
     account.num_cut_bytes = len(content) - segment.num_bytes
