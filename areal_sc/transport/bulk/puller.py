@@ -94,31 +94,21 @@ class Puller:
         self._timeout_s = timeout_s
         self._pool = BufferPool(idle_buffer_bytes)
 
-    async def pull(
-        self,
-        batch: BatchMetadata,
-        fields: Sequence[str] | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> PackedRows:
-        """The asked columns and rows of a batch, in its row order (or that of `rows`).
+    async def pull(self, batch: BatchMetadata) -> PackedRows:
+        """The columns and rows of a batch, in its row order.
 
         The tensors may be views of another worker's shared memory: reading is all that may be done
-        with them (a write ends the process). Of a batch without rows asked fields that it does not
-        have come back empty, those of a trajectory with their dtype, others as float32.
+        with them (a write ends the process).
 
         Raises:
             ShardGone: an owner has died, or says that it does not hold the shard (any more).
             RpcTimeout: the pull passed its deadline.
             PeerSilent: an owner gives no sign of life, long before that deadline.
             ProtocolError: an owner holds other sizes or dtypes than the metadata says.
-            MetadataError: a field or row is not in the batch.
         """
         deadline = self._deadline()
-        batch, dtypes, slices = await _computed(
-            len(batch.shards), lambda: slices_of(batch, fields, rows)
-        )
-        names = fields if fields is not None else dtypes
-        tensors = await self._tensors({name: dtypes[name] for name in names}, slices, deadline)
+        slices = await _computed(len(batch.shards), lambda: slices_of(batch))
+        tensors = await self._tensors(batch.dtypes, slices, deadline)
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
         return PackedRows(
