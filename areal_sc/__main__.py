@@ -36,7 +36,10 @@ def main(argv: list[str]) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     # one that is named is imported alone, so that it answers quickly
     for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
-        import_module(f"areal_sc.commands.{name}").add_to(commands)
+        command = import_module(f"areal_sc.commands.{name}")
+        added = commands.add_parser(name, **command.COMMAND)
+        command.add_arguments(added)
+        added.set_defaults(run=command.run)
     parsed, others = parser.parse_known_args(argv)
     takes_settings = hasattr(parsed, "overrides")
     unknown = [word for word in others if not takes_settings or word[0] == "-" or "=" not in word]

@@ -100,19 +100,15 @@ class AnswerStream(Protocol):
 
     def begin(self) -> Sequence[bytes]:
         """What comes before the first text."""
-        ...
 
     def text(self, added: str) -> Sequence[bytes]:
         """More of the message's content: never a part of a tool call, and never of reasoning."""
-        ...
 
     def end(self, answer: ModelAnswer) -> Sequence[bytes]:
         """The rest of the answer: reasoning, content that was not sent yet, tool calls, usage."""
-        ...
 
     def fail(self, refused: CallRefused) -> Sequence[bytes]:
         """The answer breaks off."""
-        ...
 
 
 class Dialect(Protocol):
@@ -126,16 +122,12 @@ class Dialect(Protocol):
 
     def read(self, body: Mapping[str, Any]) -> ModelCall:
         """Raises: CallRefused: 400: the body is wrong, or asks for what cannot be done exactly."""
-        ...
 
     def write(self, call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        ...
 
     def stream(self, call: ModelCall, answer_id: str, created_s: int) -> AnswerStream:
         """Begins a streamed answer."""
-        ...
 
     def refuse(self, refused: CallRefused) -> dict[str, Any]:
         """The body of an answer that says why there is none."""
-        ...

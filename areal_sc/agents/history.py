@@ -27,12 +27,10 @@ class AnsweredCall(Protocol):
     @property
     def after(self) -> AnsweredCall | None:
         """The answer that its call went on from; None: it began a conversation."""
-        ...
 
     @property
     def num_messages(self) -> int:
         """How many messages the conversation has with it."""
-        ...
 
 
 _ENCODE: Final = msgspec.json.Encoder(order="sorted")

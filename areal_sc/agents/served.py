@@ -382,8 +382,7 @@ def main(arguments: list[str]) -> None:
             takes_session(load_by_name(json.loads(arguments[1])))
         except BaseException as error:  # the user's code may raise anything
             failure = failure_of(error)
-            print(f"{failure['message']} at {failure['place']}", file=sys.stderr)
-            sys.exit(1)
+            sys.exit(f"{failure['message']} at {failure['place']}")
         return
     fd, number = map(int, arguments)
     os.set_inheritable(fd, False)

@@ -83,34 +83,24 @@ def policy_gradient(
         `proximal_kl`, and the same of w, `behavior_kl` (0 for dropped tokens); the largest ratio,
         `ratio_max`; and with a KL to a reference its mean, `reference_kl`.
     """
-    logprobs = tokens.logprobs
-    dtype = logprobs.dtype
-
-    def field(name: str) -> torch.Tensor:
-        return tokens.fields[name].detach().to(dtype)
-
+    logprobs, advantages = tokens.logprobs, _field(tokens, "advantages")
     if clip_center == "interpolated":
-        behavior = field("behavior_logprobs")
+        behavior = _field(tokens, "behavior_logprobs")
         center = interpolated_logprobs(logprobs, behavior, tokens.fields["staleness"])
     else:
-        center = field(f"{clip_center}_logprobs")
-    is_weighted = behavior_weight != "none" and clip_center != "behavior"
-    log_weight = center - (field("behavior_logprobs") if is_weighted else center)
-    if is_weighted and behavior_weight == "sequence":
-        log_weight = tokens.rows.spread(tokens.rows.mean(log_weight))
+        center = _field(tokens, f"{clip_center}_logprobs")
     weight, log_weight, is_dropped = bounded_weights(
-        log_weight,
+        _log_weight(tokens, center, "none" if clip_center == "behavior" else behavior_weight),
         floor=behavior_weight_floor,
         cap=behavior_weight_cap,
         is_clamped=behavior_weight_bound == "clamp",
     )
-    advantages = field("advantages")
     for exceeds, limit in (
         (exceeds_second_moment, max_second_moment),
         (exceeds_behavior_kl, max_behavior_kl),
     ):
         if limit < math.inf:
-            away = logprobs.detach() - field("behavior_logprobs")
+            away = logprobs.detach() - _field(tokens, "behavior_logprobs")
             is_dropped = is_dropped | exceeds(away, advantages, tokens.rows, limit)
             weight = weight.masked_fill(is_dropped, 0.0)
             log_weight = log_weight.masked_fill(is_dropped, 0.0)
@@ -131,7 +121,7 @@ def policy_gradient(
     loss = -aggregate(tokens, gains, aggregation, aggregation_tokens)
     metrics = {}
     if kl_coefficient:
-        kl = kl_estimate(logprobs, field("reference_logprobs"), kl_estimator)
+        kl = kl_estimate(logprobs, _field(tokens, "reference_logprobs"), kl_estimator)
         loss = loss + kl_coefficient * aggregate(tokens, kl, aggregation, aggregation_tokens)
         metrics["reference_kl"] = Metric.mean(kl)
     if entropy_coefficient:
@@ -148,6 +138,18 @@ def policy_gradient(
             "proximal_kl": Metric.mean(of_tokens - 1 - log_ratio),
             "behavior_kl": Metric.mean((weight - 1 - log_weight).masked_fill(is_dropped, 0.0)),
         }
+
+
+def _field(tokens: LossTokens, name: str) -> torch.Tensor:
+    return tokens.fields[name].detach().to(tokens.logprobs.dtype)
+
+
+def _log_weight(tokens: LossTokens, center: torch.Tensor, of: str) -> torch.Tensor:
+    """[N] nats: log w, before anything bounds it. Args: of: as `behavior_weight`."""
+    if of == "none":
+        return center - center  # what is not finite stays known
+    log_weight = center - _field(tokens, "behavior_logprobs")
+    return tokens.rows.spread(tokens.rows.mean(log_weight)) if of == "sequence" else log_weight
 
 
 def _gain(

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 from rich.console import Console
 
+from areal_sc.commands.arguments import add_run_dir, run_folder
 from areal_sc.errors import CommandError
 from areal_sc.records.learning_curve import plot_learning_curve
 from areal_sc.records.metrics import summarize
 from areal_sc.records.metrics_log import History
-from areal_sc.run.run_checks import check_is_run
-from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.display import summary_table
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="draw the learning curve of a run, and show its summary",
+    description="Draws learning_curve.png from the run's metrics.jsonl, and shows the summary "
+    "that follows from it. A finished run has both already; the run may go on meanwhile, or "
+    "have been stopped.",
+)
 
-
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "curve",
-        help="draw the learning curve of a run, and show its summary",
-        description="Draws learning_curve.png from the run's metrics.jsonl, and shows the summary "
-        "that follows from it. A finished run has both already; the run may go on meanwhile, or "
-        "have been stopped.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
-    parser.set_defaults(run=run)
+add_arguments = add_run_dir
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is nothing to draw. RunFolderError: the run cannot be read."""
-    folder = RunFolder(arguments.run_dir)
-    check_is_run(folder)
+    folder = run_folder(arguments)
     if not folder.metrics_path.exists():
         raise CommandError(f"there is no {folder.metrics_path}: the run has not begun to train")
     history = History.read(folder.metrics_path)

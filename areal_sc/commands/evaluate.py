@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 from areal_sc.config.follow_settings import EvaluationSetConfig
 from areal_sc.config.schema import GRPOConfig
@@ -36,25 +36,22 @@ from areal_sc.trainer.evaluation.kept_answers import (
 from areal_sc.trainer.evaluation.model_evaluation import ModelEvaluation
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
 _RUN = "run"
 """Folder in the output's, for what the engines write."""
 
+COMMAND: Final = dict(
+    help="evaluate any model on sets of prompts",
+    usage="python -m areal_sc evaluate MODEL [key=value ...] --out DIR [--config FILE.yaml] "
+    "[--set SET] [--limit N] [--rescore] [--against DIR] [--overwrite]",
+    description="Has a model answer the sets of prompts of evaluation.sets, or those of --set, "
+    "with the engines and settings of a run. Each answer is a line of DIR/answers.jsonl as "
+    "soon as it is there, so the same command goes on after it was stopped or killed; "
+    "`samples DIR` shows them. The numbers are in DIR/summary.json.",
+)
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="evaluate any model on sets of prompts",
-        usage="python -m areal_sc evaluate MODEL [key=value ...] --out DIR [--config FILE.yaml] "
-        "[--set SET] [--limit N] [--rescore] [--against DIR] [--overwrite]",
-        description="Has a model answer the sets of prompts of evaluation.sets, or those of --set, "
-        "with the engines and settings of a run. Each answer is a line of DIR/answers.jsonl as "
-        "soon as it is there, so the same command goes on after it was stopped or killed; "
-        "`samples DIR` shows them. The numbers are in DIR/summary.json.",
-    )
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name of the hub")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces one setting")
     parser.add_argument("--config", metavar="FILE.yaml", help="the settings of a run")
@@ -83,7 +80,6 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="delete the answers that are there"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -6,32 +6,29 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
+from areal_sc.commands.arguments import add_run_dir, run_folder
 from areal_sc.commands.plan import config_of
 from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.errors import CommandError, ModelError, RunFolderError
 from areal_sc.hub import local_model
 from areal_sc.run.run_begin import RunBegin, content_of
-from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
 from areal_sc.sizing.model_folder import check_replaceable
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="write the model of a run that was stopped",
+    description="Writes the model of a run's newest snapshot, with its tokenizer, as a folder "
+    "that transformers, SGLang and vLLM load. A finished run has its model already. The run "
+    "may go on meanwhile, if FOLDER is not in RUN_DIR.",
+)
 
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "export",
-        help="write the model of a run that was stopped",
-        description="Writes the model of a run's newest snapshot, with its tokenizer, as a folder "
-        "that transformers, SGLang and vLLM load. A finished run has its model already. The run "
-        "may go on meanwhile, if FOLDER is not in RUN_DIR.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    add_run_dir(parser)
     parser.add_argument(
         "folder",
         metavar="FOLDER",
@@ -45,7 +42,6 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="the adapter alone, in peft's format; default: merged",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -54,8 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from areal_sc.engines.snapshot_model import export_snapshot
 
-    folder = RunFolder(arguments.run_dir)
-    check_is_run(folder)
+    folder = run_folder(arguments)
     step, snapshot = _chosen_snapshot(folder, arguments.step)
     own = folder.path / "model"
     if arguments.folder is None and folder.summary_path.exists():

@@ -6,35 +6,31 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
+from areal_sc.commands.arguments import add_run_dir
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
 from areal_sc.run.run_checks import check_is_folder
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import to_json
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="show what became of every group of a run",
+    description="Shows for every group of a run by which step its rows were trained, which "
+    "worker generated them under which policy versions, or why they were rejected; and in the "
+    "end the totals, with rows that were trained twice or lost. The run may go on meanwhile.",
+)
 
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "ledger",
-        help="show what became of every group of a run",
-        description="Shows for every group of a run by which step its rows were trained, which "
-        "worker generated them under which policy versions, or why they were rejected; and in the "
-        "end the totals, with rows that were trained twice or lost. The run may go on meanwhile.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    add_run_dir(parser)
     parser.add_argument("--totals", action="store_true", help="only the totals")
     parser.add_argument(
         "--json",
         action="store_true",
         help="one JSON object a line: those of the groups, then that of the run",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -12,12 +12,9 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from areal_sc.errors import CommandError
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 _NAME: Final = "train"
 SCRIPT: Final = f"{_NAME}.py"
@@ -49,17 +46,16 @@ Make it yours, in three places:
                           and set lr and max_new_tokens, too
 """
 
+COMMAND: Final = dict(
+    help="write a first script with its settings and a test",
+    description=f"Writes {SCRIPT}, {SETTINGS} and {TEST} to a new or empty folder: a small "
+    "task that is learned in a minute on two CPU cores, to be changed into your own.",
+)
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "new",
-        help="write a first script with its settings and a test",
-        description=f"Writes {SCRIPT}, {SETTINGS} and {TEST} to a new or empty folder: a small "
-        "task that is learned in a minute on two CPU cores, to be changed into your own.",
-    )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new or empty folder")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,32 +11,35 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
+from areal_sc.commands.arguments import number
 from areal_sc.errors import CommandError
 from areal_sc.page.access import Access, names_of_machine
 from areal_sc.page.export import exported
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.server import PageServer
+from areal_sc.system.os_errors import os_errors_as
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="show runs in a browser: is it learning, what bounds it, what became of each prompt",
+    description="Serves a page that shows runs in a browser, until Ctrl-C: their numbers, "
+    "what the model writes, what became of each prompt, and who works. It only reads their "
+    "folders; the runs may go on meanwhile, or have died. It asks no other host for anything.",
+)
 
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "page",
-        help="show runs in a browser: is it learning, what bounds it, what became of each prompt",
-        description="Serves a page that shows runs in a browser, until Ctrl-C: their numbers, "
-        "what the model writes, what became of each prompt, and who works. It only reads their "
-        "folders; the runs may go on meanwhile, or have died. It asks no other host for anything.",
-    )
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="folders of runs, side by side"
     )
     parser.add_argument(
-        "--port", type=_port, default=0, metavar="N", help="where to listen; default: any free one"
+        "--port",
+        type=number("a number from 0 to 65535", 0, 65535),
+        default=0,
+        metavar="N",
+        help="where to listen; default: any free one",
     )
     parser.add_argument(
         "--bind",
@@ -51,7 +54,6 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="FILE.html",
         help="write the page to one file, which any browser shows, and serve nothing",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -60,10 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.export is None:
         asyncio.run(_serve(runs, arguments.bind, arguments.port))
         return
-    try:
+    with os_errors_as(CommandError, f"{arguments.export} cannot be written"):
         arguments.export.write_bytes(exported(runs))
-    except OSError as error:
-        raise CommandError(f"{arguments.export} cannot be written: {error.strerror}") from error
     sys.stdout.write(f"{arguments.export}: {arguments.export.stat().st_size:,} bytes\n")
 
 
@@ -124,9 +124,3 @@ def _is_loopback(bind: str) -> bool:
         return ipaddress.ip_address(bind).is_loopback
     except ValueError:
         return bind == "localhost"
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {text!r}")
-    return int(text)

@@ -6,14 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from areal_sc.commands.arguments import add_run_dir, number, run_folder
 from areal_sc.config.loading.loader import compose_config
 from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import CommandError, RunFolderError
@@ -23,46 +23,40 @@ from areal_sc.planning.figures import MIN_STEPS
 from areal_sc.planning.simulated_run import Forecast
 from areal_sc.quantities import short_duration
 from areal_sc.records.metrics_log import History
-from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import to_json
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 MAX_OTHERS: Final = 6
 """Points that are shown beside the present one and the advised one."""
 MIN_FREE_SHARE: Final = 0.85
 """Share of the cores' time that is to be free; with less, the user is told that others use them."""
 
+COMMAND: Final = dict(
+    help="say how many workers should train and generate, and how stale data need be",
+    description="Says which split of a run's devices between training and generation, and "
+    "which rollout.max_staleness, would give the shortest step with the freshest data: by a "
+    "simulation of the run with what its newest steps have measured. The run may go on "
+    "meanwhile. Where the run has had other settings before, it is shown how far out a "
+    "forecast from then is.",
+)
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "plan",
-        help="say how many workers should train and generate, and how stale data need be",
-        description="Says which split of a run's devices between training and generation, and "
-        "which rollout.max_staleness, would give the shortest step with the freshest data: by a "
-        "simulation of the run with what its newest steps have measured. The run may go on "
-        "meanwhile. Where the run has had other settings before, it is shown how far out a "
-        "forecast from then is.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    add_run_dir(parser)
     parser.add_argument(
         "--devices",
-        type=_devices,
+        type=number("a number of at least 2, as one trains and one generates", 2),
         metavar="N",
         help="devices for training and generation together; default: as many as now. On CPUs each "
         "worker is one",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: it is not the folder of a run, or its steps tell too little."""
-    folder = RunFolder(arguments.run_dir)
-    check_is_run(folder)
+    folder = run_folder(arguments)
     config = config_of(folder)
     steps = History.read(folder.metrics_path).steps if folder.metrics_path.exists() else []
     cores = shared_cores(config)
@@ -100,14 +94,6 @@ def config_of(folder: RunFolder) -> GRPOConfig:
     known = {item.name for item in fields(GRPOConfig)}
     own = {name: value for name, value in content.items() if name in known}
     return compose_config(None, (), GRPOConfig, own)
-
-
-def _devices(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of at least 2, as one trains and one generates, got {text!r}"
-        )
-    return int(text)
 
 
 def _show(console: Console, plan: Plan) -> None:

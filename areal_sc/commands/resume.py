@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import Final
 
-from areal_sc.commands.wishing import parser_of, run_folder, wait_until_heard
+from areal_sc.commands.arguments import add_run_dir
+from areal_sc.commands.wishing import EXIT_CODES, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.run.verdict import verdict
 from areal_sc.run.wishes import take_back
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="let a paused run go on",
+    description="Lets a run go on that was paused. Where its script has ended meanwhile, the next "
+    "start of it is not paused.",
+    epilog=EXIT_CODES,
+)
 
-
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command's arguments."""
-    parser = parser_of(
-        commands,
-        "resume",
-        "let a paused run go on",
-        "Lets a run go on that was paused. Where its script has ended meanwhile, the next start of "
-        "it is not paused.",
-    )
-    parser.set_defaults(run=run)
+add_arguments = add_run_dir
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: this is not the folder of a run, or it is not paused. RunFolderError:
     it cannot be written. WaitTimeout: the script has not heard it in time."""
-    folder = run_folder(arguments.run_dir)
+    folder = checked_folder(arguments)
     found = verdict(folder)
     if not take_back(folder.pause_path):
         raise CommandError(f"the run in {folder.path} is not paused: {found.text}")

@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 from rich.console import Console
 
+from areal_sc.commands.arguments import add_run_dir, number
 from areal_sc.errors import CommandError
 from areal_sc.records.samples import Place, Sample, read_samples
 from areal_sc.run.run_checks import check_is_folder
@@ -17,23 +18,22 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.trainer.evaluation.kept_answers import as_samples, read_answers
 from areal_sc.trainer.sample_view import sample_view
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="show what the model of a run writes",
+    description="Shows prompts of a run with the best and the worst answer of the model to "
+    "each, and their rewards: those of the newest step, unless --step or --last says "
+    "otherwise. A run keeps some of each step in samples.jsonl (samples.groups_per_step); it "
+    "may go on meanwhile. Of a folder of `evaluate` it shows all answers.",
+)
 
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "samples",
-        help="show what the model of a run writes",
-        description="Shows prompts of a run with the best and the worst answer of the model to "
-        "each, and their rewards: those of the newest step, unless --step or --last says "
-        "otherwise. A run keeps some of each step in samples.jsonl (samples.groups_per_step); it "
-        "may go on meanwhile. Of a folder of `evaluate` it shows all answers.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    add_run_dir(parser)
     parser.add_argument("--step", type=int, metavar="N", help="those of training step N")
-    parser.add_argument("--last", type=_count, metavar="N", help="the N newest answers")
+    parser.add_argument(
+        "--last", type=number("a number above 0", 1), metavar="N", help="the N newest answers"
+    )
     place = parser.add_mutually_exclusive_group()
     for word in (Place.best, Place.worst):
         place.add_argument(
@@ -43,7 +43,6 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
             const=word,
             help=f"only the {word} answer to each prompt",
         )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -87,11 +86,3 @@ def _samples_of(run_dir: Path) -> Sequence[Sample]:
             "it was started with samples.groups_per_step=0, or this is not the folder of a run"
         )
     return samples
-
-
-def _count(text: str) -> int:
-    """Raises: ValueError: it is not a number above 0."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import Final
 
-from areal_sc.commands.wishing import check_lives, parser_of, run_folder, wait_until_heard
+from areal_sc.commands.arguments import add_run_dir
+from areal_sc.commands.wishing import EXIT_CODES, check_lives, checked_folder, wait_until_heard
 from areal_sc.errors import CommandError
 from areal_sc.nodes.spec import ROLLOUT_ROLE
 from areal_sc.run.wishes import ScaleWish, drop_scale, write_wish
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+COMMAND: Final = dict(
+    help="change the number of rollout workers of a run",
+    description="Changes the number of rollout workers while a run goes on, as "
+    "`rollout.scale(n)` does in a script: further ones start beside training; those that are too "
+    "many end when all of their work is done with. Returns when that is certain, or refused.",
+    epilog=EXIT_CODES,
+)
 
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = parser_of(
-        commands,
-        "scale",
-        "change the number of rollout workers of a run",
-        "Changes the number of rollout workers while a run goes on, as `rollout.scale(n)` does in "
-        "a script: further ones start beside training; those that are too many end when all of "
-        "their work is done with. Returns when that is certain, or refused.",
-    )
+    add_run_dir(parser)
     parser.add_argument(
         "num_workers", metavar="rollout=N", type=_num_workers, help="how many there shall be"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: this is not the folder of a run that goes on, or there cannot be so
     many. RunFolderError: it cannot be written. WaitTimeout: the script has not answered in time."""
-    folder = run_folder(arguments.run_dir)
+    folder = checked_folder(arguments)
     status = check_lives(folder).status
     if status is not None and status.roles and ROLLOUT_ROLE not in status.roles:
         raise CommandError(f"the run in {folder.path} has no rollout workers")

@@ -8,20 +8,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from areal_sc.commands.arguments import add_run_dir
 from areal_sc.quantities import short_duration
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_status import RunStatus, WorkerStatus
 from areal_sc.run.verdict import State, Verdict, steps_of, verdict
 from areal_sc.system.json_lines import to_json
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 MAX_WORKERS: Final = 24
 _STYLES: Final = {
@@ -29,19 +27,18 @@ _STYLES: Final = {
     **dict.fromkeys((State.waiting, State.paused), "yellow"),
 }
 
+COMMAND: Final = dict(
+    help="show how a run is: who lives, what it does, and what it waits for",
+    description="Shows how a run is: who lives, its step, who waits for what since when, the "
+    "last restart and its cause, and how old each fact is. It reads the run folder only, so it "
+    "works on any machine that sees the folder.",
+)
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "status",
-        help="show how a run is: who lives, what it does, and what it waits for",
-        description="Shows how a run is: who lives, its step, who waits for what since when, the "
-        "last restart and its cause, and how old each fact is. It reads the run folder only, so it "
-        "works on any machine that sees the folder.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

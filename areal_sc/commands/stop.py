@@ -9,14 +9,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from areal_sc.commands.arguments import add_run_dir, run_folder
 from areal_sc.errors import TransportError, WaitTimeout
 from areal_sc.nodes.joining import read_address
 from areal_sc.nodes.spec import STOP_RUN
 from areal_sc.run.agent_files import AgentFile, living_agents
-from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.run.run_owner import Owner
 from areal_sc.schedulers.found_agents import UnseenAgents
@@ -27,30 +26,27 @@ from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient
 from areal_sc.transport.security.keys import RunKeys
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
 TIMEOUT_S: Final = 300.0
 CALL_LIMIT_S: Final = 10.0
 POLL_S: Final = 0.1
 ASK_AGAIN_S: Final = 1.0
 """Between calls of a script that has the folder, and does not listen yet."""
 
+COMMAND: Final = dict(
+    help="end a run",
+    description="Ends a run as Ctrl-C in its script does; where its script is gone, ends the "
+    "workers and the jobs that it has left. Returns when nothing of the run is left. Works on "
+    "any machine that sees the run's folder and reaches its script and its workers.",
+    epilog="Exit code 0: nothing of the run is left; 2: this is not the folder of a run, or "
+    "its script is gone and has left jobs, and SLURM's commands are not here; 3 or 11: another "
+    "script has taken the folder meanwhile, and is left alone; 4: its keys or its workers "
+    "cannot be reached; 9: it has not ended in time.",
+)
 
-def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser = commands.add_parser(
-        "stop",
-        help="end a run",
-        description="Ends a run as Ctrl-C in its script does; where its script is gone, ends the "
-        "workers and the jobs that it has left. Returns when nothing of the run is left. Works on "
-        "any machine that sees the run's folder and reaches its script and its workers.",
-        epilog="Exit code 0: nothing of the run is left; 2: this is not the folder of a run, or "
-        "its script is gone and has left jobs, and SLURM's commands are not here; 3 or 11: another "
-        "script has taken the folder meanwhile, and is left alone; 4: its keys or its workers "
-        "cannot be reached; 9: it has not ended in time.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
+    add_run_dir(parser)
     parser.add_argument(
         "--timeout",
         type=_seconds,
@@ -58,7 +54,6 @@ def add_to(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help=f"how long to wait for the end (default {TIMEOUT_S:g})",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -66,8 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     read, or its agents not be reached. RunFolderError: another script has taken its folder since.
     ConfigError: its script has left jobs, and SLURM's commands are not here. SchedulerSilent.
     WaitTimeout: it has not ended in time."""
-    folder = RunFolder(arguments.run_dir)
-    check_is_run(folder)
+    folder = run_folder(arguments)
     run, owner = _LivingRun(folder), Owner.read(folder.path)
     who = "its script" if owner is None else f"process {owner.pid} on {owner.host}"
     if folder.is_taken and owner is not None and owner.go_on():

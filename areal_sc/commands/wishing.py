@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from areal_sc.commands.arguments import run_folder
 from areal_sc.errors import CommandError, WaitTimeout
-from areal_sc.run.run_checks import check_is_run
 from areal_sc.run.run_folder import FORMAT_VERSION, RunFolder
 from areal_sc.run.run_status import HeardWishes
 from areal_sc.run.verdict import Verdict, verdict
-
-if TYPE_CHECKING:
-    import argparse
-    from argparse import _SubParsersAction
 
 TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
@@ -26,19 +22,9 @@ EXIT_CODES: Final = (
 )
 
 
-def parser_of(
-    commands: _SubParsersAction[argparse.ArgumentParser], name: str, help: str, description: str
-) -> argparse.ArgumentParser:
-    """A command with the folder of a run."""
-    parser = commands.add_parser(name, help=help, description=description, epilog=EXIT_CODES)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run")
-    return parser
-
-
-def run_folder(path: Path) -> RunFolder:
+def checked_folder(arguments: argparse.Namespace) -> RunFolder:
     """Raises: CommandError: it is not the folder of a run, or that of another areal_sc."""
-    folder = RunFolder(path)
-    check_is_run(folder)
+    folder = run_folder(arguments)
     marker = folder.marker()
     if marker is not None and marker.format_version != FORMAT_VERSION:
         raise CommandError(

@@ -15,6 +15,7 @@ from areal_sc.controller.takeover import TakenOver, can_take_over, take_over
 from areal_sc.errors import ConfigError, RunFolderError, TransportError, WaitTimeout, WorkerError
 from areal_sc.system import interrupts
 from areal_sc.system.process import refuse_in_worker
+from areal_sc.system.waiting import all_of
 
 CLOSE_TIMEOUT_S = 60.0
 """Controllers may take this long to end their workers; the scheduler then kills what is left."""
@@ -98,16 +99,7 @@ async def _start_all(controllers: Sequence[Controller]) -> None:
     """Starts all controllers; those that measure the memory which the others leave start last."""
     last = [c for c in controllers if await c.measures_free_memory()]
     for wave in ([c for c in controllers if c not in last], last):
-        await _start_together(wave)
-
-
-async def _start_together(controllers: Sequence[Controller]) -> None:
-    try:
-        async with asyncio.TaskGroup() as group:
-            for controller in controllers:
-                group.create_task(controller.start_async())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        await all_of(controller.start_async() for controller in wave)
 
 
 async def _notice_loss(control_loop: ControlLoop) -> WorkerError | RunFolderError | None:

@@ -109,7 +109,6 @@ class GenerationEngine(Protocol):
                 answer meanwhile. What it raises is raised here, and the answer is given up.
         Raises: WorkflowError: the prompt leaves no room in the context.
         """
-        ...
 
 
 @runtime_checkable
@@ -118,19 +117,15 @@ class RunsBesideWorker(Protocol):
 
     async def start(self) -> None:
         """Loads the model; returns when it can generate."""
-        ...
 
     async def close(self) -> None:
         """Ends everything that it started."""
-        ...
 
     async def pause(self) -> None:
         """Stops generation; running requests keep their tokens."""
-        ...
 
     async def resume(self) -> None:
         """Goes on after `pause`."""
-        ...
 
 
 @runtime_checkable
@@ -140,11 +135,9 @@ class CountsRequests(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a place, as all are taken."""
-        ...
 
     def stats(self) -> Mapping[str, float]:
         """Counters since start, `generated_tokens` and `cancelled_tokens` (lost) among them."""
-        ...
 
 
 @runtime_checkable
@@ -155,7 +148,6 @@ class SleepsUntilWeights(Protocol):
         """Drops weights and KV cache. Running requests keep their tokens, and nothing is sampled
         before the next weights have come; their update takes the memory again.
         """
-        ...
 
 
 @runtime_checkable
@@ -165,18 +157,15 @@ class FollowsWeights(Protocol):
     @property
     def version(self) -> int:
         """Policy version of the weights that the next token is sampled from."""
-        ...
 
     async def update_weights(self, version: int, source: TensorSource) -> None:
         """Replaces all weights; running requests go on under them, KV recomputed.
 
         Raises: ModelError: names or sizes do not fit; the old weights and version stay.
         """
-        ...
 
     async def update_weights_from_disk(self, version: int, folder: Path) -> None:
         """The same, by a Hugging Face folder, which stays until the next publication is done."""
-        ...
 
 
 @runtime_checkable
@@ -199,28 +188,22 @@ class JoinsWeightGroup(Protocol):
             again: the same weights, for ranks that are not in the group, or lose it.
             give_up: tells rank 0 that not all ranks will take part; may be called repeatedly.
         """
-        ...
 
     async def join_group(self, group: WeightGroup, first_rank: int) -> None:
         """Becomes `count_ranks()` ranks of a weight group; returns when all ranks have met."""
-        ...
 
     async def leave_group(self, name: str) -> None:
         """Its ranks are no longer in that weight group."""
-        ...
 
     def has_whole_group(self, name: str) -> bool:
         """Whether the group can still be used: no rank has come or gone since."""
-        ...
 
     def count_ranks(self) -> int:
         """Ranks that the engine needs in a weight group."""
-        ...
 
     @property
     def is_cuda(self) -> bool:
         """Whether these ranks compute on GPUs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +235,6 @@ class TrainEngine(Protocol):
         Args:
             rank: None: this process is the rank that torchrun made it, or the only one.
         """
-        ...
 
     def forward(self, rows: PackedRows, output: str) -> torch.Tensor:
         """[T] float32: `output` at each token in `loss_mask`, else 0; meaningful on heads alone.
@@ -265,7 +247,6 @@ class TrainEngine(Protocol):
                 `values`: of a model with a value head, what it expects after the tokens before;
                 `base_logprobs`: `logprobs` without the adapter that the model has.
         """
-        ...
 
     def update(
         self,
@@ -284,7 +265,6 @@ class TrainEngine(Protocol):
             min_token_version: tokens sampled by older versions add nothing to the loss and its
                 denominator; None trains all.
         """
-        ...
 
 
 @runtime_checkable
@@ -307,11 +287,9 @@ class ManyRanks(Protocol):
         Args:
             host: address of this machine that the other ranks can reach.
         """
-        ...
 
     def close(self) -> None:
         """Leaves the other ranks; what is being written is finished first."""
-        ...
 
 
 @runtime_checkable
@@ -325,7 +303,6 @@ class PublishesParts(Protocol):
         one after the other in their order, are the values of the whole parameter. The values may
         be live; all ranks must go through all of them together.
         """
-        ...
 
 
 @runtime_checkable
@@ -335,7 +312,6 @@ class PublishesWhole(Protocol):
     @property
     def is_cuda(self) -> bool:
         """Whether this rank computes on a GPU."""
-        ...
 
     def gather_weights(self, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
         """Every whole parameter under its Hugging Face name, a bucket at a time; tied ones once.
@@ -343,11 +319,9 @@ class PublishesWhole(Protocol):
         In the dtype of publication; they may be the live ones. All ranks must go through all
         buckets together.
         """
-        ...
 
     def weight_layouts(self, bucket_bytes: int) -> list[BucketLayout]:
         """What `gather_weights` gives, without the values; on any rank by itself."""
-        ...
 
 
 @runtime_checkable
@@ -361,7 +335,6 @@ class SavesState(Protocol):
             is_staged: a copy is taken. Without it, which saves its memory, the weights must not
                 change until the future is done.
         """
-        ...
 
     def begin_snapshot(self, folder: Path, *, is_local: bool = False) -> Future[None]:
         """Takes the engine's whole state as it is now. The future: when it has been written.
@@ -369,7 +342,6 @@ class SavesState(Protocol):
         Args:
             is_local: the folder is in the memory of each rank's node.
         """
-        ...
 
     def load_snapshot(self, folder: Path, *, is_local: bool = False) -> None:
         """Becomes what `begin_snapshot` wrote, maybe by another number of ranks.
@@ -377,7 +349,6 @@ class SavesState(Protocol):
         Args:
             is_local: as it was written: then by the same ranks, on the same nodes.
         """
-        ...
 
 
 @runtime_checkable
@@ -386,11 +357,9 @@ class StowsState(Protocol):
 
     def sleep(self) -> None:
         """Moves all that it holds on its device to host memory."""
-        ...
 
     def wake(self) -> None:
         """Moves it back; before that it cannot be asked for anything."""
-        ...
 
 
 T = TypeVar("T")

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.controller.ledger import ledger_records as kinds
-from areal_sc.controller.ledger.journal import segment_paths
-from areal_sc.controller.ledger.journal_file import read_segment
+from areal_sc.controller.ledger.group_lives import read_lives
 from areal_sc.controller.ledger.ledger_account import GroupAccount, RunAccount, read_account
-from areal_sc.controller.ledger.ledger_records import Record
 from areal_sc.errors import JournalDamaged, RunFolderError
-from areal_sc.metadata import RowMetadata
 from areal_sc.page.row_index import Fate
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.system.disk import Disk
@@ -125,10 +121,7 @@ class GroupBook:
         """
         self.follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
-        lives = {group: _GroupLife() for group in accounts}
-        for record in _records(self._ledger, self._disk) if lives else ():
-            for life in _concerned(record, lives):
-                life.read(record)
+        lives = read_lives(self._ledger, self._disk) if accounts else {}
         return {
             group: {"account": _told(account), "events": lives[group].events}
             for group, account in accounts.items()
@@ -180,84 +173,3 @@ class _DiskUpTo(Disk):
         """Blocks."""
         content = super().read(path)
         return content[: self._at] if path == self._path else content
-
-
-def _records(ledger: Path, disk: Disk) -> Iterator[Record]:
-    for path in segment_paths(ledger, disk):
-        try:
-            content = disk.read(path)
-        except OSError as error:
-            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
-        yield from read_segment(content, path).records
-
-
-def _concerned(record: Record, lives: Mapping[int, _GroupLife]) -> Iterable[_GroupLife]:
-    match record:
-        case kinds.Consume(group_ids=ids) | kinds.Trained(num_rows=ids):
-            return [lives[group] for group in ids if group in lives]
-        case kinds.Publish() | kinds.TakeBack() | kinds.GoBack():
-            return lives.values()
-        case kinds.Release():
-            return ()
-        case of_group:
-            return [lives[of_group.group_id]] if of_group.group_id in lives else ()
-
-
-class _GroupLife:
-    """What happened to one group.
-
-    Attributes:
-        events: each with its name in `what`.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self._is_open = False
-        self._consumed_by = -1
-        self._trains = False  # the version that comes next is made with its rows
-
-    def _note(self, what: str, **values: Any) -> None:
-        self.events.append({"what": what, **values})
-
-    def read(self, record: Record) -> None:
-        """Goes on by the next record that concerns it."""
-        match record:
-            case kinds.Admit(prompt=prompt, version=version):
-                self._is_open = True
-                place = {"dataset": prompt.dataset, "index": prompt.index, "seed": prompt.seed}
-                self._note("admitted", version=version, **place)
-            case kinds.Start(attempt=attempt, worker=worker):
-                self._note("started", attempt=attempt, worker=worker)
-            case kinds.Finish(attempt=attempt, batch=batch):
-                self._note("finished", attempt=attempt, rows=[*map(_row, batch.rows)])
-            case kinds.Requeue(attempt=attempt, cause=cause):
-                self._note("requeued", attempt=attempt, cause=cause)
-            case kinds.Reject(reason=reason, returns_prompt=returns):
-                self._is_open = False
-                self._note("rejected", cause=reason, returns_prompt=returns)
-            case kinds.Consume(step=step, lineage=lineage):
-                self._consumed_by = step
-                self._note("consumed", step=_made_version(step), lineage=lineage)
-            case kinds.TakeBack(step=step) if step == self._consumed_by:
-                self._consumed_by = -1
-                self._note("taken back", step=_made_version(step))
-            case kinds.Trained(step=step):
-                self._trains = True
-                self._note("trained", step=_made_version(step))
-            case kinds.Publish(version=version) if self._trains:
-                self._trains = False
-                self._note("published", version=version)
-            case kinds.GoBack(state=state) if self._is_open:
-                if not 0 <= self._consumed_by < state.version:
-                    self._is_open = False
-                    self._note("went back", version=state.version, lineage=state.lineage)
-
-
-def _row(row: RowMetadata) -> dict[str, Any]:
-    return {
-        "episode": row.episode,
-        "reward": row.reward,
-        "tokens": row.sequence_length,
-        "trained_tokens": row.num_loss_tokens,
-        "versions": row.version_spans,
-    }

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from areal_sc.errors import RunFolderError
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
 from areal_sc.records.metrics_log import History
+from areal_sc.system.os_errors import os_errors_as
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,10 +78,8 @@ def plot_learning_curve(history: History, title: str, png_path: Path) -> None:
     staleness.xaxis.get_major_locator().set_params(integer=True)
     staleness.set_xlabel("training step")
     figure.suptitle(title, x=0.02, ha="left", fontweight="bold")
-    try:
+    with os_errors_as(RunFolderError, f"cannot write {png_path}"):
         canvas.print_figure(png_path, format="png")
-    except OSError as error:
-        raise RunFolderError(f"cannot write {png_path}: {error.strerror}") from error
 
 
 def smoothed(values: Values, window: int) -> Values:

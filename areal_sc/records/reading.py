@@ -35,6 +35,7 @@ from areal_sc.records.recorded_rows import (
 from areal_sc.records.script_spans import script_spans
 from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
 from areal_sc.run.run_files import RunFiles
+from areal_sc.system.os_errors import os_errors_as
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +133,8 @@ def unended(run: str | Path) -> Iterator[RecordedSpan]:
     and errors are those of `rows`.
     """
     folder = _records_of(run)
-    try:
+    with os_errors_as(RunFolderError, f"{folder} cannot be read"):
         files = open_files(folder)
-    except OSError as error:
-        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
     for file in files:
         try:
             yield from file.read()
@@ -193,10 +192,8 @@ def _records_of(run: str | Path) -> Path:
 
 def _files(run: str | Path) -> list[RecordFile]:
     folder = _records_of(run)
-    try:
+    with os_errors_as(RunFolderError, f"{folder} cannot be read"):
         return record_files(folder)
-    except OSError as error:
-        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def _rows_of(

@@ -50,7 +50,6 @@ class RunCode(Protocol):
             limits: None: those of `Limits`.
         Raises: SandboxError: it could not be run, again and again; says nothing about the code.
         """
-        ...
 
 
 class Narrowing(NamedTuple):

@@ -12,14 +12,15 @@ import fcntl
 import json
 import os
 import socket
-import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 from areal_sc.errors import RunFolderError
 from areal_sc.system.file_lock import HeldLock, is_locked, take_lock
 from areal_sc.system.process import OtherProcess, start_ticks
+from areal_sc.system.waiting import polled
 
 AGENTS: Final = "agents"
 
@@ -81,6 +82,10 @@ class AgentFile:
     def path(self, run_dir: Path) -> Path:
         return run_dir / AGENTS / f"{self.incarnation}.json"
 
+    def has_ended(self, run_dir: Path) -> bool:
+        """Whether nothing of it is left that holds its lock."""
+        return not is_locked(self.path(run_dir))
+
     @property
     def is_here(self) -> bool:
         """Whether it is on this machine."""
@@ -121,14 +126,12 @@ def end_agents(run_dir: Path, grace_s: float, *, but_of_jobs: bool = False) -> N
         if process := agent.process():
             process.end(grace_s)
         # what an agent has started ends right behind it, and holds its lock until then
-        give_up_s = time.monotonic() + (grace_s if agent.is_here else 0.0)
-        while is_locked(agent.path(run_dir)):
-            if time.monotonic() >= give_up_s:
-                raise RunFolderError(
-                    f"run folder {run_dir}: workers of its run live on {agent.host} (agent: "
-                    f"process {agent.pid}); end them by `python -m areal_sc stop {run_dir}`"
-                )
-            time.sleep(_LOOK_S)
+        limit_s = grace_s if agent.is_here else 0.0
+        if not polled(partial(agent.has_ended, run_dir), limit_s, _LOOK_S):
+            raise RunFolderError(
+                f"run folder {run_dir}: workers of its run live on {agent.host} (agent: process "
+                f"{agent.pid}); end them by `python -m areal_sc stop {run_dir}`"
+            )
 
 
 def _read(path: Path) -> AgentFile:

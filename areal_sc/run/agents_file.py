@@ -10,6 +10,7 @@ import msgspec
 
 from areal_sc.errors import RunFolderError
 from areal_sc.system.durable import replace_file
+from areal_sc.system.os_errors import os_errors_as
 
 
 class AgentsFile(msgspec.Struct, frozen=True):
@@ -39,8 +40,6 @@ class AgentsFile(msgspec.Struct, frozen=True):
 
     def write(self, path: Path) -> None:
         """Raises: RunFolderError: it cannot be written."""
-        try:
-            with replace_file(path, mode=0o600) as file:
-                file.write(msgspec.json.encode(self))
-        except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+        cannot = os_errors_as(RunFolderError, f"cannot write {path}")
+        with cannot, replace_file(path, mode=0o600) as file:
+            file.write(msgspec.json.encode(self))

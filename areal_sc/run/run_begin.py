@@ -17,6 +17,7 @@ from typing import Any, Final
 from areal_sc.errors import RunFolderError
 from areal_sc.run.run_marker import SHA256, digest_of
 from areal_sc.system.durable import write_atomic
+from areal_sc.system.os_errors import os_errors_as
 
 SETTINGS: Final = "settings"
 MAX_HASHED_BYTES: Final = 64 << 20
@@ -46,10 +47,8 @@ class RunBegin:
         """Args: now: name -> facts. Raises: RunFolderError: it cannot be read, or written."""
         content = {**self._read(), **now}
         sealed = json.dumps({**content, SHA256: digest_of(content)}, indent=1)
-        try:
+        with os_errors_as(RunFolderError, f"cannot write {self._path}"):
             write_atomic(self._path, sealed.encode())
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
 
     def compare(self, now: Mapping[str, Mapping[str, str]]) -> None:
         """Warns where something is not what it was at the begin of the run; what is new is noted.

@@ -113,8 +113,6 @@ class WrittenFolder(Protocol):
 
     def check_term(self) -> None:
         """Raises: StaleTerm: the run was taken over. RunFolderError: the folder is gone."""
-        ...
 
     def write_atomic(self, path: str | Path, content: bytes) -> None:
         """Raises: RunFolderError: it cannot be written. StaleTerm."""
-        ...

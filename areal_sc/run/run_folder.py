@@ -32,6 +32,7 @@ from areal_sc.run.run_marker import COPY, MARKER, RunMarker
 from areal_sc.run.run_owner import LOCK, TERM, Owner, RunTerm, take_folder
 from areal_sc.system.durable import delete_unfinished, remove, set_aside, write_atomic
 from areal_sc.system.file_lock import HeldLock, is_locked, take_lock
+from areal_sc.system.os_errors import os_errors_as
 
 FORMAT_VERSION = 5
 """Format of what a run resumes from. It is raised when an older areal_sc could not read it."""
@@ -296,10 +297,8 @@ class RunFolder(RunFiles):
         """
         target = self.path / path
         self.check_term()
-        try:
+        with os_errors_as(RunFolderError, f"cannot write {target}"):
             write_atomic(target, content)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {target}: {error.strerror}") from error
 
     @contextmanager
     def _taken(self, wanted: HowToOpen) -> Iterator[Opening]:

@@ -29,6 +29,7 @@ from areal_sc.ids import random_id
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.file_lock import HeldLock, take_lock
 from areal_sc.system.process import OtherProcess, is_stopped, start_ticks
+from areal_sc.system.waiting import polled
 
 LOCK: Final = ".lock"
 TERM: Final = ".term"
@@ -213,14 +214,12 @@ def take_folder(run_dir: Path) -> HeldLock:
 
     Raises: RunFolderError: another process has it.
     """
-    give_up_s = time.monotonic() + LOCK_WAIT_S
-    while (lock := take_lock(run_dir / LOCK, fcntl.LOCK_EX)) is None:
-        if time.monotonic() > give_up_s:
-            owner = Owner.read(run_dir)
-            who = str(owner) if owner and owner.may_live else "another process is running in it"
-            raise RunFolderError(
-                f"run folder {run_dir}: {who}; wait for it, stop it by `python -m areal_sc stop "
-                f"{run_dir}`, or choose another run_dir"
-            )
-        time.sleep(_POLL_S)
+    lock = polled(lambda: take_lock(run_dir / LOCK, fcntl.LOCK_EX), LOCK_WAIT_S, _POLL_S)
+    if lock is None:
+        owner = Owner.read(run_dir)
+        who = str(owner) if owner and owner.may_live else "another process is running in it"
+        raise RunFolderError(
+            f"run folder {run_dir}: {who}; wait for it, stop it by `python -m areal_sc stop "
+            f"{run_dir}`, or choose another run_dir"
+        )
     return lock

@@ -26,6 +26,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.run.run_files import RunFiles
 from areal_sc.system.durable import own_file, replace_file
 from areal_sc.system.json_lines import to_json
+from areal_sc.system.os_errors import os_errors_as
 
 W = TypeVar("W", bound=msgspec.Struct)
 _MODE = 0o600
@@ -94,11 +95,9 @@ class RunWishes(msgspec.Struct, frozen=True):
 
 def write_wish(path: Path, wish: PauseWish | ScaleWish) -> None:
     """Replaces a wish. Raises: RunFolderError: it cannot be written."""
-    try:
-        with replace_file(path, mode=_MODE) as file:
-            file.write(to_json(wish))
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+    cannot = os_errors_as(RunFolderError, f"cannot write {path}")
+    with cannot, replace_file(path, mode=_MODE) as file:
+        file.write(to_json(wish))
 
 
 def take_back(path: Path) -> bool:

@@ -107,7 +107,6 @@ class AgentElsewhere(Protocol):
 
     def how_it_ended(self) -> str | None:
         """In words that follow "ended with"; None: nobody says that it has ended."""
-        ...
 
     def end(self, grace_s: float, pid: int) -> bool:
         """SIGTERM, and SIGKILL if it has not ended by then; returns when it has.
@@ -117,7 +116,6 @@ class AgentElsewhere(Protocol):
             pid: of the agent on its machine; 0: it has not joined.
         Returns: whether it has; False: its machine does not answer.
         """
-        ...
 
 
 A = TypeVar("A", bound=AgentElsewhere)

@@ -90,14 +90,12 @@ class Scheduler(Protocol):
 
         Raises: WorkerStartError: one did not come up. ConfigError: one cannot be used.
         """
-        ...
 
     async def ended_nodes(self) -> dict[Node, str]:
         """How those ended that did, in words that follow "its agent ended with".
 
         Raises: ArealError: that is not known now. It does not mean that any has ended.
         """
-        ...
 
     async def renew(self, node: Node, incarnation: str) -> None:
         """Starts a new agent on that machine, or on another in its place; returns when it serves.
@@ -118,11 +116,9 @@ class Scheduler(Protocol):
         Raises: WorkerStartError: the new one did not come up. ConfigError: the node cannot be used,
             and no other one is to be had.
         """
-        ...
 
     def close(self) -> None:
         """Gives the nodes back, with nothing left on them; the scheduler is of no use any more."""
-        ...
 
 
 @runtime_checkable
@@ -137,7 +133,6 @@ class AsksForNodes(Protocol):
 
         Raises: ConfigError: it is not to be had. SchedulerSilent: that is not known now.
         """
-        ...
 
     async def give_back(self, node: Node) -> None:
         """Nobody works on a node, or waits for it: it is none of `nodes()` from the call on.
@@ -145,7 +140,6 @@ class AsksForNodes(Protocol):
         Returns when nothing of the run is left there, or is waited for any more; within a limit. A
         node that cannot be given back alone stays.
         """
-        ...
 
 
 def placed(

@@ -37,6 +37,7 @@ from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import digest_of
 from areal_sc.system.durable import commit_folder, remove
 from areal_sc.system.file_lock import HeldLock, take_lock
+from areal_sc.system.waiting import polled
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.shards.memory_folder import folder_on_node
 
@@ -236,14 +237,13 @@ class RunHere:
 
         An agent of another run may delete the folder before it is locked: it is made again then.
         """
-        give_up_s = time.monotonic() + _END_LIMIT_S
-        while True:
+
+        def take() -> HeldLock | None:
             for name in ("logs", "checkpoints", "sources"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-            lock = take_lock(self.path / _RUN_LOCK, fcntl.LOCK_EX)
-            if lock is not None or time.monotonic() > give_up_s:
-                return lock
-            time.sleep(_POLL_S)
+            return take_lock(self.path / _RUN_LOCK, fcntl.LOCK_EX)
+
+        return polled(take, _END_LIMIT_S, _POLL_S)
 
     def remove(self) -> None:
         """The run has ended here."""

@@ -26,6 +26,7 @@ from areal_sc.shipping.calls import TreeHolder
 from areal_sc.shipping.client import ScriptFiles, until_there
 from areal_sc.shipping.node_cache import NodeCache, RunHere
 from areal_sc.system.durable import write_atomic
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import machine_id
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.transport import ZmqTransport
@@ -93,10 +94,8 @@ class FolderInPlace(NodeFolder):
             (folder.files_path, welcome.files),
         ):
             if read_address(path) != address:
-                try:
+                with os_errors_as(TransportError, f"cannot write {path}"):
                     write_atomic(path, address.encode())
-                except OSError as error:
-                    raise TransportError(f"cannot write {path}: {error.strerror}") from error
         self._is_told.set()
 
     async def _wait_until_told(self) -> None:

@@ -40,6 +40,7 @@ from areal_sc.shipping.calls import (
 from areal_sc.shipping.pieces import read_piece
 from areal_sc.shipping.tree_turns import TreeTurns
 from areal_sc.shipping.trees import Trees, digest_of
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import (
     allow_open_files,
     leave_signals_to_script,
@@ -149,7 +150,7 @@ class FileServer:
         partial = self._partial_of(piece.name, piece.token, is_log=is_log)
         if piece.offset < 0:
             raise TransportError(f"a piece begins at 0 or later, not at {piece.offset}")
-        try:
+        with os_errors_as(CheckpointError, f"cannot write {partial}"):
             self._make_folder(partial.parent)
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | _OPEN, 0o666)
             try:
@@ -158,14 +159,12 @@ class FileServer:
                     raise OSError(0, "the disk took a part of it")
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {partial}: {error.strerror}") from error
 
     def _end(self, file: WrittenFile, *, is_log: bool = False) -> None:
         """Raises: NotPermitted. CheckpointError: it is not what was sent."""
         partial = self._partial_of(file.name, file.token, is_log=is_log)
         target = self._folder.path / file.name
-        try:
+        with os_errors_as(CheckpointError, f"cannot write {target}"):
             with partial.open("rb") as opened:
                 num_bytes = os.fstat(opened.fileno()).st_size
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -177,8 +176,6 @@ class FileServer:
                     f"{num_bytes} with {digest[:12]}: it was damaged on its way"
                 )
             partial.replace(target)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
     def _make_folder(self, folder: Path) -> None:
         """Makes the folder of a file, with its parents unless it lies in a snapshot: one that the

@@ -28,6 +28,7 @@ import cloudpickle
 
 from areal_sc.errors import RunFolderError, WorkflowError
 from areal_sc.system.durable import replace_file
+from areal_sc.system.os_errors import os_errors_as
 
 SESSION: Final = "__main__"
 """Module name of what has no file."""
@@ -69,12 +70,10 @@ def write_session(folder: Path, definitions: Sequence[Any]) -> str:
     content = json.dumps(header).encode() + b"\n" + pickled
     location = f"session_{hashlib.sha256(content).hexdigest()}"
     path = folder / f".{location}"
-    try:
+    with os_errors_as(RunFolderError, f"cannot write {path}"):
         folder.mkdir(exist_ok=True)  # not a run folder that was moved away
         with replace_file(path, mode=_OWNER_ONLY) as file:
             file.write(content)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
     _loaded[location] = list(definitions)  # loaded here, a class would replace its own methods
     return location
 

@@ -18,7 +18,6 @@ class AppendedFile(Protocol):
 
     def write(self, content: memoryview) -> int:
         """Number of bytes taken, from the first on; it may be fewer than all."""
-        ...
 
     def sync(self) -> None: ...
 

@@ -10,6 +10,7 @@ import msgspec
 
 from areal_sc.errors import RunFolderError
 from areal_sc.system.durable import append_or_undo, own_file
+from areal_sc.system.os_errors import os_errors_as
 
 T = TypeVar("T")
 
@@ -23,12 +24,10 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         """Raises: RunFolderError: the file cannot be opened."""
         self._path = path
-        try:
+        with os_errors_as(RunFolderError, f"cannot open {path}"):
             # without a buffer, nothing is left to fail when it is closed
             self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115
             _cut_unfinished_line(path)
-        except OSError as error:
-            raise RunFolderError(f"cannot open {path}: {error.strerror}") from error
 
     def append(self, *values: Any) -> None:
         """Adds one line for each value.
@@ -37,10 +36,8 @@ class JsonLines:
             file is as before.
         """
         lines = b"".join(to_json(value) + b"\n" for value in values)
-        try:
+        with os_errors_as(RunFolderError, f"cannot write {self._path}"):
             append_or_undo(self._file, lines)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -53,10 +50,8 @@ def read_json_lines(path: Path, line_type: type[T]) -> list[T]:
         line_type: what a line holds, for msgspec.
     Raises: RunFolderError: the file cannot be read, or a line before the last is of another type.
     """
-    try:
+    with os_errors_as(RunFolderError, f"cannot read {path}"):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
     decoder, found = msgspec.json.Decoder(line_type), []
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: unfinished
         try:

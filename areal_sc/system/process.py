@@ -22,6 +22,7 @@ from types import FrameType
 from typing import IO, Final, Self
 
 from areal_sc.errors import ConfigError
+from areal_sc.system.waiting import polled
 
 MAX_OPEN_FILES: Final = 1 << 20
 """Linux allows no more by default. A higher limit slows programs that try every descriptor."""
@@ -91,12 +92,7 @@ class OtherProcess:
 
     def wait(self, timeout_s: float = math.inf) -> bool:
         """Waits for its end; returns whether it has ended."""
-        give_up_s = time.monotonic() + timeout_s
-        while not self.has_ended:
-            if time.monotonic() >= give_up_s:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        return polled(lambda: self.has_ended, timeout_s, _POLL_S)
 
     def send(self, signum: signal.Signals) -> None:
         """Sends a signal; nothing happens if it has ended."""

@@ -31,7 +31,7 @@ from areal_sc.engines.handles import make_actor
 from areal_sc.errors import StepLost, StepsLost
 from areal_sc.hub import local_model
 from areal_sc.preflight.checks import check_models
-from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary, summarize
+from areal_sc.records.metrics import EvaluationResult, StepMetrics, Summary
 from areal_sc.records.metrics_log import History
 from areal_sc.run.run_folder import Opening
 from areal_sc.sources.prompts import prompt_at
@@ -159,7 +159,8 @@ class RowTrainer(Run):
             self.keep_last_step()
             evaluate("after")
             best.finish()
-            return self._finish_rows(actor)
+            self._write_model(actor)
+            return self._write_summary(History.read(self.folder.metrics_path))
 
     @contextmanager
     def _workers(self, actor: TrainController, rollout: NoRollout) -> Iterator[Callable[[], bool]]:
@@ -242,23 +243,6 @@ class RowTrainer(Run):
         )
         self.tell(lambda tracker: tracker.on_evaluation(result))
         return result
-
-    def _finish_rows(self, actor: TrainController) -> Summary:
-        """Writes the model and, last, the summary: the run is finished."""
-        model = self.folder.path / "model"
-        actor.save_hf(model)
-        self.tell_model(actor.version, model)
-        history = History.read(self.folder.metrics_path)
-        summary = summarize(
-            history.steps,
-            history.evaluations,
-            wall_time_s=time.monotonic() - self._began,
-            first_step_s=self._first_step_s,
-            num_worker_restarts=history.num_worker_restarts,
-        )
-        self.folder.write_atomic(self.folder.summary_path, summary.to_json())
-        self.tell(lambda tracker: tracker.on_finish(summary))
-        return summary
 
 
 def scores(

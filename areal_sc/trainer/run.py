@@ -21,7 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from uuid import UUID, uuid4
 
 import yaml
@@ -50,6 +50,7 @@ from areal_sc.run.wishes import PauseWish, told_pause
 from areal_sc.schedulers.base import Scheduler
 from areal_sc.schedulers.factory import make_scheduler
 from areal_sc.sizing.model_context import take_context
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.system.process import process_age_s, refuse_in_worker, refuse_several_starts
 from areal_sc.trainer.advice import Adviser
 from areal_sc.trainer.beside import BesideTraining, KeepsSnapshots
@@ -246,32 +247,43 @@ class Run:
     def finish(self, actor: TrainController, rollout: RolloutController) -> Summary:
         """Writes the model, the learning curve and, last, the summary: the run is finished."""
         self.keep_last_step()
-        model = self.folder.path / "model"
-        actor.save_hf(model)
-        self.tell_model(actor.version, model)
+        self._write_model(actor)
         account = rollout.account()
         logger.info("account=%s", account)
         history = History.read(self.folder.metrics_path)
-        summary = summarize(
-            history.steps,
-            history.evaluations,
-            wall_time_s=time.monotonic() - self._began,
-            first_step_s=self._first_step_s,
+        plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
+        summary = self._write_summary(
+            history,
             num_rows_trained=account["rows_trained"],
             num_rows_trained_twice=account["rows_trained_twice"],
-            num_worker_restarts=history.num_worker_restarts,
             num_episodes_rejected=rollout.rejections.num_episodes,
             rejected_episodes=rollout.rejections.by_cause(),
         )
-        plot_learning_curve(history, self.folder.path.name, self.folder.learning_curve_path)
-        self.folder.write_atomic(self.folder.summary_path, summary.to_json())
-        self.tell(lambda tracker: tracker.on_finish(summary))
         if left_out := len(rollout.rejections.left_out):
             self.display.note(f"{left_out} prompts left no room for an answer, and were left out")
         for complaint in self._health.complaints.values():
             self.display.warning(f"learning, at the end: {complaint}")
         if not self._health.complaints and (advice := self._adviser.at_end(history.steps)):
             self.display.note(advice)
+        return summary
+
+    def _write_model(self, actor: TrainController) -> None:
+        model = self.folder.path / "model"
+        actor.save_hf(model)
+        self.tell_model(actor.version, model)
+
+    def _write_summary(self, history: History, **counts: Any) -> Summary:
+        """The last file of a run: it is finished."""
+        summary = summarize(
+            history.steps,
+            history.evaluations,
+            wall_time_s=time.monotonic() - self._began,
+            first_step_s=self._first_step_s,
+            num_worker_restarts=history.num_worker_restarts,
+            **counts,
+        )
+        self.folder.write_atomic(self.folder.summary_path, summary.to_json())
+        self.tell(lambda tracker: tracker.on_finish(summary))
         return summary
 
     def _begin_trackers(self) -> None:
@@ -454,11 +466,9 @@ def _log_of_run(folder: RunFolder, max_bytes: int, display: Display) -> Iterator
     """
     path = folder.log_path("controller")
     with ExitStack() as stack:
-        try:
+        with os_errors_as(RunFolderError, f"cannot write {path}"):
             screen = Screen(display.warning, display.note)
             stack.enter_context(logging_to("controller", path, max_bytes, screen))
-        except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
         try:
             yield
         except BaseException as error:

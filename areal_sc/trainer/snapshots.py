@@ -17,6 +17,7 @@ from areal_sc.errors import CheckpointError, RunFolderError
 from areal_sc.nodes.spec import snapshot_name
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.durable import remove
+from areal_sc.system.os_errors import os_errors_as
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +116,9 @@ def readable_states(folder: RunFolder) -> Iterator[tuple[Path, RolloutState | Ch
 
 def _set_aside(snapshot: Path) -> None:
     aside = snapshot.with_name(f"unreadable-{snapshot.name}")
-    try:
+    with os_errors_as(RunFolderError, f"cannot rename {snapshot}"):
         remove(aside)
         snapshot.rename(aside)
-    except OSError as error:
-        raise RunFolderError(f"cannot rename {snapshot}: {error.strerror}") from error
 
 
 def _step_of(snapshot: Path) -> int:
@@ -142,10 +141,8 @@ def _read_state(path: Path, step: int) -> RolloutState:
     Raises: CheckpointError: it is gone, damaged, or of another step.
         RunFolderError: a newer areal_sc wrote it; going back would throw away what it did.
     """
-    try:
+    with os_errors_as(CheckpointError, str(path)):
         line, _, packed = path.read_bytes().partition(b"\n")
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
     kind, format_number, digest, *_ = [*line.split(b" "), b"", b""]
     if kind != _KIND or digest != _digest(format_number, packed):
         raise CheckpointError(f"{path}: its checksum is wrong, its content damaged")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from areal_sc.rewards.functions import name_of
 from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.weighted import weighted_functions
 from areal_sc.system.sandbox.program import Ended, Limits, Program
+from areal_sc.system.waiting import all_of
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport, Waiting
 from areal_sc.workers.evaluated import EvaluatedEpisode
 from areal_sc.workflows.base import AgentReturn, AgentSession
@@ -230,17 +230,11 @@ class WorkerEpisodeEngine:
             self._evaluated.scored = reward, completion
         if not isinstance(reward, Mapping):
             return await self._score_one(reward, name_of(reward), prompt, completion)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                numbers = {
-                    name: tasks.create_task(
-                        self._score_one(function, name_of(function, name), prompt, completion)
-                    )
-                    for name, (function, _) in functions.items()
-                }
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the first one; the others were cancelled
-        scores = {name: number.result() for name, number in numbers.items()}
+        numbers = await all_of(
+            self._score_one(function, name_of(function, name), prompt, completion)
+            for name, (function, _) in functions.items()
+        )
+        scores = dict(zip(functions, numbers, strict=True))
         parts = {
             f"{name}_{part}": value
             for name, score in scores.items()

@@ -55,6 +55,7 @@ from areal_sc.rewards.pool import RewardPool
 from areal_sc.rewards.running import CodeRunner
 from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.system.fork_server import ForkServer
+from areal_sc.system.waiting import all_of
 from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.tensor_bytes import dtype_name
 from areal_sc.user_code import CANCEL_GRACE_S, Raised, await_user_code, describe, text_of
@@ -347,17 +348,10 @@ class RolloutWorker(Worker):
             return None, [self._noted(rejection, reference.index)] * num_episodes
         wire = row_to_wire(prompt, reference.index, type(dataset).__name__)
         where = f"row {reference.index}"
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                episodes = [
-                    tasks.create_task(
-                        self._episode(workflow, row_of(wire, where), reference, name, evaluated)
-                    )
-                    for _ in range(num_episodes)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # by its own name, for the controller
-        return prompt, [episode.result() for episode in episodes]
+        return prompt, await all_of(
+            self._episode(workflow, row_of(wire, where), reference, name, evaluated)
+            for _ in range(num_episodes)
+        )
 
     async def _episode(
         self,

@@ -52,7 +52,6 @@ class AgentSession(Protocol):
             metrics: of each row, beside `agent/calls` and what else the session has counted.
         Raises: WorkflowError: a reward is of no call.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class EpisodeEngine(TokenEngine, Protocol):
         Raises: WorkflowError: the model has no chat template, or it refuses the messages; or the
             last one is the assistant's. PromptTooLong: the first prompt leaves no room.
         """
-        ...
 
     def open_session(
         self,
@@ -114,7 +112,6 @@ class EpisodeEngine(TokenEngine, Protocol):
             max_turns: most calls; 0: any number.
         Raises: WorkflowError: a setting is none of those; or kept answers are rescored.
         """
-        ...
 
     async def run_agent(
         self, agent: Any, row: Mapping[str, Any], session: AgentSession, *, is_alone: bool = False
@@ -128,7 +125,6 @@ class EpisodeEngine(TokenEngine, Protocol):
             `agents.episode_timeout_s`, or its process ended. WorkflowError: the row cannot be given
             to it.
         """
-        ...
 
     async def await_agent(
         self, row: Mapping[str, Any], session: AgentSession
@@ -144,7 +140,6 @@ class EpisodeEngine(TokenEngine, Protocol):
             or `agents.episode_timeout_s`. WorkflowError: the row is no JSON, or the episode is of
             an evaluation.
         """
-        ...
 
     async def score(self, reward: Reward, prompt: Mapping[str, Any], completion: str) -> Score:
         """Runs the reward: an async one on the event loop, a sync one in a killable process.
@@ -154,7 +149,6 @@ class EpisodeEngine(TokenEngine, Protocol):
         Raises: RewardError: one raised, returned no finite number, or passed its time limit.
             WorkflowError: it is no `Reward`.
         """
-        ...
 
     async def run_code(
         self, code: str | Program, stdin: str = "", limits: Limits | None = None
@@ -164,7 +158,6 @@ class EpisodeEngine(TokenEngine, Protocol):
         Args: as of `RunCode`.
         Raises: SandboxError: it could not be run in several tries.
         """
-        ...
 
 
 class Workflow(Referable):

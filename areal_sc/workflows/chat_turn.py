@@ -67,7 +67,6 @@ class TokenEngine(Protocol):
                 call, and is raised here.
         Raises: WorkflowError: the prompt leaves no room in the context.
         """
-        ...
 
 
 class PastTurns(StrEnum):

@@ -39,6 +39,7 @@ from areal_sc.sources.reference_paths import (
 )
 from areal_sc.sources.row_file import GROWING, PromptSource, RowWriter, WrittenRows, num_rows_of
 from areal_sc.system.durable import write_atomic
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.workflows.base import Workflow
 
 T = TypeVar("T")
@@ -221,11 +222,9 @@ def _writing(path: Path) -> Iterator[None]:
 
     Raises: RunFolderError: one of them cannot be written.
     """
-    try:
+    with os_errors_as(RunFolderError, f"cannot write {path}"):
         path.parent.mkdir(exist_ok=True)  # not a run folder that was moved away
         yield
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _number_of(wire: bytes) -> int:

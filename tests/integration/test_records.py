@@ -22,10 +22,10 @@ def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> 
     for life in book.lives(set(range(20))).values():
         finished = [it for it in life["events"] if it["what"] == "finished"][-1]
         for row in finished["rows"]:
-            kept = recorded[life["account"]["group"], finished["attempt"], row["episode"]]
-            assert (kept.reward, len(kept.input_ids)) == (row["reward"], row["tokens"])
-            assert kept.loss_mask.sum() == row["trained_tokens"]
-            for version, count in row["versions"]:
+            kept = recorded[life["account"]["group"], finished["attempt"], row.episode]
+            assert (kept.reward, len(kept.input_ids)) == (row.reward, row.num_tokens)
+            assert kept.loss_mask.sum() == sum(count for _, count in row.versions)
+            for version, count in row.versions:
                 assert (kept.versions == version).sum() == count
             assert ((kept.behavior_logprobs < 0) <= kept.loss_mask).all()
             num_rows += 1

@@ -178,7 +178,7 @@ async def test_only_the_asked_columns_and_rows_move() -> None:
     lengths = [[300, 5, 60], [40, 2]]
     async with owners(2) as made, pulling() as puller:
         batch = await spread_batch(made, lengths)
-        pulled = await puller.pull(batch, fields=["input_ids"], rows=[4, 1, 3])
+        pulled = await puller.pull(batch.select(["input_ids"]).take([4, 1, 3]))
         assert list(pulled.fields) == ["input_ids"]
         assert rows_of(pulled, "input_ids") == [
             token_values(4, 2),
@@ -221,13 +221,9 @@ async def test_own_rows_are_read_without_a_socket() -> None:
 async def test_empty_batches_have_empty_fields() -> None:
     async with owners(1) as made, pulling() as puller:
         batch = await spread_batch(made, [[3, 4]])
-        for empty in [
-            await puller.pull(batch.take([]), fields=["input_ids", "proximal_logprobs"]),
-            await puller.pull(batch, fields=["input_ids"], rows=[]),
-        ]:
-            assert (empty.num_rows, empty.num_tokens, empty.advantages) == (0, 0, None)
-            assert empty.fields["input_ids"].dtype == torch.int32
-        fields = (await puller.pull(batch.take([]))).fields
+        empty = await puller.pull(batch.take([]))
+        assert (empty.num_rows, empty.num_tokens, empty.advantages) == (0, 0, None)
+        fields = empty.fields
         assert {name: (len(it), it.dtype) for name, it in fields.items()} == {
             name: (0, getattr(torch, dtype)) for name, dtype in batch.dtypes.items()
         }
@@ -241,7 +237,7 @@ async def test_advantages_come_when_all_rows_have_one() -> None:
         batch = await spread_batch(made, [[1, 2, 3]])
         assert (await puller.pull(batch)).advantages is None
         advised = batch.with_advantages([0.5, -1.0, 2.0])
-        assert (await puller.pull(advised, rows=[2, 0])).advantages == (2.0, 0.5)
+        assert (await puller.pull(advised.take([2, 0]))).advantages == (2.0, 0.5)
         partial = replace(advised, rows=(*advised.rows[:2], batch.rows[2]))
         assert (await puller.pull(partial)).advantages is None
 
@@ -616,14 +612,16 @@ async def test_concurrent_pulls_share_credits_and_requests() -> None:
             return serve(body)
 
         owner.bulk.answer = answer  # type: ignore[method-assign]
-        pulls = await asyncio.gather(*(puller.pull(batch, ["input_ids"]) for _ in range(5)))
+        pulls = await asyncio.gather(*(puller.pull(batch.select(["input_ids"])) for _ in range(5)))
         for pulled in pulls:
             assert rows_of(pulled, "input_ids") == [token_values(0, 1000), token_values(1, 1000)]
         assert max(waiting) == 2
         # forty pulls of one row each, of 4 bytes a token: ten fit into a request
         small = await spread_batch([owner], [[100] * 40])
         before = owner.bulk.num_reads
-        pulls = await asyncio.gather(*(puller.pull(small, ["input_ids"], [i]) for i in range(40)))
+        pulls = await asyncio.gather(
+            *(puller.pull(small.select(["input_ids"]).take([i])) for i in range(40))
+        )
         assert [rows_of(p, "input_ids")[0] for p in pulls] == [
             token_values(i, 100) for i in range(40)
         ]
@@ -644,7 +642,7 @@ async def test_all_owners_together_send_no_more_than_was_asked_for() -> None:
                 return serve(body)
 
             owner.bulk.answer = answer  # type: ignore[method-assign]
-        pulled = await puller.pull(batch, ["input_ids"])
+        pulled = await puller.pull(batch.select(["input_ids"]))
         assert rows_of(pulled, "input_ids") == [token_values(row, 1000) for row in range(30)]
         assert max(outstanding) == 8000
         assert puller._bulk._credits.outstanding_bytes == 0
@@ -891,7 +889,7 @@ async def test_many_fields_of_many_rows_are_asked_for_in_turns() -> None:
         fields = {f"field{i}": ids_of(i, [5_000]) for i in range(12)}
         batch = owner.put(fields, lengths)
         order = list(range(4_999, -1, -1))
-        pulled = await puller.pull(batch, rows=order)
+        pulled = await puller.pull(batch.take(order))
         for name, values in fields.items():
             assert torch.equal(pulled.fields[name], values.flip(0))
         asking = BulkMember(owner.bulk.open_session("test"))

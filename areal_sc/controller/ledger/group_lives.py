@@ -18,16 +18,15 @@ them by the one that they begin from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from areal_sc.controller.ledger import ledger_records as kinds
-from areal_sc.controller.ledger.journal import segment_paths
-from areal_sc.controller.ledger.journal_file import read_segment
+from areal_sc.controller.ledger.journal import read_segments
 from areal_sc.controller.ledger.ledger_records import LedgerState, Split
-from areal_sc.errors import RunFolderError
 from areal_sc.metadata import BatchMetadata, PromptReference
 from areal_sc.run.run_files import RunFiles
 from areal_sc.system.disk import Disk
@@ -112,6 +111,7 @@ class PromptLife:
         dataset, index: its prompt.
         attempts: in order.
         rejected: why it is not trained; "": it is, or may be.
+        events: what happened to it since there is a journal, in order: `what` names it.
     """
 
     group: int
@@ -121,6 +121,11 @@ class PromptLife:
     admitted_version: int
     attempts: list[AttemptLife] = field(default_factory=list)
     rejected: str = ""
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, what: str, **values: Any) -> None:
+        """Adds an event."""
+        self.events.append({"what": what, **values})
 
     @property
     def rows(self) -> list[RowLife]:
@@ -135,22 +140,17 @@ def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[PromptLif
         run: its folder.
     Raises: RunFolderError: there is no journal, or it is damaged, or of another format.
     """
-    folder, disk = RunFiles(run).ledger, disk or Disk()
-    paths = segment_paths(folder, disk)
-    if not paths:
-        raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
+    yield from read_lives(RunFiles(run).ledger, disk or Disk()).values()
+
+
+def read_lives(ledger: Path, disk: Disk) -> dict[int, PromptLife]:
+    """The same by their ids, from the folder of the journal."""
     lives: _PromptLives | None = None
-    for path in paths:
-        try:
-            content = disk.read(path)
-        except OSError as error:
-            raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
-        segment = read_segment(content, path)
+    for _, segment, _ in read_segments(ledger, disk):
         lives = lives or _PromptLives(segment.state)
         for record in segment.records:
             lives.read(record)
-    assert lives is not None
-    yield from lives.groups.values()
+    return {} if lives is None else lives.groups
 
 
 class _PromptLives:
@@ -165,6 +165,8 @@ class _PromptLives:
         self._lineage = state.lineage
         self._open = dict[int, None]()  # groups that were not rejected, nor undone
         self._batch: list[RowLife] = []  # of the newest step
+        self._consumed: Iterable[int] = ()  # groups of that
+        self._trained: Iterable[int] = ()  # those of them that make the next version
         kept = [group for step in state.kept for group in step.groups]
         for group in [*kept, *state.unconsumed]:  # of before there was a journal
             self._admit(group.group_id, group.prompt, group.admitted_version)
@@ -182,32 +184,49 @@ class _PromptLives:
         match record:
             case kinds.Admit(group_id=group, prompt=prompt, version=version):
                 self._admit(group, prompt, version)
+                place = {"dataset": prompt.dataset, "index": prompt.index, "seed": prompt.seed}
+                self._note([group], "admitted", version=version, **place)
             case kinds.Start(group_id=group, attempt=attempt, worker=worker):
                 self.groups[group].attempts.append(AttemptLife(attempt, worker))
-            case kinds.Finish(group_id=group, batch=batch):
-                self.groups[group].attempts[-1].rows = _rows_of(batch)
-            case kinds.Requeue(group_id=group, cause=cause):
+                self._note([group], "started", attempt=attempt, worker=worker)
+            case kinds.Finish(group_id=group, attempt=attempt, batch=batch):
+                rows = self.groups[group].attempts[-1].rows = _rows_of(batch)
+                self._note([group], "finished", attempt=attempt, rows=rows)
+            case kinds.Requeue(group_id=group, attempt=attempt, cause=cause):
                 if self.groups[group].attempts:  # else it had not begun
                     self.groups[group].attempts[-1].why = cause
                 _end(self.groups[group].rows, RowFate.lost, cause)
-            case kinds.Reject(group_id=group, reason=reason):
+                self._note([group], "requeued", attempt=attempt, cause=cause)
+            case kinds.Reject(group_id=group, reason=reason, returns_prompt=returns):
                 self._reject(group, reason)
-            case kinds.Consume(group_ids=ids, step=step):
+                self._note([group], "rejected", cause=reason, returns_prompt=returns)
+            case kinds.Consume(group_ids=ids, step=step, lineage=lineage):
                 self._batch = [row for group in ids for row in self.groups[group].rows]
-                for place, row in enumerate(self._batch):
-                    row.step, row.place = step + 1, place
-            case kinds.TakeBack():
+                for number, row in enumerate(self._batch):
+                    row.step, row.place = step + 1, number
+                self._consumed = ids
+                self._note(ids, "consumed", step=step + 1, lineage=lineage)
+            case kinds.TakeBack(step=step):
                 for row in self._batch:
                     row.step = row.place = None
                 self._batch = []
-            case kinds.Trained(num_rows=num_rows, splits=splits):
+                self._note(self._consumed, "taken back", step=step + 1)
+            case kinds.Trained(num_rows=num_rows, splits=splits, step=step):
                 self._train(num_rows, splits)
+                self._trained = num_rows
+                self._note(num_rows, "trained", step=step + 1)
             case kinds.Publish(version=version):
                 for row in self._batch:
                     if row.fate is RowFate.trained:
                         row.version = version
+                self._note(self._trained, "published", version=version)
+                self._trained = ()
             case kinds.GoBack(state=state):
                 self._go_back(state)
+
+    def _note(self, groups: Iterable[int], what: str, **values: Any) -> None:
+        for group in groups:
+            self.groups[group].note(what, **values)
 
     def _reject(self, group: int, reason: str) -> None:
         self._open.pop(group, None)
@@ -236,13 +255,14 @@ class _PromptLives:
 
     def _go_back(self, state: LedgerState) -> None:
         """Nothing counts that was done since that state."""
-        self._lineage, self._batch = state.lineage, []
+        self._lineage, self._batch, self._trained = state.lineage, [], ()
         why = f"the run went back to version {state.version}"
         for group in list(self._open):
             rows = self.groups[group].rows
             is_consumed = bool(rows) and rows[0].step is not None
             if is_consumed and all((row.step or 0) <= state.version for row in rows):
                 continue
+            self._note([group], "went back", version=state.version, lineage=state.lineage)
             if is_consumed:
                 del self._open[group]
                 _end(rows, RowFate.undone, why)

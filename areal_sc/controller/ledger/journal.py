@@ -33,12 +33,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_sc.controller.ledger.journal_file import HEADER, read_segment, to_frame
+from areal_sc.controller.ledger.journal_file import HEADER, Segment, read_segment, to_frame
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import LedgerState, Publish, Record
 from areal_sc.controller.ledger.ledger_replay import replay
@@ -46,6 +46,7 @@ from areal_sc.errors import LedgerError, RunFolderError, WaitTimeout
 from areal_sc.fleet.bounded import bounded
 from areal_sc.fleet.events import RunFailed
 from areal_sc.system.disk import AppendedFile, Disk
+from areal_sc.system.os_errors import os_errors_as
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +276,20 @@ def segment_paths(folder: Path, disk: Disk) -> list[Path]:
         if path.name not in names:
             raise RunFolderError(f"{path} is missing: {folder} has {', '.join(names)}")
     return paths
+
+
+def read_segments(folder: Path, disk: Disk) -> Iterator[tuple[Path, Segment, int]]:
+    """Each of the journal's segments, oldest first: its path, what is in it, and its bytes.
+
+    Raises: RunFolderError: there is none, or one is damaged, or of another format.
+    """
+    paths = segment_paths(folder, disk)
+    if not paths:
+        raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
+    for path in paths:
+        with os_errors_as(RunFolderError, f"cannot read {path}"):
+            content = disk.read(path)
+        yield path, read_segment(content, path), len(content)
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from areal_sc.controller.ledger import ledger_records as kinds
 from areal_sc.controller.ledger.group import Group
-from areal_sc.controller.ledger.journal import segment_paths
-from areal_sc.controller.ledger.journal_file import Segment, read_segment
+from areal_sc.controller.ledger.journal import read_segments
+from areal_sc.controller.ledger.journal_file import Segment
 from areal_sc.controller.ledger.ledger import Ledger
 from areal_sc.controller.ledger.ledger_records import WENT_BACK, LedgerState, Record
 from areal_sc.controller.ledger.ledger_replay import replay
@@ -113,17 +113,14 @@ def read_account(
     Raises: RunFolderError: there is no journal, or it is damaged, or of another format.
     """
     disk = disk or Disk()
-    paths = segment_paths(folder, disk)
-    if not paths:
-        raise RunFolderError(f"there is no journal in {folder}: no training step has begun")
-    account = RunAccount()
-    lineages = _lineages(_read(path, disk, account) for path in paths)
+    lineages = _lineages(segment for _, segment, _ in read_segments(folder, disk))
     reader: _Reader | None = None
-    account = RunAccount(lineages=lineages)
-    for path in paths:
-        segment = _read(path, disk, account)
-        if account.num_cut_bytes and path != paths[-1]:
-            raise RunFolderError(f"{path} is damaged: it ends within a record")
+    account, before = RunAccount(lineages=lineages), folder
+    for path, segment, num_bytes in read_segments(folder, disk):
+        if account.num_cut_bytes:
+            raise RunFolderError(f"{before} is damaged: it ends within a record")
+        before, account.num_cut_bytes = path, num_bytes - segment.num_bytes
+        account.num_bytes += num_bytes
         try:
             reader = reader or _Reader(segment.state, account, note)
             reader.check(segment.state)
@@ -134,17 +131,6 @@ def read_account(
     assert reader is not None
     reader.end()
     return account
-
-
-def _read(path: Path, disk: Disk, account: RunAccount) -> Segment:
-    try:
-        content = disk.read(path)
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
-    segment = read_segment(content, path)
-    account.num_bytes += len(content)
-    account.num_cut_bytes = len(content) - segment.num_bytes
-    return segment
 
 
 def _lineages(segments: Iterable[Segment]) -> list[LineageAccount]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -35,7 +35,6 @@ class BatchSamples:
     Args:
         workers: hold the rows.
         path: the file; it is made with the first batch.
-        clock: Unix time in seconds.
 
     Attributes:
         newest: the samples of the last batch that were read, group by group, best first.
@@ -47,14 +46,12 @@ class BatchSamples:
         workers: RolloutWorkers,
         background: Background,
         path: Path,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.newest: tuple[Sample, ...] = ()
         self._config = config
         self._workers = workers
         self._background = background
         self._path = path
-        self._clock = clock
         self._lines: JsonLines | None = None
         self._batch_id = ""
         self._reading: asyncio.Task[None] | None = None
@@ -78,7 +75,7 @@ class BatchSamples:
             self._lines = None
 
     async def _read(self, batch: BatchMetadata) -> None:
-        now_s = round(self._clock(), 3)
+        now_s = round(time.time(), 3)
         groups = chosen_groups(batch, self._config.groups_per_step)
         found = await asyncio.gather(*(self._read_group(batch, rows, now_s) for rows in groups))
         samples = [sample for group in found for sample in group]

@@ -44,6 +44,7 @@ from areal_sc.fleet.worker_life import Wanted
 from areal_sc.nodes.spec import ROLLOUT_ROLE, WorkerOrder
 from areal_sc.run.wishes import ScaleWish
 from areal_sc.system.disk import Disk
+from areal_sc.system.os_errors import os_errors_as
 
 logger = logging.getLogger(__name__)
 
@@ -299,10 +300,8 @@ class Scaling:
 
     def _read(self) -> int | None:
         """The number that was written last; None: none was, or it is damaged."""
-        try:
+        with os_errors_as(RunFolderError, f"cannot read {self._path}"):
             if self._path.name not in self._disk.names(self._path.parent):
                 return None
             text = self._disk.read(self._path).decode(errors="replace").strip()
-        except OSError as error:
-            raise RunFolderError(f"cannot read {self._path}: {error.strerror}") from error
         return int(text) if text.isdecimal() and int(text) else None

@@ -85,7 +85,6 @@ class TrainedState(Protocol):
 
     def tensors(self) -> dict[str, Placed]:
         """All of them, of all ranks, in an order that all have; no values."""
-        ...
 
     def values(self, given: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """The boxes of the tensors that are asked for, each in one or more pieces.
@@ -94,11 +93,9 @@ class TrainedState(Protocol):
         live or overwritten by the next, and may have another shape. All ranks must go through all
         pieces together, so getting the next one must not fail on one rank alone.
         """
-        ...
 
     def filling(self, name: str) -> AbstractContextManager[torch.Tensor]:
         """This rank's box, to be filled in; at its end the engine has the values."""
-        ...
 
 
 class Snapshots:

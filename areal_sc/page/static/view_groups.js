@@ -143,8 +143,8 @@ export async function showGroup({ run, words }) {
             finished.rows.map((row) => [
               number(row.episode),
               number(row.reward),
-              number(row.tokens),
-              number(row.trained_tokens),
+              number(row.num_tokens),
+              number(row.versions.reduce((sum, [, count]) => sum + count, 0)),
               row.versions.map(([version, count]) => `${short(version)} (${short(count)})`).join(", "),
             ]),
             { label: "rows" },

@@ -35,23 +35,17 @@ async function showRecorded(run, words) {
   const rejected = recorded.attempts.filter((it) => it.attempt === chosen.attempt).flatMap((it) => it.rejected);
   const numbers = recorded.attempts.find((it) => it.attempt === chosen.attempt)?.rows.find((it) => it.episode === chosen.episode && it.row === chosen.row);
   const neighbours = neighboursOf(run, ofGroup[place - 1] && to(ofGroup[place - 1]), ofGroup[place + 1] && to(ofGroup[place + 1]));
-  const ofPrompt = linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index });
-  const ways = { ...neighbours, g: linkTo("group", { run: run.name, group: chosen.group }), p: ofPrompt, Escape: linkTo("rows", { run: run.name, ...asked }) };
+  const ways = {
+    ...neighbours,
+    g: linkTo("group", { run: run.name, group: chosen.group }),
+    p: linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index }),
+    Escape: linkTo("rows", { run: run.name, ...asked }),
+  };
   const button = star(run, name, stars);
   const root = el(
     "article",
     {},
-    el(
-      "nav",
-      { class: "ways", "aria-label": "from this row" },
-      way("← previous", ways.k),
-      way("next →", ways.j),
-      way("all rows", ways.Escape),
-      way(`life of group ${short(chosen.group)}`, ways.g),
-      way("this prompt over the run", ofPrompt),
-      chosen.step ? way(`rows of step ${short(chosen.step)}`, linkTo("rows", { run: run.name, step: chosen.step })) : null,
-      el("span", { class: "dim" }, "keys: ← →, b, g, p, Esc"),
-    ),
+    navOf(run, chosen, ways, "← →, b, g, p, Esc"),
     el("h2", {}, `Group ${short(chosen.group)}, answer ${chosen.episode + 1}${chosen.row ? `.${chosen.row + 1}` : ""} `, button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
@@ -91,6 +85,21 @@ function neighboursOf(run, before, after) {
   const previous = place >= 0 ? listed.links[place - 1] : before;
   const next = place >= 0 ? listed.links[place + 1] : after;
   return { ArrowLeft: previous, k: previous, ArrowRight: next, j: next };
+}
+
+/** Where a row leads to. */
+function navOf(run, row, ways, keys) {
+  return el(
+    "nav",
+    { class: "ways", "aria-label": "from this row" },
+    way("← previous", ways.k),
+    way("next →", ways.j),
+    way("all rows", ways.Escape),
+    way(`life of group ${short(row.group)}`, ways.g),
+    ways.p ? way("this prompt over the run", ways.p) : null,
+    row.step ? way(`rows of step ${short(row.step)}`, linkTo("rows", { run: run.name, step: row.step })) : null,
+    el("span", { class: "dim" }, `keys: ${keys}`),
+  );
 }
 
 function tilesOf(row) {
@@ -178,16 +187,7 @@ async function showSample(run, words) {
   const root = el(
     "article",
     {},
-    el(
-      "nav",
-      { class: "ways", "aria-label": "from this row" },
-      way("← previous", ways.k),
-      way("next →", ways.j),
-      way("all rows", ways.Escape),
-      way(`life of group ${short(row.group)}`, ways.g),
-      way(`rows of step ${short(row.step)}`, linkTo("rows", { run: run.name, step: row.step })),
-      el("span", { class: "dim" }, "keys: ← →, g, Esc"),
-    ),
+    navOf(run, row, ways, "← →, g, Esc"),
     el(
       "div",
       { class: "tiles" },

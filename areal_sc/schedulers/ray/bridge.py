@@ -45,6 +45,7 @@ from areal_sc.schedulers.ray.actors import (
     kill,
     release,
 )
+from areal_sc.system.waiting import polled
 from areal_sc.transport.security.sealed import seal
 
 REACH_LIMIT_S: Final = 5.0
@@ -130,11 +131,8 @@ class Bridge:
             if lack:
                 raise Refused(lack)
             placement_group(bundles, strategy="STRICT_SPREAD", name=group, lifetime="detached")
-        give_up_s = time.monotonic() + PLACE_LIMIT_S
-        while (state := groups_of(self._prefix)[group])["state"] != "CREATED":
-            if time.monotonic() > give_up_s:
-                break
-            time.sleep(_LOOK_S)
+        polled(lambda: groups_of(self._prefix)[group]["state"] == "CREATED", PLACE_LIMIT_S, _LOOK_S)
+        state = groups_of(self._prefix)[group]
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in _living_nodes()}
         return [
             f"{hosts[node]}-{index}-{node[:8]}"

@@ -28,6 +28,7 @@ from areal_sc.schedulers.agent_process import agent_environment, start_beside
 from areal_sc.schedulers.slurm import commands
 from areal_sc.schedulers.slurm.jobs_file import JobsFile
 from areal_sc.system.process import leave_signals_to_script, name_process
+from areal_sc.system.waiting import polled
 
 PATIENCE_S: Final = 3600.0
 """For a slurmctld that is away; jobs of which it tells later start for nobody, and end so."""
@@ -82,12 +83,7 @@ def watch(folder: RunFolder, gone: Owner, orphan_timeout_s: float) -> None:
     Args:
         gone: the script.
     """
-    give_up_s = time.monotonic() + orphan_timeout_s
-    while _are_left(folder, gone):
-        left_s = give_up_s - time.monotonic()
-        if left_s <= 0:
-            break
-        time.sleep(min(_LOOK_S, left_s))
+    polled(lambda: not _are_left(folder, gone), orphan_timeout_s, _LOOK_S)
     give_up_s, pause_s = time.monotonic() + PATIENCE_S, _PAUSE_S
     while time.monotonic() < give_up_s:
         try:

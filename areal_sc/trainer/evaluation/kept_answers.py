@@ -20,6 +20,7 @@ from areal_sc.records.samples import Place, Sample
 from areal_sc.rejection import Rejection
 from areal_sc.system.durable import write_atomic
 from areal_sc.system.json_lines import read_json_lines, to_json
+from areal_sc.system.os_errors import os_errors_as
 from areal_sc.workers.calls import EvaluatedText, EvaluationReply
 
 ANSWERS: Final = "answers.jsonl"
@@ -172,10 +173,8 @@ def _noted_prompts(folder: Path, name: str) -> dict[str, Any]:
 
 def write_file(path: Path, content: bytes) -> None:
     """Replaces a file as a whole. Raises: RunFolderError: it cannot be written."""
-    try:
+    with os_errors_as(RunFolderError, f"cannot write {path}"):
         write_atomic(path, content)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from areal_sc.sources.prompts import row_of, row_to_wire
 from areal_sc.sources.row_file import num_rows_of
 from areal_sc.system.fork_server import ForkServer
 from areal_sc.system.sandbox.opening import check_sandbox
+from areal_sc.system.waiting import all_of
 from areal_sc.trainer.evaluation.kept_answers import KeptAnswer
 from areal_sc.user_code import Raised, await_user_code
 from areal_sc.workers.calls import KeptCompletion
@@ -138,11 +139,7 @@ async def _rescored(
         folder = local_model(config.path, config.revision)
         tokenizer = load_tokenizer(folder)
         ends = read_end_token_ids(folder, tokenizer)
-        async with asyncio.TaskGroup() as tasks:
-            found = [tasks.create_task(one(answer, tokenizer, ends)) for answer in answers]
-        return [task.result() for task in found]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # by its own name
+        return await all_of(one(answer, tokenizer, ends) for answer in answers)
     finally:
         await pool.close()
         await run_code.close()

@@ -23,7 +23,6 @@ class Asker(Protocol):
 
     def ask(self) -> int | None:
         """Sends one request, and returns its payload in bytes; None: it has none to send now."""
-        ...
 
 
 class Credits:

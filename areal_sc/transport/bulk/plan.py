@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from areal_sc.errors import MetadataError, ProtocolError
-from areal_sc.metadata import TRAJECTORY_FIELDS, BatchMetadata, RowRun
+from areal_sc.metadata import BatchMetadata, RowRun
 from areal_sc.transport.bulk.messages import MAX_REQUEST_FIELDS, MAX_REQUEST_ROWS, ShardSlice
 from areal_sc.transport.bulk.session import ShardOwner
 from areal_sc.transport.shards.ids import parse_shard_id
@@ -50,20 +50,8 @@ def shard_slice(
     return ShardSlice(shard_id, dict(fields), list(rows), lengths, 0, sum(lengths) * itemsizes)
 
 
-def slices_of(
-    batch: BatchMetadata, fields: Sequence[str] | None, rows: Sequence[int] | None
-) -> tuple[BatchMetadata, dict[str, str], list[OwnedSlice]]:
-    """The asked part of a batch, the dtype name of each of its fields, and where its rows lie.
-
-    Raises: MetadataError: a field or row is not in the batch.
-    """
-    if fields is not None and batch.total_batch_size:
-        batch = batch.select(fields)
-    dtypes = batch.dtypes
-    if not batch.total_batch_size:
-        dtypes = {name: TRAJECTORY_FIELDS.get(name, "float32") for name in fields or ()} | dtypes
-    if rows is not None:
-        batch = batch.take(rows)
+def slices_of(batch: BatchMetadata) -> list[OwnedSlice]:
+    """Where the rows of a batch lie."""
     lengths = tuple(batch.sequence_lengths)
     starts = tuple(accumulate(lengths, initial=0))
     slices = []
@@ -74,7 +62,7 @@ def slices_of(
                 its_lengths = lengths[offset : offset + len(its_rows)]
                 wanted = shard_slice(shard.shard_id, columns.dtypes, its_rows, its_lengths)
                 slices.append(OwnedSlice(owner, wanted, starts[offset]))
-    return batch, dtypes, slices
+    return slices
 
 
 def copy_layout(ranks: Iterable[Mapping[str, OwnedSlice]]) -> ShardLayout:

@@ -17,18 +17,18 @@ from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 from areal_sc.errors import ShardGone
 from areal_sc.metadata import BatchMetadata
+from areal_sc.system.waiting import all_of
 from areal_sc.transport.bulk.buffer_pool import BufferPool
 from areal_sc.transport.bulk.client import BulkClient
 from areal_sc.transport.bulk.copies import Copy, run_copies
@@ -94,31 +94,21 @@ class Puller:
         self._timeout_s = timeout_s
         self._pool = BufferPool(idle_buffer_bytes)
 
-    async def pull(
-        self,
-        batch: BatchMetadata,
-        fields: Sequence[str] | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> PackedRows:
-        """The asked columns and rows of a batch, in its row order (or that of `rows`).
+    async def pull(self, batch: BatchMetadata) -> PackedRows:
+        """The columns and rows of a batch, in its row order.
 
         The tensors may be views of another worker's shared memory: reading is all that may be done
-        with them (a write ends the process). Of a batch without rows asked fields that it does not
-        have come back empty, those of a trajectory with their dtype, others as float32.
+        with them (a write ends the process).
 
         Raises:
             ShardGone: an owner has died, or says that it does not hold the shard (any more).
             RpcTimeout: the pull passed its deadline.
             PeerSilent: an owner gives no sign of life, long before that deadline.
             ProtocolError: an owner holds other sizes or dtypes than the metadata says.
-            MetadataError: a field or row is not in the batch.
         """
         deadline = self._deadline()
-        batch, dtypes, slices = await _computed(
-            len(batch.shards), lambda: slices_of(batch, fields, rows)
-        )
-        names = fields if fields is not None else dtypes
-        tensors = await self._tensors({name: dtypes[name] for name in names}, slices, deadline)
+        slices = await _computed(len(batch.shards), lambda: slices_of(batch))
+        tensors = await self._tensors(batch.dtypes, slices, deadline)
         advantages = [row.advantage for row in batch.rows if row.advantage is not None]
         has_advantages = bool(advantages) and len(advantages) == len(batch.rows)
         return PackedRows(
@@ -141,10 +131,10 @@ class Puller:
         Raises: as `pull`.
         """
         loop, deadline = asyncio.get_running_loop(), self._deadline()
-        ranks = await _all_of(self._parameters(*shard, deadline) for shard in weights.shards)
+        ranks = await all_of(self._parameters(*shard, deadline) for shard in weights.shards)
         for bucket in _buckets(ranks, max_bucket_bytes):
             of_ranks = [[rank[name] for name in bucket if name in rank] for rank in ranks]
-            pulled = await _all_of(self._tensors({}, slices, deadline) for slices in of_ranks)
+            pulled = await all_of(self._tensors({}, slices, deadline) for slices in of_ranks)
             handed_over = loop.time()
             for name in bucket:
                 yield name, [parts.pop(name) for parts in pulled if name in parts]
@@ -161,7 +151,7 @@ class Puller:
         """
         store, deadline = self._local_store, self._deadline()
         assert store is not None
-        ranks = await _all_of(self._parameters(*shard, deadline) for shard in weights.shards)
+        ranks = await all_of(self._parameters(*shard, deadline) for shard in weights.shards)
         layout = copy_layout(ranks)
         # in a thread: to reserve gigabytes takes a while
         block = await asyncio.to_thread(store.begin, layout, spare_bytes=spare_bytes)
@@ -276,7 +266,7 @@ class Puller:
             num_slices = sum(map(len, readable.values()))
             await run_copies(await _computed(num_slices, lambda: self._planned(readable)))
             self._bulk.seconds["copying"] += time.perf_counter() - begun_s
-        await _all_of(self._bulk.fetch(*each, deadline) for each in elsewhere.items())
+        await all_of(self._bulk.fetch(*each, deadline) for each in elsewhere.items())
 
     def _planned(self, transfers: Mapping[ShardOwner, Iterable[Transfer]]) -> list[Copy]:
         """The copies out of shards that this process can read."""
@@ -343,25 +333,6 @@ class Puller:
 
 async def _computed(num_slices: int, function: Callable[[], T]) -> T:
     return function() if num_slices <= MAX_QUICK_SLICES else await asyncio.to_thread(function)
-
-
-async def _all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, or the first failure; the others are then cancelled."""
-    waiting = list(coroutines)
-    if len(waiting) == 1:
-        return [await waiting[0]]
-    failure: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in waiting]
-    except BaseExceptionGroup as group_error:
-        failure = group_error.exceptions[0]  # the others followed from it, or came after it
-    try:
-        if failure is not None:
-            raise failure
-    finally:
-        del failure  # with the traceback it would keep itself, and the pull's buffer
-    return [task.result() for task in tasks]
 
 
 def _buckets(ranks: Sequence[Mapping[str, OwnedSlice]], max_bytes: int) -> Iterator[list[str]]:

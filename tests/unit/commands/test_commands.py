@@ -249,7 +249,7 @@ def test_without_words_it_shows_what_there_is(capsys: Told) -> None:
     [
         (["sample"], "invalid choice: 'sample'"),
         (["samples"], "RUN_DIR"),
-        (["samples", "x", "--last", "0"], "expected a number above 0, got 0"),
+        (["samples", "x", "--last", "0"], "expected a number above 0, got '0'"),
         (["samples", "x", "--best", "--worst"], "not allowed with"),
         (["new"], "FOLDER"),
     ],
@@ -571,10 +571,10 @@ def test_evaluate_takes_named_and_described_sets_together(
         "total_steps: 1\n"
     )
     parser = argparse.ArgumentParser()
-    evaluate.add_to(parser.add_subparsers())
+    evaluate.add_arguments(parser)
 
     def chosen(*words: str) -> list[str]:
-        line = ["evaluate", str(tiny_model_folder), "generation.max_new_tokens=4", *words]
+        line = [str(tiny_model_folder), "generation.max_new_tokens=4", *words]
         line += ["--out", str(tmp_path / "out"), "--config", str(settings)]
         arguments = parser.parse_args(line)
         return [it.name for it in evaluate._config(arguments, tmp_path / "out").evaluation.sets]

@@ -94,7 +94,7 @@ def test_a_life_is_told_from_its_admission_to_the_version_that_it_made(book: Gro
     life = book.lives({1})[1]["events"]
     assert life[2] == {"what": "requeued", "attempt": 1, "cause": "worker lost"}
     assert (life[3]["worker"], life[3]["attempt"]) == ("rollout/2", 1)
-    assert [row["versions"] for row in life[4]["rows"]] == [((0, 5), (1, 5))] * 3
+    assert [row.versions for row in life[4]["rows"]] == [((0, 5), (1, 5))] * 3
     assert (life[5]["step"], life[7]["version"]) == (2, 2)
     assert what(book, 2) == ["admitted", "rejected"]
     assert book.lives({2})[2]["events"][1]["cause"] == "reward_error"
