@@ -93,10 +93,10 @@ class RolloutWorker(Worker):
     handle: GeneratorHandle
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
+        # forked before this process has keys or threads: what it forks runs code of the user's
+        self._reward_server = ForkServer("areal_sc.agents.process:run_own_process")
         super().__init__(spec, agent)
         config = self.handle.config
-        # Forked before any thread exists in this process.
-        self._reward_server = ForkServer("areal_sc.agents.process:run_own_process")
         self._run_code = CodeRunner(config.sandbox)
         apart: dict[str, Any] = {
             "sources": self.sources.folder,
@@ -111,7 +111,7 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        self._agents = AgentServer(spec.name, spec.order.incarnation, spec.keys.sessions)
+        self._agents = AgentServer(spec.name, spec.order.incarnation, self.keys.sessions)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
