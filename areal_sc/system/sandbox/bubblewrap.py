@@ -69,6 +69,8 @@ class Bubblewrap:
         options = ["--seccomp", str(rules), "--size", str(self._file_bytes)]
         options += ["--tmpfs", BOX, "--remount-ro", "/", "--chdir", BOX, "--", sys.executable]
         options += ["-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(request)]
+        # the program of an ordinary user can write to the memory of bwrap's own first process
+        start_program.limit(header["limits"], None)
         os.execv(self._program, [self._program, *self._options, *options])
 
     def confine(self) -> None:

@@ -82,6 +82,8 @@ class _Keeping:
             stdout, theirs_out = os.pipe()
             stderr, theirs_err = os.pipe()
             starting, theirs_start = os.pipe()
+            for fd in (theirs_out, theirs_err):
+                os.fchmod(fd, 0o666)  # another user opens /dev/stdout
             self._output = {stdout: bytearray(), stderr: bytearray()}
             files = list(zip(self._header["files"], self._files, strict=True))
 

@@ -275,6 +275,7 @@ class Landlock:
         kernel.become_subreaper()
         self.folder = f"{self.base}/{os.urandom(12).hex()}"
         os.mkdir(self.folder, 0o700)
+        tempfile.tempdir = self.folder  # that of the server is known by now
         if self._is_root:
             self._user = (any_user(),) * 2
             os.chown(self.folder, *self._user)

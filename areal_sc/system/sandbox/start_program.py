@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from areal_sc.system.sandbox.layers import StartedLayer
 
-_OPEN_FILES: Final = 256
+_OPEN_FILES: Final = 128
+"""More than programs need; each may be a socket with 0.2 MB in it, which no limit counts."""
 _NAME: Final = "program.py"
 _TELLING: Final = 3
 _PR_SET_DUMPABLE: Final = 4
@@ -65,7 +66,7 @@ def _begin(
                 os.makedirs(folder, exist_ok=True)
             with open(path, "wb") as file:
                 file.write(content)
-        _limit(header["limits"], layer.num_processes_beside())
+        limit(header["limits"], layer.num_processes_beside())
         os.environ.update(HOME=layer.folder, TMPDIR=layer.folder)
         if header["command"]:
             import signal
@@ -136,20 +137,29 @@ def run_in_bubblewrap(
     _begin(_InBubblewrap(user), header, files)
 
 
-def _limit(limits: dict[str, Any], num_beside: int) -> None:
-    for what, limit in (
+def limit(limits: dict[str, Any], num_beside: int | None) -> None:
+    """Limits this process for good.
+
+    Args: num_beside: as of a layer; None: of processes there may be any number.
+    """
+    if num_beside is not None:
+        _limit(resource.RLIMIT_NPROC, limits["num_processes"] + num_beside)
+    for what, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
-        (resource.RLIMIT_NPROC, limits["num_processes"] + num_beside),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # with 0 programs that collect dumps would get one
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        _, highest = resource.getrlimit(what)
-        if highest != resource.RLIM_INFINITY:
-            limit = min(limit, highest)
-        resource.setrlimit(what, (limit, limit))
+        _limit(what, most)
+
+
+def _limit(what: int, most: int) -> None:
+    _, highest = resource.getrlimit(what)
+    if highest != resource.RLIM_INFINITY:
+        most = min(most, highest)
+    resource.setrlimit(what, (most, most))
 
 
 def _run(source: str, folder: str) -> int:
@@ -178,15 +188,18 @@ def _run(source: str, folder: str) -> int:
     gc.enable()
     code = 0
     try:
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        text = source.removeprefix("\ufeff")  # of files that begin so
+        exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
     except BaseException as error:
         code = _told(error)
     try:  # as Python's own end does
         if threading := sys.modules.get("threading"):
             threading._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+            if not getattr(stream, "closed", stream is None):
+                stream.flush()
+        main.__dict__.clear()  # what it has not closed is written
     except BaseException as error:
         code = code or _told(error)
     return code & 0xFF

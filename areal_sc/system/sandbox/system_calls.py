@@ -1,8 +1,9 @@
 """A seccomp filter: what a program in a sandbox may not ask of the kernel. Standard library alone.
 
-Refused is what reaches beyond the program: sockets (socket pairs are streams alone), other
-processes, namespaces and mounts, memory that no limit counts, and parts of the kernel that programs
-do not need. Landlock knows nothing of some of these; mistakes in others have opened namespaces.
+Refused is what reaches beyond the program: sockets (socket pairs are streams alone, with buffers as
+they are), other processes, namespaces and mounts, memory that no limit counts, and parts of the
+kernel that programs do not need. Landlock knows nothing of some of these; mistakes in others have
+opened namespaces.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ _REFUSED: Final = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
+    "io_setup": (206, 0),
+    "setsockopt": (54, 208),
     "quotactl": (179, 60),
     "syslog": (103, 116),
     "acct": (163, 89),
