@@ -64,8 +64,9 @@ class Bubblewrap:
         """Executes bwrap, and in it Python, which reads its code from a descriptor."""
         kernel.close_from(4)
         rules = kernel.sealed_file(self._filter)
-        arguments = sys.path, any_user() if self._is_root else 0, header, files
-        request = kernel.sealed_file(marshal.dumps((self._code, arguments)))
+        user = any_user() if self._is_root else 0
+        content: Any = self._code, (sys.path, user, header, files)
+        request = kernel.sealed_file(marshal.dumps(content))
         options = ["--seccomp", str(rules), "--size", str(self._file_bytes)]
         options += ["--tmpfs", BOX, "--remount-ro", "/", "--chdir", BOX, "--", sys.executable]
         options += ["-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(request)]

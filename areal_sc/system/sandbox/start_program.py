@@ -133,7 +133,7 @@ def run_in_bubblewrap(
 
     os.setsid()
     sys.path[:] = path
-    site.setquit()  # type: ignore[attr-defined]
+    site.setquit()
     _begin(_InBubblewrap(user), header, files)
 
 
@@ -196,7 +196,8 @@ def _run(source: str, folder: str) -> int:
         if threading := sys.modules.get("threading"):
             threading._shutdown()
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        streams: tuple[Any, ...] = sys.stdout, sys.stderr, sys.__stdout__
+        for stream in streams:
             if not getattr(stream, "closed", stream is None):
                 stream.flush()
         main.__dict__.clear()  # what it has not closed is written
