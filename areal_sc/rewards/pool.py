@@ -105,6 +105,9 @@ class RewardPool:
         run_code: what async rewards get that ask for it.
         isolation: `rollout.sandbox.isolation`: how reward processes are kept apart.
         hides: folders that they cannot reach, `sources` aside.
+
+    Attributes:
+        num_late: calls that got the number which their reward has declared for taking long.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._sources = sources
         self.run_code = run_code
+        self.num_late = 0
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
@@ -282,6 +286,7 @@ class RewardPool:
                 await asyncio.wait([asking])
         if declared is not None and cpu_left_s <= 0:
             await self._own.kill(process)
+            self.num_late += 1
             self._settle(call, "value", [declared.late_reward])
         else:
             stacks = await self._own.stacks(process)

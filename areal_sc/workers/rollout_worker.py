@@ -313,7 +313,8 @@ class RolloutWorker(Worker):
         if self._engine is None:
             return {}
         own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
-        return {**own, **self._group_counters, **self._weights.counters}
+        late = {"late_rewards": self._rewards.num_late}
+        return {**own, **self._group_counters, **self._weights.counters, **late}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""
