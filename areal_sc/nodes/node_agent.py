@@ -81,7 +81,7 @@ from areal_sc.system.fork_server import ForkServer
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
 from areal_sc.transport.security.keys import KeyPair
-from areal_sc.transport.security.passes import KnownCallers, WorkerKeys
+from areal_sc.transport.security.passes import KnownCallers
 from areal_sc.transport.shards.memory_folder import (
     ArenaFolder,
     clean_leftovers,
@@ -233,7 +233,7 @@ class Agent:
             self._callers.take_passes(launch.keys[0].authority)
         shipped = await self._node.bring_first(launch, self._facts)
         orders = zip(launch.orders, launch.keys, strict=True)
-        specs = [self._worker_spec(*it, shipped, term) for it in orders]
+        specs = [(self._worker_spec(order, shipped, term), keys) for order, keys in orders]
         try:
             workers = await self._processes.start(specs, launch.timeout_s)
         except WorkerError as error:
@@ -329,16 +329,14 @@ class Agent:
         assert self._facts is not None
         self._node.note(await self._invitation.accept(self._keys, self._facts, limit_s))
 
-    def _worker_spec(
-        self, order: WorkerOrder, keys: WorkerKeys, shipped: Shipped | None, term: int
-    ) -> WorkerSpec:
+    def _worker_spec(self, order: WorkerOrder, shipped: Shipped | None, term: int) -> WorkerSpec:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(self._num_devices)))
         devices = ",".join(names[device].strip() for device in order.devices)
         transport = replace(self._config.transport, bind=self._interface.host)
         run = replace(self._config, transport=transport)
         return WorkerSpec(
-            *(order, run, self._run_id, str(self._memory_root), devices, keys),
+            *(order, run, self._run_id, str(self._memory_root), devices),
             replaced=self._processes.replaced,
             term=term,
             shipped=shipped,

@@ -172,14 +172,13 @@ class Shipped:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker process needs to know before its first call.
+    """Everything a worker process needs to know before its first call, but its keys.
 
     Attributes:
         run: settings, as its agent got them; `run_dir` is absolute.
         run_id: names this start of the script, and the run's folder in shared memory.
         memory_root: folder below which the node keeps shared memory.
         visible_devices: the value of CUDA_VISIBLE_DEVICES.
-        keys: of this life of the worker.
         replaced: workers whose earlier passes are void; see `Passes`.
         term: that of the controller which wants the worker.
         shipped: files of the script; None: the node shares its run folder.
@@ -190,7 +189,6 @@ class WorkerSpec:
     run_id: str
     memory_root: str
     visible_devices: str
-    keys: WorkerKeys
     replaced: dict[str, int]
     term: int = 0
     shipped: Shipped | None = None

@@ -1,6 +1,9 @@
 """The processes of a node's workers, from their forks to their ends. Part of the agent.
 
-    WorkerSpec ─► fork ─► WorkerReport ─► beats ─► EndedWorker
+    WorkerSpec ─► fork ─► WorkerKeys ─► WorkerReport ─► beats ─► EndedWorker
+
+The fork server gets no key: a worker reads its own from the connection, when it has forked what
+may not have them.
 
 consumes     reports and beats of workers, and their ends, as the fork server tells of them
 waits for    a worker's report, or its end
@@ -29,6 +32,7 @@ from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.fork_server import Child, ForkServer
 from areal_sc.system.process import IS_STOPPED, process_state
 from areal_sc.transport.rpc.newest_term import NewestTerm
+from areal_sc.transport.security.passes import WorkerKeys
 
 logger = logging.getLogger(__name__)
 
@@ -102,20 +106,22 @@ class WorkerProcesses:
         self._one_life: dict[str, asyncio.Lock] = {}  # by name
         self._forking: set[asyncio.Task[WorkerProcess]] = set()
 
-    async def start(self, specs: Sequence[WorkerSpec], timeout_s: float) -> list[WorkerReport]:
+    async def start(
+        self, specs: Sequence[tuple[WorkerSpec, WorkerKeys]], timeout_s: float
+    ) -> list[WorkerReport]:
         """Starts workers, each when its earlier life is dead; all serve afterwards, or none does.
 
         Raises: WorkerError: one did not come up. StaleTerm: a later script has called, and so was
             not told of them.
         """
-        starts = [asyncio.create_task(self._start(spec, timeout_s)) for spec in specs]
+        starts = [asyncio.create_task(self._start(*it, timeout_s)) for it in specs]
         try:
             return await asyncio.gather(*starts)
         except BaseException:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-            orders = [spec.order for spec in specs]
+            orders = [spec.order for spec, _ in specs]
             await self._kill([w for w in self.living.values() if w.order in orders])
             raise
 
@@ -163,10 +169,10 @@ class WorkerProcesses:
             lines = await self._fork_server.stacks(child, log)
         return WorkerStacks(name, state, lines or log_tail(log))
 
-    async def _start(self, spec: WorkerSpec, timeout_s: float) -> WorkerReport:
+    async def _start(self, spec: WorkerSpec, keys: WorkerKeys, timeout_s: float) -> WorkerReport:
         """Raises: WorkerStartError: it did not come up; WorkerLost: the fork server is gone."""
         path = spec.log_path
-        forking = asyncio.create_task(self._fork(spec, timeout_s))
+        forking = asyncio.create_task(self._fork(spec, keys, timeout_s))
         self._forking.add(forking)
         forking.add_done_callback(self._forking.discard)
         try:
@@ -186,7 +192,7 @@ class WorkerProcesses:
             forking.add_done_callback(self._end_unreported)
         raise WorkerStartError.with_log(f"worker {spec.name} {what}", path, log_tail(path))
 
-    async def _fork(self, spec: WorkerSpec, timeout_s: float) -> WorkerProcess:
+    async def _fork(self, spec: WorkerSpec, keys: WorkerKeys, timeout_s: float) -> WorkerProcess:
         """Forks a new life when the one before is dead.
 
         Nobody cancels it, and there is one at a time: two living ones would want the same port, and
@@ -208,6 +214,8 @@ class WorkerProcesses:
             child = await self._fork_server.spawn(
                 *(asdict(spec), spec.log_path), kind=socket.SOCK_SEQPACKET, timeout_s=timeout_s
             )
+            with suppress(OSError):  # it has ended, as is told then
+                child.connection.send(msgpack.encode(keys))
             loop, now_ns = asyncio.get_running_loop(), time.monotonic_ns()
             worker = WorkerProcess(
                 *(spec.order, child, loop.create_future(), now_ns, now_ns), spec.replaced

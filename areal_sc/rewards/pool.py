@@ -108,6 +108,9 @@ class RewardPool:
         run_code: what async rewards get that ask for it.
         isolation: `rollout.sandbox.isolation`: how reward processes are kept apart.
         hides: folders that they cannot reach, `sources` aside.
+
+    Attributes:
+        num_late: calls that got the number which their reward has declared for taking long.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._sources = sources
         self.run_code = run_code
+        self.num_late = 0
         self._references: list[dict[str, Any]] = []
         self._keys: dict[int, int] = {}
         self._rewards: list[RewardFunction] = []  # keeps the ids in `_keys` from being reused
@@ -289,6 +293,7 @@ class RewardPool:
         except TimeoutError:
             if declared is not None and is_late:
                 await self._own.kill(process)
+                self.num_late += 1
                 self._settle(call, "value", [declared.late_reward])
             else:
                 stacks = await self._own.stacks(process)

@@ -20,7 +20,8 @@ _EXPECTED = (
 def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]]:
     """Each of several functions with its weight, by name; empty for one function alone.
 
-    Raises: WorkflowError: it is neither, a name is none for a metric, or a weight is not finite.
+    Raises: WorkflowError: it is neither, a name is none for a metric, or a weight is not finite, or
+        all are 0.
     """
     if not isinstance(reward, Mapping):
         if not callable(reward):
@@ -47,6 +48,8 @@ def weighted_functions(reward: Reward) -> dict[str, tuple[RewardFunction, float]
                 )
         if not math.isfinite(found[name][1]):
             raise WorkflowError(f"reward {name!r}: expected a finite weight, got {found[name][1]}")
+    if not any(weight for _, weight in found.values()):
+        raise WorkflowError("reward: all weights are 0, so all rewards would be: expected another")
     return found
 
 

@@ -32,6 +32,7 @@ from areal_sc.transport.rpc.method import Served
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.rpc.transport import ZmqTransport
 from areal_sc.transport.security.curve import CurveClient, CurveServer
+from areal_sc.transport.security.passes import WorkerKeys
 from areal_sc.transport.shards.memory_folder import OFF, ArenaFolder
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers import calls
@@ -51,18 +52,20 @@ class Worker:
     answers calls and pulls during a long step.
 
     Args:
-        agent: socket to the agent of the node, a file descriptor.
+        agent: socket to the agent of the node, a file descriptor; the keys come first.
 
     Attributes:
+        keys: of this life of the worker.
         order: what it is to do, with paths of this machine.
         recorder: of what it does when; where the node does not see the run folder, of nothing.
     """
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
         self.spec = spec
+        self.keys = msgpack.decode(os.read(agent, _MESSAGE_BYTES), type=WorkerKeys)
         self._agent = agent
         self.transport_config = spec.run.transport
-        self.transport = ZmqTransport(client=CurveClient.of_worker(spec.keys))
+        self.transport = ZmqTransport(client=CurveClient.of_worker(self.keys))
         self.files = _files_of(spec, self.transport)
         self.order = self.files.placed(spec.order)
         self.handle: Any = handle_from_plain(self.order.engine, self.order.engine_config)
@@ -81,7 +84,7 @@ class Worker:
             arenas=None if self.transport_config.shared_memory == OFF else self._run_memory,
             absence_s=OWNER_ABSENCE_S if spec.run.max_deaths else 0.0,
         )
-        self._security = CurveServer.of_worker(spec.keys, spec.name)
+        self._security = CurveServer.of_worker(self.keys, spec.name)
         self._security.callers.note_replaced(spec.replaced)
         self._server: RpcServer | None = None
         self.address = ""

@@ -94,10 +94,10 @@ class RolloutWorker(Worker):
     handle: GeneratorHandle
 
     def __init__(self, spec: WorkerSpec, agent: int) -> None:
+        # forked before this process has keys or threads: what it forks runs code of the user's
+        self._reward_server = ForkServer("areal_sc.agents.process:run_own_process")
         super().__init__(spec, agent)
         config = self.handle.config
-        # Forked before any thread exists in this process.
-        self._reward_server = ForkServer("areal_sc.agents.process:run_own_process")
         self._run_code = CodeRunner(config.sandbox)
         apart: dict[str, Any] = {
             "sources": self.sources.folder,
@@ -112,7 +112,7 @@ class RolloutWorker(Worker):
             run_code=self._run_code,
             **apart,
         )
-        self._agents = AgentServer(spec.name, spec.order.incarnation, spec.keys.sessions)
+        self._agents = AgentServer(spec.name, spec.order.incarnation, self.keys.sessions)
         log = spec.log_path.with_name(f"episode-{spec.order.index}.log")
         own = self._reward_server, self._agents, config.agents
         self._agent_pool = AgentPool(*own, log_path=log, **apart)
@@ -314,7 +314,8 @@ class RolloutWorker(Worker):
         if self._engine is None:
             return {}
         own = self._engine.stats() if isinstance(self._engine, CountsRequests) else {}
-        return {**own, **self._group_counters, **self._weights.counters}
+        late = {"late_rewards": self._rewards.num_late}
+        return {**own, **self._group_counters, **self._weights.counters, **late}
 
     async def _end_with_rewards(self) -> None:
         """Without rewards no episode can end, so the worker does: it will be started again."""

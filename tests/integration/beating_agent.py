@@ -29,6 +29,7 @@ from areal_sc.shipping import node_cache
 from areal_sc.transport.rpc.method import Method
 from areal_sc.transport.rpc.server import RpcServer
 from areal_sc.transport.security.curve import CurveServer
+from areal_sc.transport.security.passes import WorkerKeys
 from areal_sc.transport.sockets.interface import Interface
 from areal_sc.workers.calls import PING, SHUTDOWN
 
@@ -41,16 +42,17 @@ FAIL = Method("fail", float, NoneType)
 def run_worker(spec_dict: dict[str, Any]) -> int:
     agent_fd = spec_dict.pop("fd")
     spec = msgspec.convert(spec_dict, WorkerSpec)
+    keys = msgpack.decode(os.read(agent_fd, 4096), type=WorkerKeys)
     setup_logging(spec.name)
     if spec.order.engine == "broken":
         raise ModelError("no weights")
     if spec.order.engine == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    asyncio.run(serve(spec, agent_fd))
+    asyncio.run(serve(spec, keys, agent_fd))
     return 0
 
 
-async def serve(spec: WorkerSpec, agent_fd: int) -> None:
+async def serve(spec: WorkerSpec, keys: WorkerKeys, agent_fd: int) -> None:
     done = asyncio.Event()
 
     async def ping(_: None) -> None: ...
@@ -88,7 +90,7 @@ async def serve(spec: WorkerSpec, agent_fd: int) -> None:
         node_id=spec.name,
         incarnation=spec.order.incarnation,
         bind=f"{Interface.of(spec.run.transport.bind).bind}:{spec.order.port}",
-        security=CurveServer.of_worker(spec.keys, spec.name),
+        security=CurveServer.of_worker(keys, spec.name),
     )
     address = await server.start()
     beats = Beats(agent_fd, spec.run.heartbeat_interval_s)

@@ -129,6 +129,19 @@ sys.exit(7)
     "namespaces of its own": "assert libc.unshare(0x10000000 | 0x20000) == 0; print(TAKEN)",
     "shared memory of System V": "assert libc.shmget(7, 4096, 0o1666) >= 0; print(TAKEN)",
     "memory that no limit counts": "os.memfd_create('x'); print(TAKEN)",
+    "buffers of sockets that no limit counts": "socket.socketpair()[0].setsockopt("
+    "socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24); print(TAKEN)",
+    "requests of the disk, of which a machine has few": "assert libc.syscall(206, 60000, "
+    "ctypes.byref(ctypes.c_ulong())) == 0; print(TAKEN)",
+    "files that others wait for": "import fcntl; fcntl.fcntl(os.open(os.__file__, os.O_RDONLY), "
+    "1024, 0); print(TAKEN)",
+    "its input, which its keeper has, too": "os.ftruncate(0, 9); print(TAKEN)",
+    "capabilities": """
+for line in open("/proc/self/status"):
+    if line.startswith(("CapPrm", "CapEff", "CapAmb")) and int(line.split()[1], 16):
+        print(TAKEN, line)
+""",
+    "the first process that it sees": "reads('/proc/1/environ'); reads('/proc/1/cmdline')",
     "a server of its own": "s = socket.socket(); s.bind(('', 0)); s.listen(); print(TAKEN)",
 }
 """They would find nothing, or harm the machine, without a sandbox."""

@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.other_users import USERS, told_by
+from integration.scripts import episodes
+from zmq.utils import z85
 
+from areal_sc import SingleTurnWorkflow
 from areal_sc.system.sandbox.own_code import LAYERS
+from areal_sc.transport.security.passes import Caller, Passes, WorkerKeys
 
 REWARDS = Path(__file__).with_name("apart_rewards.py")
 CASES = [*((layer, user) for layer in LAYERS for user in USERS), ("none", "itself")]
@@ -102,3 +107,32 @@ def command_lines() -> list[str]:
         except OSError:
             continue
     return found
+
+
+def test_no_key_is_in_the_memory_of_a_reward(
+    start_rollout: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its worker's, nor that of a worker which the same agent has started before."""
+    given: list[WorkerKeys] = []
+    secrets: set[bytes] = set()
+
+    def issue(passes: Passes, name: str, caller: Caller) -> WorkerKeys:
+        keys = passes._keys
+        secrets.update((keys.controller_secret, keys.workers_secret, keys.signing_seed))
+        given.append(real_issue(passes, name, caller))
+        return given[-1]
+
+    real_issue = Passes.issue
+    monkeypatch.setattr(Passes, "issue", issue)
+    copy = tmp_path / "copy"
+    row = {"prompt": "a=", "answer": "a", "copy": str(copy), "known": "a row's own text"}
+    for _ in range(2):
+        with start_rollout() as rollout:
+            rollout.rollout_batch([row], SingleTurnWorkflow(episodes.copies_its_memory))
+    memory = copy.read_bytes()
+    assert row["known"].encode() in memory
+    assert len(given) == 2
+    secrets |= {keys.own.secret for keys in given}
+    found = [secret in memory or z85.decode(secret) in memory for secret in secrets]
+    assert not any(found)
+    assert not any(keys.sessions in memory or keys.shown_pass in memory for keys in given)

@@ -317,6 +317,7 @@ async def test_a_declared_limit_is_a_verdict_on_cpu_seconds(
     for completion in (r"\binom{1000000}{500000}", r"\sum_{n=1}^{10000000} \sin(n)"):
         assert await pool.score(numeric_match, {"answer": "x+1"}, completion) == 0.0
         assert await pool.score(numeric_match, {"answer": "x+1"}, "1+x") == 1.0
+    assert pool.num_late == 2
     [pid] = children_of(server.pid)
     (tmp_path / "user_declared.py").write_text(
         "import time\n"

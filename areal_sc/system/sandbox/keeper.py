@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
+from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
 from areal_sc.system.sandbox.layers import ProgramLayer
 from areal_sc.system.sandbox.program import CLOCK_FACTOR
@@ -67,7 +68,6 @@ class _Keeping:
         self._header = header
         self._limits: dict[str, Any] = header["limits"]
         self._stdin, *self._files = parts
-        self._num_fed = 0
         self._output: dict[int, bytearray] = {}
         self._end = "exited"
         self._is_over = False
@@ -78,19 +78,21 @@ class _Keeping:
         layer, limits = self._layer, self._limits
         try:
             layer.begin(limits["file_bytes"])
-            theirs_in, self._to_stdin = os.pipe()
+            stdin = kernel.sealed_file(self._stdin)  # judges have it in a file, too
             stdout, theirs_out = os.pipe()
             stderr, theirs_err = os.pipe()
             starting, theirs_start = os.pipe()
+            for fd in (theirs_out, theirs_err):
+                os.fchmod(fd, 0o666)  # another user opens /dev/stdout
             self._output = {stdout: bytearray(), stderr: bytearray()}
             files = list(zip(self._header["files"], self._files, strict=True))
 
             def become() -> None:
-                ends = (theirs_in, theirs_out, theirs_err)
+                ends = (stdin, theirs_out, theirs_err)
                 start_program(layer, self._header, files, ends, theirs_start)
 
             pid = layer.start(become)
-            for fd in (theirs_in, theirs_out, theirs_err, theirs_start):
+            for fd in (theirs_out, theirs_err, theirs_start):
                 os.close(fd)
             self._await_start(starting)
             begun_s = time.monotonic()
@@ -118,12 +120,11 @@ class _Keeping:
 
     def _watch(self, pid: int, begun_s: float) -> None:
         ended = os.pidfd_open(pid)
-        for fd in (*self._output, self._to_stdin):
+        for fd in self._output:
             os.set_blocking(fd, False)
         ready = select.poll()
         for fd in (*self._output, self._connection.fileno(), ended):
             ready.register(fd, select.POLLIN)
-        ready.register(self._to_stdin, select.POLLOUT)
         over_s = begun_s + CLOCK_FACTOR * self._limits["time_s"]
         look_s = begun_s + LOOK_S
         self._ready = ready
@@ -136,8 +137,6 @@ class _Keeping:
             for fd in self._output:
                 if fd in found:
                     self._read(fd)
-            if self._to_stdin in found:
-                self._feed()
             if ended in found:
                 return
             now_s = time.monotonic()
@@ -171,19 +170,6 @@ class _Keeping:
             with suppress(KeyError):
                 while self._read(fd):
                     pass
-
-    def _feed(self) -> None:
-        try:
-            left = self._stdin[self._num_fed : self._num_fed + _CHUNK]
-            self._num_fed += os.write(self._to_stdin, left) if left else 0
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._num_fed = len(self._stdin)
-        if self._num_fed == len(self._stdin):
-            self._ready.unregister(self._to_stdin)
-            os.close(self._to_stdin)
-            self._to_stdin = -1
 
     def _look(self) -> None:
         use, limits = use_of(self._layer.pids()), self._limits

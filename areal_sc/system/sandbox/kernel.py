@@ -51,6 +51,8 @@ _CAPABILITIES_VERSION_3: Final = 0x20080522
 CAP_DAC_READ_SEARCH: Final = 2
 """Reads files and folders whatever their permissions say."""
 
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
 _SIOCSIFFLAGS: Final = 0x8914
 _IFF_UP: Final = 1
 
@@ -197,6 +199,16 @@ def hide_memory() -> None:
 def show_memory() -> None:
     """Takes `hide_memory`, and what becoming another user does, back."""
     _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 1)
+
+
+def sealed_file(content: bytes) -> int:
+    """A descriptor, which programs inherit, of a file that nobody can change."""
+    fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def close_from(first_fd: int) -> None:

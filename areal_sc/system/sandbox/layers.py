@@ -5,7 +5,9 @@ The standard library alone.
     prepare     once, in the server
     begin       in the keeper of a program, before it forks
     start       forks the process that becomes the program
-    enter       in that process, first of all: it may execute another program, and not come back
+    enter       in that process, first of all: it closes what it has inherited, but for standard
+                input, output, error and descriptor 3; it may execute another program, and not come
+                back
     confine     last of all: afterwards the process can do only what the program may
     pids        those of the program, for its keeper to measure
     end         nothing of the program is left, neither processes nor files
@@ -36,6 +38,12 @@ from areal_sc.system.sandbox.trees import (
     num_tasks_of_user,
     remove,
 )
+
+STREAMS: Final = {
+    "/dev/fd": "/proc/self/fd",
+    **{f"/dev/std{name}": f"/proc/self/fd/{fd}" for fd, name in enumerate(("in", "out", "err"))},
+}
+"""Links -> where they lead."""
 
 DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SYSTEM: Final = (
@@ -123,7 +131,8 @@ class Namespaces:
         if not os.path.lexists("/tmp"):
             os.symlink(BOX, "/tmp")
         os.symlink(BOX, "/dev/shm")
-        os.symlink("/proc/self/fd", "/dev/fd")
+        for path, leads_to in STREAMS.items():
+            os.symlink(leads_to, path)
         kernel.detach(_OLD)
         os.rmdir(_OLD)
         kernel.make_read_only("/", below_too=False)
@@ -195,7 +204,7 @@ class Namespaces:
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
     def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
-        pass
+        kernel.close_from(4)
 
     def confine(self) -> None:
         if self._is_root:
@@ -266,6 +275,7 @@ class Landlock:
         kernel.become_subreaper()
         self.folder = f"{self.base}/{os.urandom(12).hex()}"
         os.mkdir(self.folder, 0o700)
+        tempfile.tempdir = self.folder  # that of the server is known by now
         if self._is_root:
             self._user = (any_user(),) * 2
             os.chown(self.folder, *self._user)
@@ -279,7 +289,7 @@ class Landlock:
         return self._program
 
     def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
-        pass
+        kernel.close_from(4)
 
     def confine(self) -> None:
         if self._is_root:

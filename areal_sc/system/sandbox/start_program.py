@@ -1,6 +1,7 @@
 """The process that becomes a program: it gives up what it may not have, then runs the source.
 
-Standard library alone.
+It imports next to nothing: the Python in bwrap gets this module as code, and begins anew for each
+program. There it finds no other module of this package.
 """
 
 from __future__ import annotations
@@ -8,23 +9,22 @@ from __future__ import annotations
 import atexit
 import builtins
 import gc
-import linecache
 import os
 import resource
-import signal
 import sys
-import threading
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from types import ModuleType, TracebackType
-from typing import Any, Final, NoReturn
 
-from areal_sc.system.sandbox import kernel
-from areal_sc.system.sandbox.layers import StartedLayer
+TYPE_CHECKING = False  # as of `typing`; that and `signal` take as long as Python's own start
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, Final, NoReturn
 
-_OPEN_FILES: Final = 256
+    from areal_sc.system.sandbox.layers import StartedLayer
+
+_OPEN_FILES: Final = 128
+"""More than programs need; each may be a socket with 0.2 MB in it, which no limit counts."""
 _NAME: Final = "program.py"
+_TELLING: Final = 3
+_PR_SET_DUMPABLE: Final = 4
 
 
 def start_program(
@@ -41,13 +41,24 @@ def start_program(
         ends: standard input, output and error.
         telling: a pipe that gets the reason where it cannot begin, and ends when it begins.
     """
+    import signal
+
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, fd in enumerate(ends):
             os.dup2(fd, number)
-        telling = os.dup2(telling, 3)
+        telling = os.dup2(telling, _TELLING)
         layer.enter(header, files)
+    except BaseException as error:
+        _fail(error, telling)
+    _begin(layer, header, files)
+
+
+def _begin(
+    layer: StartedLayer, header: dict[str, Any], files: Sequence[tuple[str, bytes]]
+) -> NoReturn:
+    try:
         os.chdir(layer.folder)
         layer.confine()
         for path, content in files:
@@ -55,19 +66,18 @@ def start_program(
                 os.makedirs(folder, exist_ok=True)
             with open(path, "wb") as file:
                 file.write(content)
-        _limit(header["limits"], layer.num_processes_beside())
+        limit(header["limits"], layer.num_processes_beside())
         os.environ.update(HOME=layer.folder, TMPDIR=layer.folder)
-        kernel.close_from(4)
         if header["command"]:
+            import signal
+
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
-            os.set_inheritable(telling, False)
+            os.set_inheritable(_TELLING, False)
             os.execvpe(header["command"][0], header["command"], os.environ)
-        os.close(telling)
+        os.close(_TELLING)
     except BaseException as error:
-        with suppress(OSError):
-            os.write(telling, f"{type(error).__name__}: {error}".encode(errors="replace"))
-        os._exit(1)
+        _fail(error, _TELLING)
     code = 1
     try:
         code = _run(header["source"], layer.folder)
@@ -75,26 +85,92 @@ def start_program(
         os._exit(code)
 
 
-def _limit(limits: dict[str, Any], num_beside: int) -> None:
-    for what, limit in (
+def _fail(error: BaseException, telling: int) -> NoReturn:
+    try:
+        os.write(telling, f"{type(error).__name__}: {error}".encode(errors="replace"))
+    finally:
+        os._exit(1)
+
+
+class _InBubblewrap:
+    """The layer as the Python that bwrap has started sees it.
+
+    Args: user: whom root becomes; 0: this is not root.
+    """
+
+    folder = "/box"
+
+    def __init__(self, user: int) -> None:
+        self._user = user
+
+    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
+        pass
+
+    def confine(self) -> None:
+        if user := self._user:
+            import ctypes
+
+            os.chown(self.folder, user, user)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)  # with it go all capabilities
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # its /proc/self is its own
+
+    def num_processes_beside(self) -> int:
+        return 0 if self._user else 2
+
+
+def run_in_bubblewrap(
+    path: list[str], user: int, header: dict[str, Any], files: Sequence[tuple[str, bytes]]
+) -> NoReturn:
+    """What bwrap executes; standard input, output and error are the program's.
+
+    Args:
+        path: for `sys.path`, which Python has not been allowed to make itself.
+        user: as of `_InBubblewrap`.
+    """
+    import site
+
+    os.setsid()
+    sys.path[:] = path
+    site.setquit()
+    _begin(_InBubblewrap(user), header, files)
+
+
+def limit(limits: dict[str, Any], num_beside: int | None) -> None:
+    """Limits this process for good.
+
+    Args: num_beside: as of a layer; None: of processes there may be any number.
+    """
+    if num_beside is not None:
+        _limit(resource.RLIMIT_NPROC, limits["num_processes"] + num_beside)
+    for what, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
-        (resource.RLIMIT_NPROC, limits["num_processes"] + num_beside),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # with 0 programs that collect dumps would get one
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        _, highest = resource.getrlimit(what)
-        if highest != resource.RLIM_INFINITY:
-            limit = min(limit, highest)
-        resource.setrlimit(what, (limit, limit))
+        _limit(what, most)
+
+
+def _limit(what: int, most: int) -> None:
+    _, highest = resource.getrlimit(what)
+    if highest != resource.RLIM_INFINITY:
+        most = min(most, highest)
+    resource.setrlimit(what, (most, most))
 
 
 def _run(source: str, folder: str) -> int:
     """Runs it as Python runs a script; returns its exit code."""
-    main = ModuleType("__main__")
+    main = type(sys)("__main__")
     path = os.path.join(folder, _NAME)
+    try:
+        with open(path, "wb") as file:
+            file.write(source.encode(errors="replace"))
+    except OSError:  # its limit is that low: then tracebacks show no lines
+        pass
     main.__dict__.update(__builtins__=builtins, __file__=path)
     sys.modules["__main__"] = main
     sys.argv = [path]
@@ -109,18 +185,22 @@ def _run(source: str, folder: str) -> int:
     )
     for name in ("stdin", "stdout", "stderr"):
         setattr(sys, f"__{name}__", getattr(sys, name))
-    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     gc.enable()
     code = 0
     try:
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        text = source.removeprefix("\ufeff")  # of files that begin so
+        exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
     except BaseException as error:
         code = _told(error)
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # as Python's own end does
+    try:  # as Python's own end does
+        if threading := sys.modules.get("threading"):
+            threading._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        streams: tuple[Any, ...] = sys.stdout, sys.stderr, sys.__stdout__
+        for stream in streams:
+            if not getattr(stream, "closed", stream is None):
+                stream.flush()
+        main.__dict__.clear()  # what it has not closed is written
     except BaseException as error:
         code = code or _told(error)
     return code & 0xFF
@@ -133,10 +213,12 @@ def _told(error: BaseException) -> int:
             return error.code or 0
         print(error.code, file=sys.stderr)
         return 1
+    shown = error.__traceback__ and error.__traceback__.tb_next
     try:
-        shown: TracebackType | None = error.__traceback__
-        traceback.print_exception(type(error), error, shown and shown.tb_next)
+        sys.excepthook(type(error), error.with_traceback(shown), shown)
         sys.stderr.flush()
-    except MemoryError:
+    except BaseException:  # of the program's own hook
+        pass
+    if isinstance(error, MemoryError):  # there may have been no memory to show it
         os.write(2, b"MemoryError\n")
     return 1

@@ -1,8 +1,9 @@
 """A seccomp filter: what a program in a sandbox may not ask of the kernel. Standard library alone.
 
-Refused is what reaches beyond the program: sockets (socket pairs are streams alone), other
-processes, namespaces and mounts, memory that no limit counts, and parts of the kernel that programs
-do not need. Landlock knows nothing of some of these; mistakes in others have opened namespaces.
+Refused is what reaches beyond the program: sockets (socket pairs are streams alone, with buffers as
+they are), other processes, namespaces and mounts, memory that no limit counts, and parts of the
+kernel that programs do not need. Landlock knows nothing of some of these; mistakes in others have
+opened namespaces.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ _REFUSED: Final = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
+    "io_setup": (206, 0),
+    "setsockopt": (54, 208),
     "quotactl": (179, 60),
     "syslog": (103, 116),
     "acct": (163, 89),
@@ -133,8 +136,9 @@ _PR_SET_DUMPABLE: Final = 4
 _PR_SET_SECCOMP: Final = 22
 _SECCOMP_MODE_FILTER: Final = 2
 _AF_UNIX: Final = 1
-_OWNERS_OF_FILES: Final = (8, 15)
-"""F_SETOWN, F_SETOWN_EX: a signal to any process of the same user."""
+_OWNERS_OF_FILES: Final = (8, 15, 1024)
+"""F_SETOWN, F_SETOWN_EX: a signal to any process of the same user. F_SETLEASE: others, who open the
+file, wait."""
 _IOCTLS: Final = (0x5412, 0x8901, 0x8902)
 """TIOCSTI, FIOSETOWN, SIOCSPGRP: what a terminal reads, and signals again."""
 
@@ -180,13 +184,19 @@ class SystemCallFilter:
         self._when(_SOCKETPAIR, 0, _ins(_JEQ, _AF_UNIX, 1, 0) + deny)
         self._when(_SOCKETPAIR, 1, _ins(_AND, 0xF) + _ins(_JEQ, 1, 1, 0) + deny)
         self._when(_PRLIMIT, 0, _ins(_JEQ, 0, 1, 0) + deny)
-        self._when(_PRCTL, 0, _ins(_JEQ, _PR_SET_DUMPABLE, 0, 1) + deny)
+        shows = _ins(_LD, _ARGUMENTS_AT + 8) + _ins(_JEQ, 1, 1, 0)
+        self._when(_PRCTL, 0, _ins(_JEQ, _PR_SET_DUMPABLE, 0, 3) + shows + deny)
         for half in (0, 4):  # an address may be given to the socket of a pair
             self._when(_SENDTO, 4, _ins(_JEQ, 0, 1, 0) + deny, half)
         for command in _OWNERS_OF_FILES:
             self._when(_FCNTL, 1, _ins(_JEQ, command, 0, 1) + deny)
         for command in _IOCTLS:
             self._when(_IOCTL, 1, _ins(_JEQ, command, 0, 1) + deny)
+
+    @property
+    def program(self) -> bytes:
+        """The filter as bwrap takes it; without `own_signals_alone`."""
+        return b"".join([*self._code, *_ins(_RET, _ALLOW)])
 
     def install(self) -> None:
         """On this process and its descendants, for good. It needs `drop_capabilities` before."""

@@ -120,7 +120,7 @@ def bytes_in(folder: str, limit: int) -> int:
 
 
 def deleted_bytes(pids: list[int]) -> int:
-    """Bytes of files that have no name any more, and that these processes hold open or mapped."""
+    """Bytes of files without a name that these processes hold open or mapped, but not this one."""
     used: dict[tuple[int, int], int] = {}
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
@@ -137,6 +137,10 @@ def deleted_bytes(pids: list[int]) -> int:
                     found = os.stat(f"/proc/{pid}/fd/{fd}")
                     if found.st_nlink == 0:
                         used[found.st_dev, found.st_ino] = found.st_blocks * 512
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found = os.fstat(int(fd))
+            used.pop((found.st_dev, found.st_ino), None)
     return sum(used.values())
 
 

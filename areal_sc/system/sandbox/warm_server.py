@@ -42,7 +42,7 @@ LAYERS: Final[dict[str, Callable[[Sequence[str]], ProgramLayer]]] = {
 _WARM: Final = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
     *("functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re"),
-    *("statistics", "string", "textwrap", "typing"),
+    *("linecache", "statistics", "string", "textwrap", "threading", "traceback", "typing"),
 )
 """What programs import most; each would cost its import again."""
 

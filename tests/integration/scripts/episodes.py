@@ -31,6 +31,21 @@ def not_a_number(prompt: dict[str, Any], completion: str) -> float:
     return float("nan")
 
 
+def copies_its_memory(prompt: dict[str, Any], completion: str) -> float:
+    """All that this process can write, which is wherever Python has its objects, to a file."""
+    with (
+        open("/proc/self/maps") as maps,
+        open("/proc/self/mem", "rb", 0) as memory,
+        open(prompt["copy"], "ab") as copy,
+    ):
+        for line in maps:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if line.split()[1].startswith("rw") and "[v" not in line:
+                memory.seek(first)
+                copy.write(memory.read(last - first))
+    return 1.0
+
+
 def raises_for_some(prompt: dict[str, Any], completion: str) -> float:
     """For one prompt in ten."""
     return float(prompt["solution"] == completion) if prompt["number"] % 10 == 0 else 1.0

@@ -47,6 +47,7 @@ def test_a_function_alone_has_weight_1() -> None:
         ({"length": 0.5}, "'length': expected a function, or a function and its weight, got 0.5"),
         ({"length": (0.5, length)}, "'length': expected a function, or a function and its weight"),
         ({"length": (length, math.nan)}, "'length': expected a finite weight, got nan"),
+        ({"length": (length, 0.0), "right": (exact_match, 0)}, "all weights are 0"),
         (lambda completion: 1.0, r"reward: expected a function of a prompt .*got <lambda>\("),
         (
             {"length": lambda prompt, answer, *, tests: 1.0},

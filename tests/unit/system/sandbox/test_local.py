@@ -88,6 +88,41 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
             "g\n",
         ),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))", {}, End.exited, 0, "7\n"),
+        (  # as fast readers of competitions have it
+            "import io, os; input = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\n"
+            "print(input())",
+            {},
+            End.exited,
+            0,
+            "b'y\\n'\n",
+        ),
+        (
+            "import sys; a = sys.stdin.read(); sys.stdin.seek(0); print(a == sys.stdin.read())",
+            {},
+            End.exited,
+            0,
+            "True\n",
+        ),
+        (
+            "open('/dev/stdout', 'w').write(open('/dev/stdin').read() + open(0).read())",
+            {},
+            End.exited,
+            0,
+            "y\ny\n",
+        ),
+        ("input(); input()", {}, End.exited, 1, ""),
+        ("print('h', end=''); quit()", {}, End.exited, 0, "h"),
+        ("kept = open(1, 'w'); kept.write('i')", {}, End.exited, 0, "i"),
+        ("import sys; print('j'); sys.stdout.close()", {}, End.exited, 0, "j\n"),
+        ("\ufeffprint('k')", {}, End.exited, 0, "k\n"),
+        (
+            "import inspect, tempfile\ndef f(): pass\n"
+            "with tempfile.TemporaryFile() as file: print(inspect.getsource(f), end='')",
+            {},
+            End.exited,
+            0,
+            "def f(): pass\n",
+        ),
     ],
 )
 async def test_an_end_has_its_name(
