@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import Device, ModelHead
+from areal_sc.config.schema import Device, Dtype, ModelHead
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
@@ -41,6 +41,16 @@ class MegatronPPOActor(TrainHandle):
                     f"actor.{name}: expected false with actor.engine=megatron, got true; "
                     "actor.engine=fsdp has it"
                 )
+        if self.config.activation_checkpointing not in (False, True):
+            raise ConfigError(
+                "actor.activation_checkpointing: expected true or false with actor.engine=megatron,"
+                f" got {self.config.activation_checkpointing}; actor.engine=fsdp has offload"
+            )
+        if self.config.dtype == Dtype.float16:
+            raise ConfigError(
+                "actor.dtype: expected bfloat16 or float32 with actor.engine=megatron, got "
+                "float16; actor.engine=fsdp scales the loss for it"
+            )
         if self.config.lora.rank:
             raise ConfigError(
                 f"actor.lora.rank: expected 0 with actor.engine=megatron, got "
