@@ -117,6 +117,7 @@ class LearningHealth(Tracker):
             "no entropy": self._no_entropy,
             "wide steps": self._wide_steps,
             "disagreement": self._disagreement,
+            "skipped updates": self._skipped_updates,
             "endless answers": self._endless_answers,
             "falling evaluation": self._falling_evaluation,
         }
@@ -191,6 +192,19 @@ class LearningHealth(Tracker):
             "a KV cache in fewer bits, another chat template or model on a server of your own, "
             "sampling that is cut (top_p, top_k); with a 16-bit dtype "
             "rollout.float32_output_layer=true rounds less"
+        )
+
+    def _skipped_updates(self) -> str | None:
+        of_steps = [it.train for it in self._newest]
+        skipped, made = (
+            sum(step.get(name) or 0 for step in of_steps)
+            for name in ("num_skipped_updates", "num_updates")
+        )
+        if not skipped > made:
+            return None
+        return (
+            f"of the last {NUM_STEPS} steps' updates {skipped:.0f} were skipped and {made:.0f} "
+            "made: gradients were not finite; take a smaller actor.optimizer.lr, or bfloat16"
         )
 
     def _endless_answers(self) -> str | None:
