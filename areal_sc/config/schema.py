@@ -390,7 +390,9 @@ class TransportConfig:
     max_inflight_chunks: int = setting(
         4, "chunks requested from one owner and not yet received", ge=1
     )
-    call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
+    call_timeout_s: float = setting(
+        600.0, "deadline of a call: a training step, or embedded generation's start", gt=0
+    )
     write_timeout_s: float = setting(
         3600.0, "deadline of what waits for the run's disk, or reads the model", gt=0
     )

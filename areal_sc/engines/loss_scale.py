@@ -10,14 +10,12 @@ GROWTH_INTERVAL: Final = 2000
 
 
 class LossScale(NamedTuple):
-    """A factor of the loss, which gradients are divided by before they are used.
+    """A factor of the loss, which gradients are divided by; a power of two, so it rounds nothing.
 
-    It begins, grows and falls as that of `torch.amp.GradScaler`, whose numbers these are. That one
-    looks for overflow among the gradients of one process; here the norm over all ranks tells, so
-    that all of them have the same scale and skip the same updates.
+    It changes as that of `torch.amp.GradScaler`, whose numbers these are. That one looks for
+    overflow in one process; here the norm over all ranks tells, so that all skip the same updates.
 
     Attributes:
-        value: a power of two, so that it rounds nothing.
         num_good: updates without overflow since it has changed.
     """
 
@@ -25,11 +23,7 @@ class LossScale(NamedTuple):
     num_good: int = 0
 
     def after(self, norm: float) -> LossScale:
-        """The scale of the next update.
-
-        Args:
-            norm: of all gradients of this one; not finite: some were beyond float16's range.
-        """
+        """The scale of the next update, by the norm of this one's gradients."""
         if not math.isfinite(norm):
             return LossScale(self.value / 2)
         if self.num_good + 1 == GROWTH_INTERVAL:

@@ -298,7 +298,7 @@ def test_an_export_holds_the_weights_of_the_mesh(mesh: str, results: Results, fo
         ("too_few_heads", r"ConfigError: actor.parallel.tensor: expected a divisor .* 4 .*, got 3"),
         ("lost_files", r"ModelError: model\.layers\.1\.mlp\.up_proj\.weight is gone"),
         ("spoilt_layer", r"ModelError: Qwen2ForCausalLM does not compute on tensor=2, .* on one"),
-        ("spoilt_exchange", r"ModelError: Qwen2ForCausalLM .* tensor=1, sequence=2 ranks what"),
+        ("spoilt_exchange", r"ModelError: Qwen2ForCausalLM .* tensor=1, sequence=2 ranks in"),
         ("no_mesh", r"WorkerStartError: 2 ranks cannot be .*sequence=3 x .* a multiple of 3"),
     ],
 )

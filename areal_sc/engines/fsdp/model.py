@@ -381,24 +381,16 @@ def _check_spread(
             part, own_expected = part[:, : len(own)], expected[:, own.start : own.stop]
         return float((part - own_expected).norm() / expected.norm())
 
-    subject = f"{type(model.causal_lm).__name__} does not compute "
+    advice = "set actor.dtype=bfloat16"
     if groups.is_model_split:
-        subject += (
-            f"on tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks what it "
-            "computes on one"
-        )
-        advice = (
-            "set actor.parallel.tensor=1 and actor.parallel.sequence=1, and more "
-            "actor.parallel.data"
-        )
-    else:
-        subject += f"in {dtype} what it computes in float32"
-        advice = "set actor.dtype=bfloat16"
+        advice = "set actor.parallel.tensor=1 and actor.parallel.sequence=1, and more data"
     require_agreement(
         measure,
         TOLERANCES[dtype],
         groups.world,
         quantity="difference of hidden states, relative to their norm",
-        subject=subject,
+        subject=f"{type(model.causal_lm).__name__} does not compute on "
+        f"tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks in {dtype} what it "
+        "computes on one in float32",
         advice=advice,
     )

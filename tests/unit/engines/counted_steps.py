@@ -96,6 +96,7 @@ def step(model: str, max_tokens: int, dtype: str, **settings: Any) -> dict[str, 
     engine.close()
     return {
         "num_micro_batches": metrics["num_micro_batches"],
+        "grad_norm": metrics["grad_norm"],
         "update": counted(of_update),
         "forward": counted(of_forward),
         "pinned_bytes": sum(pinned),

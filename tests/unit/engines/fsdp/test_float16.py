@@ -135,7 +135,7 @@ def test_a_model_beyond_the_range_of_float16_is_refused(
     model.model.layers[0].mlp.down_proj.weight.data *= 1e7
     model.save_pretrained(tmp_path)
     hf.AutoTokenizer.from_pretrained(tiny_model_folder).save_pretrained(tmp_path)
-    message = r"Qwen2ForCausalLM does not compute in .*float16 .*set actor\.dtype=bfloat16"
+    message = r"Qwen2ForCausalLM does not .* in torch\.float16 .*set actor\.dtype=bfloat16"
     with pytest.raises(ModelError, match=message):
         build(Dtype.float16, tmp_path)
     assert build(Dtype.bfloat16, tmp_path).update([rows()], SmallLoss(1.0), step=0)["num_updates"]
