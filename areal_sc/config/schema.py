@@ -242,6 +242,9 @@ class ActorConfig(Section):
     cpu_offload: bool = setting(
         False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"
     )
+    flash_attention: int = setting(
+        2, "version, in 16 bits on a GPU; 3 needs Hopper and the package flash_attn_3", ge=2, le=3
+    )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
     logprob_chunk_tokens: int = setting(
         0, "tokens whose logits exist at one time; 0: 1024, more if a GPU has room", ge=0

@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.nn import attention
 
 from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
 from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
@@ -59,6 +60,8 @@ class FSDPEngine(RankEngine):
     def _join(
         self, rank: int, world_size: int, init_method: str, device: torch.device
     ) -> RankPosition:
+        if self.config.flash_attention == 3:
+            attention.activate_flash_attention_impl("FA3")
         self._groups = groups = ProcessGroups.join(
             rank,
             world_size,

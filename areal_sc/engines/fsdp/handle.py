@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -60,7 +61,14 @@ class FSDPPPOActor(TrainHandle):
             raise ConfigError(
                 f"actor.activation_checkpointing: expected true, false or {OFFLOAD}, got {kept}"
             )
-        if self.config.compile_layers and count_devices is not None:
+        if count_devices is None:
+            return
+        if self.config.flash_attention == 3 and find_spec("flash_attn_interface") is None:
+            raise ConfigError(
+                "actor.flash_attention: expected 2, got 3: the module flash_attn_interface, of the "
+                "package flash_attn_3, is not installed"
+            )
+        if self.config.compile_layers:
             device = resolved_device(self.config.device, count_devices(), "actor.device")
             compiler = os.environ.get("CXX", "g++")
             if device == Device.cpu and shutil.which(compiler) is None:

@@ -383,7 +383,7 @@ def _check_spread(
 
     advice = "set actor.dtype=bfloat16"
     if groups.is_model_split:
-        advice = "set actor.parallel.tensor=1 and actor.parallel.sequence=1, and more data"
+        advice = "set actor.parallel.tensor=1, actor.parallel.sequence=1, more actor.parallel.data"
     require_agreement(
         measure,
         TOLERANCES[dtype],

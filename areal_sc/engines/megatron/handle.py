@@ -20,6 +20,7 @@ from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 _SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "dtype": (Dtype.float32, Dtype.bfloat16),
     "activation_checkpointing": (False, True),
+    "flash_attention": (2,),
     **dict.fromkeys(("cpu_offload", "compile_layers", "is_frozen"), (False,)),
 }
 """What Megatron-core has of what the other engine has."""

@@ -59,6 +59,7 @@ def test_settings_of_the_other_engine(name: str) -> None:
     [
         ("dtype", Dtype.float16, "float32 or bfloat16"),
         ("activation_checkpointing", "offload", "false or true"),
+        ("flash_attention", 3, "2"),
     ],
 )
 def test_values_of_the_other_engine(name: str, value: Any, expected: str) -> None:
