@@ -10,6 +10,7 @@
 # folder of the main job, and summary.json with all numbers; the files named NAME.* are small, and all
 # that another machine needs to go on.
 #
+# DEVICE=cpu, with --quick, tries all parts where there is no GPU, on small models.
 # What needs SGLang is left out without SGLANG_PYTHON, the interpreter of an environment that has it.
 # PYTHON is the interpreter of areal_sc (default: .venv/bin/python). WHEELS is a folder of wheels that
 # are installed first, for a machine without network whose python has torch and transformers. The exit
@@ -29,6 +30,7 @@ fi
 cd "$(dirname "$0")/.." || exit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-.venv/bin/python}
+device=${DEVICE:-cuda}
 parts=
 
 # measure NAME SECONDS COMMAND...
@@ -39,6 +41,7 @@ measure() {
 
 run() {
     name=$1 limit_s=$2
+    [ "$device" = cuda ] || limit_s=900 # the limits are those of a GPU
     shift 2
     status=$(cat "$folder/$name.status" 2>/dev/null)
     if [ -n "$status" ]; then
@@ -59,21 +62,25 @@ run() {
 benchmark() {
     name=$1 limit_s=$2 program=$3
     shift 3
-    measure "$name" "$limit_s" "$python" "benchmarks/$program.py" --device cuda \
+    measure "$name" "$limit_s" "$python" "benchmarks/$program.py" --device "$device" \
         --json "$folder/$name.json" $quick "$@"
 }
 
-# Neither of the two is timed, so they share the card.
-parts="tests letter_sort"
-run tests 240 "$python" -m pytest -q tests/gpu &
-run letter_sort 240 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
-    "run_dir=$folder/letter_sort" --overwrite &
-wait
-for shape in 0.5b 7b_layers 0.5b_wide; do
+# Updates by the default method, then training steps; what was never measured comes first.
+benchmark publication 150 weight_update --engine local --rounds 3 --methods pull
+for shape in 0.5b 0.5b_wide 0.5b_float16; do
     benchmark "mfu_$shape" 100 train_mfu --only "$shape"
 done
-benchmark publication 180 weight_update --engine local --rounds 3
-for shape in 0.5b_compiled 7b_layers_compiled; do
+# Neither of the two is timed, so they share the card.
+parts="$parts tests letter_sort"
+GPU_TESTS_ON=$device run tests 240 "$python" -m pytest -q tests/gpu &
+run letter_sort 240 "$python" examples/letter_sort.py --config configs/letter_sort_gpu.yaml \
+    "actor.device=$device" "rollout.device=$device" ${quick:+total_steps=4} \
+    "run_dir=$folder/letter_sort" --overwrite &
+wait
+benchmark mfu_7b_layers 100 train_mfu --only 7b_layers
+benchmark publication_disk 150 weight_update --engine local --rounds 3 --methods disk
+for shape in 0.5b_compiled 7b_layers_offload 7b_layers_compiled; do
     benchmark "mfu_$shape" 150 train_mfu --only "$shape"
 done
 benchmark train_throughput 240 train_throughput

@@ -2,14 +2,15 @@
 
     python benchmarks/train_mfu.py [--quick] [--json FILE] [--device cuda] [--only NAME]
 
-Random weights, one rank, bfloat16 over float32 parameters and AdamW state; a step is an update of
-two minibatches without the forward before it, as in `train_throughput`. Values are medians of the
-rounds. `share_of_peak` is model FLOPs a second over the data sheet's rate.
+Random weights, one rank without FSDP, bfloat16 over float32 parameters and AdamW state; a step is
+an update of two minibatches without the forward before it, as in `train_throughput`. Values are
+medians of the rounds. `share_of_peak` is model FLOPs a second over the data sheet's rate.
 
-- 0.5b: Qwen2-0.5B, micro-batches of 8,192 tokens. wide: of 32,768. compiled: with
-  `actor.compile_layers`.
+- 0.5b: Qwen2-0.5B, micro-batches of 8,192 tokens. wide: of 32,768. float16: those, in float16 with
+  a scaled loss. compiled: those, with `actor.compile_layers`.
 - 7b_layers: eight layers of Qwen2-7B, as many as have room beside their optimizer, and its
-  vocabulary; with activation checkpointing. compiled: likewise.
+  vocabulary; with activation checkpointing. offload: what that keeps in host memory. compiled: as
+  above.
 
 On a GPU also counted: kernels of one micro-batch, and how often the host waited for the device;
 and listed: the kernels that take longest.
@@ -34,7 +35,7 @@ from train_throughput import actor_config
 from train_workload import Workload, lognormal_lengths, make_rows, minibatches_of
 
 from areal_sc.algorithms.named_loss import loss_of
-from areal_sc.config.schema import ActorConfig
+from areal_sc.config.schema import ActorConfig, Dtype
 from areal_sc.engines.fsdp.engine import FSDPEngine
 
 LAYERS_OF_7B = Shape(3584, 18944, 8, 28, 4, 152064)
@@ -48,16 +49,20 @@ class Case:
 
     name: str
     shape: Shape
-    checkpoints: bool = False
+    checkpoints: bool | str = False
     compiles: bool = False
     max_tokens: int = 8192
+    dtype: Dtype = Dtype.bfloat16
 
 
+WIDE = 32768
 CASES = [
     Case("0.5b", SHAPES["0.5b"]),
+    Case("0.5b_wide", SHAPES["0.5b"], max_tokens=WIDE),
+    Case("0.5b_float16", SHAPES["0.5b"], max_tokens=WIDE, dtype=Dtype.float16),
     Case("7b_layers", LAYERS_OF_7B, checkpoints=True),
-    Case("0.5b_wide", SHAPES["0.5b"], max_tokens=32768),
-    Case("0.5b_compiled", SHAPES["0.5b"], compiles=True, max_tokens=32768),
+    Case("0.5b_compiled", SHAPES["0.5b"], compiles=True, max_tokens=WIDE),
+    Case("7b_layers_offload", LAYERS_OF_7B, checkpoints="offload"),
     Case("7b_layers_compiled", LAYERS_OF_7B, checkpoints=True, compiles=True),
 ]
 """In the order of what they tell."""
@@ -68,6 +73,7 @@ def config_of(case: Case, workload: Workload, folder: Path, device: str) -> Acto
     build_tokenizer(case.shape).save_pretrained(folder)
     return replace(
         actor_config(workload, folder, device),
+        dtype=case.dtype,
         random_init=True,
         activation_checkpointing=case.checkpoints,
         compile_layers=case.compiles,
@@ -76,7 +82,7 @@ def config_of(case: Case, workload: Workload, folder: Path, device: str) -> Acto
 
 def measure(case: Case, device: str, *, quick: bool) -> report.Metrics:
     count, rounds = (16, 2) if quick else (64, 5)
-    if device == "cpu":
+    if device == "cpu":  # to see that it works
         count, rounds = 2, 1
     rows_lengths = lognormal_lengths(count, 400.0, 0.6, 16, 2048)
     workload = Workload(case.name, case.shape, case.max_tokens, rows_lengths)
@@ -150,8 +156,9 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     cases = [case for case in CASES if arguments.only in (None, case.name)]
-    if arguments.device == "cpu":  # to see that it works
-        cases = [replace(case, shape=SHAPES["1m"]) for case in cases[:2]]
+    if arguments.device == "cpu":  # where compiling layers takes minutes
+        is_asked = arguments.only is not None
+        cases = [replace(it, shape=SHAPES["1m"]) for it in cases if is_asked or not it.compiles]
     metrics: report.Metrics = {}
     for case in cases:
         found = measure(case, arguments.device, quick=arguments.quick)

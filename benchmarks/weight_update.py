@@ -2,6 +2,7 @@
 
     python benchmarks/weight_update.py [--quick] [--json FILE] [--device cuda]
         [--engine local|sglang|vllm] [--sizes 1m 10m 50m] [--servers 1 2]
+        [--methods disk pull collective]
 
 Real controllers, a train worker and a rollout worker; one update is what a training step ends with.
 Meanwhile each server, or the engine, generates some answers. Values are medians of the rounds.
@@ -109,6 +110,7 @@ def measure(
     has_own_gpus = torch.cuda.device_count() > num_servers
     if arguments.engine != RolloutEngine.local and (actor.device == Device.cpu or has_own_gpus):
         methods.append(WeightUpdateMethod.collective)
+    methods = [method for method in methods if method in arguments.methods]
     num_streams = arguments.streams * num_servers
     num_bytes = sum(file.stat().st_size for file in Path(actor.path).glob("*.safetensors"))
     memory = torch.ones(2, num_bytes, dtype=torch.uint8)
@@ -167,6 +169,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=list(RolloutEngine), default=RolloutEngine.sglang)
     parser.add_argument("--sizes", nargs="+", choices=tuple(qwen2_models.SHAPES))
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2], help=SERVERS_HELP)
+    methods = list(WeightUpdateMethod)
+    parser.add_argument("--methods", nargs="+", type=WeightUpdateMethod, default=methods)
     parser.add_argument("--rounds", type=int, default=7, help="timed updates a method")
     parser.add_argument("--streams", type=int, default=2, help="answers a server")
     parser.add_argument("--bucket-mib", type=int, default=256)

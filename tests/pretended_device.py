@@ -164,4 +164,7 @@ class _Backend:
     def _is_in_bad_fork(self) -> bool:
         return False
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def manual_seed_all(self, seed: int) -> None: ...

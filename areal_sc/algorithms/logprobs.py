@@ -13,6 +13,9 @@ from areal_sc.algorithms.vocabulary_sums import fused, gradient_of_logits, is_fu
 _LEAST_BIAS: Final = -1e30
 """Least bias that is added: finite in float32 and bfloat16, also over a small temperature."""
 
+_HALF: Final = (torch.bfloat16, torch.float16)
+"""Types that the tensor cores multiply, and sum in float32."""
+
 
 @dataclass(frozen=True)
 class VocabularyPart:
@@ -57,7 +60,7 @@ def chunked_logprobs(
     """log softmax((hidden @ weight.T + bias) / temperatures) at the targets, and the entropy.
 
     At most `chunk_tokens` rows of logits exist at one time; the backward pass computes them
-    again, chunk by chunk. Logits and sums are float32, also for bfloat16 inputs (float64 stays).
+    again, chunk by chunk. Logits and sums are float32, also for 16-bit inputs (float64 stays).
 
     Args:
         hidden: [N, H] final hidden states.
@@ -134,8 +137,8 @@ def output_logits(
 
     Args: as `chunked_logprobs`.
     """
-    if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
-        # tensor cores, without rounding the result to bfloat16
+    if _multiplies_rounded(hidden) and hidden.dtype == weight.dtype:
+        # tensor cores, without rounding the result
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = _at_least_float32(hidden) @ _at_least_float32(weight).t()
@@ -300,8 +303,8 @@ def logits_gradient(
     grad_entropy: torch.Tensor | None,
     kept: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[N, V] gradient by the logits of `output_logits`, at least float32; rounded to bfloat16 where
-    it is fused and the products that it goes into are of bfloat16.
+    """[N, V] gradient by the logits of `output_logits`, at least float32; rounded to 16 bits where
+    it is fused and the products that it goes into are of these.
 
     Args:
         kept: [N, V] probabilities, or the logits where it is fused; None: computed again.
@@ -354,8 +357,8 @@ def entropy_gradient(
 
 
 def _multiplies_rounded(other: torch.Tensor) -> bool:
-    """Whether gradients are rounded before they are multiplied with it, for the tensor cores."""
-    return other.is_cuda and other.dtype == torch.bfloat16
+    """Whether what is multiplied with it is rounded before, for the tensor cores."""
+    return other.is_cuda and other.dtype in _HALF
 
 
 def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:
@@ -368,14 +371,14 @@ def add_gradient_product(
 ) -> None:
     """Adds `gradient_product` to a sum in its dtype; it is never stored."""
     if _multiplies_rounded(other):
-        factors = (grad_logits.bfloat16(), other, torch.float32)
+        factors = (grad_logits.to(other.dtype), other, torch.float32)
         torch.ops.aten.addmm.dtype_out(total, *factors, out=total)
     else:
         total.addmm_(grad_logits, other.to(total.dtype))
 
 
 def gradient_product(grad_logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Gradient times weight or hidden; on CUDA bfloat16 goes through the tensor cores."""
+    """Gradient times weight or hidden; on CUDA 16 bits go through the tensor cores."""
     if _multiplies_rounded(other):
-        return torch.mm(grad_logits.bfloat16(), other, out_dtype=torch.float32)
+        return torch.mm(grad_logits.to(other.dtype), other, out_dtype=torch.float32)
     return grad_logits @ other.to(grad_logits.dtype)

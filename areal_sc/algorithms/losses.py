@@ -60,7 +60,7 @@ Metrics = dict[str, Metric]
 _OWN: Final = frozenset(
     (
         *("loss", "entropy", "grad_norm", "lr", "num_tokens", "num_loss_tokens", "num_updates"),
-        *("num_effective_tokens", "num_skipped_updates", "num_micro_batches"),
+        *("num_effective_tokens", "num_skipped_updates", "num_micro_batches", "loss_scale"),
     )
 )
 """Numbers that a step reports whatever its loss does."""

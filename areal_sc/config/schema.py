@@ -40,6 +40,11 @@ class Dtype(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+OFFLOAD = "offload"
+"""`actor.activation_checkpointing` in host memory."""
 
 
 class Device(StrEnum):
@@ -224,12 +229,21 @@ class ActorConfig(Section):
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = setting(
-        Dtype.float32, "type of parameters in computation; optimizer state is float32"
+        Dtype.float32,
+        "type of parameters in computation, with a scaled loss in float16; optimizer state is "
+        "float32",
     )
     max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
-    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    activation_checkpointing: bool | str = setting(
+        False,
+        "recompute activations of layers in the backward pass; offload: and keep their inputs in "
+        "host memory",
+    )
     cpu_offload: bool = setting(
         False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"
+    )
+    flash_attention: int = setting(
+        2, "version, in 16 bits on a GPU; 3 needs Hopper and the package flash_attn_3", ge=2, le=3
     )
     compile_layers: bool = setting(False, "torch.compile for each decoder layer, without attention")
     logprob_chunk_tokens: int = setting(
@@ -379,7 +393,9 @@ class TransportConfig:
     max_inflight_chunks: int = setting(
         4, "chunks requested from one owner and not yet received", ge=1
     )
-    call_timeout_s: float = setting(600.0, "deadline of a call; a training step is one", gt=0)
+    call_timeout_s: float = setting(
+        600.0, "deadline of a call: a training step, or embedded generation's start", gt=0
+    )
     write_timeout_s: float = setting(
         3600.0, "deadline of what waits for the run's disk, or reads the model", gt=0
     )

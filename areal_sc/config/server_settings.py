@@ -22,7 +22,7 @@ class ServersConfig:
     environment: dict[str, str] = setting(dict, "further environment variables of the servers")
     urls: list[str] = setting(list, "servers that run already; then none is started")
     api_key_env: str = setting("", "environment variable with the key of the servers in urls")
-    start_timeout_s: float = setting(900.0, "limit until a server is ready", gt=0)
+    start_timeout_s: float = setting(900.0, "limit until a server has read its model", gt=0)
     control_timeout_s: float = setting(60.0, "limit of a pause, a resume, a question", gt=0)
     stop_timeout_s: float = setting(3.0, "between asking a server to end and killing it", gt=0)
     probe_interval_s: float = setting(1.0, "between two looks at a server", gt=0)

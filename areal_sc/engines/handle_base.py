@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import (
+    OFFLOAD,
     ActorConfig,
     Device,
     GRPOConfig,
@@ -159,7 +160,9 @@ class TrainHandle:
             parameter_bytes: with the gradients of what is trained.
             rounded_bytes: copies of the parameters beside them.
         """
-        activation_bytes = self._activation_bytes(shape, *kind_and_memory(device, machine))
+        activation_bytes, layer_input_bytes = self._activation_bytes(
+            shape, *kind_and_memory(device, machine)
+        )
         if self.config.is_frozen:
             return WorkerPlan(
                 role="train",
@@ -168,6 +171,7 @@ class TrainHandle:
                 parameter_bytes=parameter_bytes + rounded_bytes,
                 gathered_bytes=gathered_bytes,
                 activation_bytes=activation_bytes,
+                layer_input_bytes=layer_input_bytes,
                 is_offloaded=is_offloaded,
             )
         is_sealed = self.config.weight_update.method is not WeightUpdateMethod.disk
@@ -184,14 +188,18 @@ class TrainHandle:
             optimizer_bytes=optimizer_bytes,
             gathered_bytes=gathered_bytes,
             activation_bytes=activation_bytes,
+            layer_input_bytes=layer_input_bytes,
             is_offloaded=is_offloaded,
             store_bytes=num_versions * DTYPE_BYTES[self.config.dtype] * share,
             copy_bytes=state_bytes,
             snapshot_bytes=num_snapshots * state_bytes,
         )
 
-    def _activation_bytes(self, shape: ModelShape, device: str, memory_bytes: int | None) -> int:
-        """What the largest micro-batch leaves for its backward pass, and the output layer's logits.
+    def _activation_bytes(
+        self, shape: ModelShape, device: str, memory_bytes: int | None
+    ) -> tuple[int, int]:
+        """What the largest micro-batch leaves for its backward pass, and the output layer's logits;
+        and what of it lies in the memory of the host, beside a GPU.
 
         One layer more than are kept goes through its backward pass; a frozen model keeps none.
 
@@ -208,14 +216,16 @@ class TrainHandle:
         copies = _LOGIT_COPIES if device == Device.cpu else _FUSED_LOGIT_COPIES
         logit_bytes = copies * FLOAT32_BYTES * min(chunk, num_tokens) * num_outputs
         if layer is None:
-            return logit_bytes
+            return logit_bytes, 0
         kept = width * num_tokens * layer.activation_values
         kept += layer.score_bytes(config.max_tokens_per_micro_batch)  # of one row, the longest
         kept = -(-kept // parallel.tensor)
         num_layers = 0 if config.is_frozen else -(-layer.num_layers // parallel.pipeline)
         inputs = width * num_tokens * layer.hidden
-        of_layers = num_layers * (inputs if config.activation_checkpointing else kept) + kept
-        return of_layers + FLOAT32_BYTES * num_tokens * layer.hidden + logit_bytes
+        of_layers = num_layers * (inputs if config.activation_checkpointing else kept)
+        is_offloaded = config.activation_checkpointing == OFFLOAD and device != Device.cpu
+        there, on_host = (min(of_layers, inputs), of_layers) if is_offloaded else (of_layers, 0)
+        return there + kept + FLOAT32_BYTES * num_tokens * layer.hidden + logit_bytes, on_host
 
     def check_snapshot(self, folder: Path) -> None:
         """Reads all of a snapshot.

@@ -14,7 +14,7 @@ PROCESS_BYTES = 256 << 20
 """Host memory of a worker that has imported torch and transformers: measured 246 MiB, of which a
 process forked after the imports shares more than half."""
 
-DTYPE_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+DTYPE_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class WorkerPlan:
         optimizer_bytes: optimizer state.
         gathered_bytes: of other ranks' parameters and gradients, at most in a training step.
         activation_bytes: of the largest micro-batch, logits included, at most in a training step.
+        layer_input_bytes: what is kept in host memory of that micro-batch, beside a GPU.
         kv_bytes: KV cache when every slot is filled to the longest context; of a server
             all that it takes for it beforehand.
         store_bytes: most that the worker's tensor store holds; always in host memory.
@@ -43,6 +44,7 @@ class WorkerPlan:
     optimizer_bytes: int = 0
     gathered_bytes: int = 0
     activation_bytes: int = 0
+    layer_input_bytes: int = 0
     kv_bytes: int = 0
     store_bytes: int = 0
     copy_bytes: int = 0
@@ -60,7 +62,7 @@ class WorkerPlan:
     @property
     def parts(self) -> dict[tuple[str, str], int]:
         """Bytes by place and by what they are for, as the plan calls it; without the process."""
-        return {
+        parts = {
             (self.held_place, "parameters"): self.parameter_bytes,
             (self.held_place, "optimizer"): self.optimizer_bytes,
             (self.place, "gathered"): self.gathered_bytes,
@@ -69,6 +71,9 @@ class WorkerPlan:
             (HOST, "store up to"): self.store_bytes,
             (HOST, "snapshots"): self.copy_bytes + self.snapshot_bytes,
         }
+        if self.layer_input_bytes:
+            parts[HOST, "activations"] = self.layer_input_bytes
+        return parts
 
     @property
     def place(self) -> str:
@@ -172,7 +177,10 @@ class RunPlan:
             f"{'activations':>12}{'KV cache':>12}{'store up to':>12}{'snapshots':>12}"
         ]
         for worker in self.workers:
-            cells = (f"{format_bytes(size):>12}" for size in worker.parts.values())
+            by_use = Counter[str]()
+            for (_, what), num_bytes in worker.parts.items():
+                by_use[what] += num_bytes
+            cells = (f"{format_bytes(size):>12}" for size in by_use.values())
             lines.append(f"{f'{worker.role}/{worker.index}':<12}{worker.device:<8}{''.join(cells)}")
         for place, needed in sorted(self.needed_bytes.items()):
             available = self.available_bytes.get(place)

@@ -43,9 +43,9 @@ MAX_KL: Final = 0.5
 MIN_STOPPED: Final = 0.5
 """Share of the answers that ended by themselves at first and do so no more."""
 
-MAX_MISMATCH: Final = {Dtype.float32: 0.005, Dtype.bfloat16: 0.1}
+MAX_MISMATCH: Final = {Dtype.float32: 0.005, Dtype.bfloat16: 0.1, Dtype.float16: 0.02}
 """Nats by which trainer and sampler may differ, in the mean, about the same weights. What rounding
-explains is 0.01 to 0.05 in bfloat16, and far less in float32."""
+explains is 0.01 to 0.05 in bfloat16, an eighth of it in float16, and far less in float32."""
 
 MAX_EVALUATION_FALL: Final = 0.1
 """Share of its best result that an evaluation may lose while training rises."""
@@ -117,6 +117,7 @@ class LearningHealth(Tracker):
             "no entropy": self._no_entropy,
             "wide steps": self._wide_steps,
             "disagreement": self._disagreement,
+            "skipped updates": self._skipped_updates,
             "endless answers": self._endless_answers,
             "falling evaluation": self._falling_evaluation,
         }
@@ -191,6 +192,19 @@ class LearningHealth(Tracker):
             "a KV cache in fewer bits, another chat template or model on a server of your own, "
             "sampling that is cut (top_p, top_k); with a 16-bit dtype "
             "rollout.float32_output_layer=true rounds less"
+        )
+
+    def _skipped_updates(self) -> str | None:
+        of_steps = [it.train for it in self._newest]
+        skipped, made = (
+            sum(step.get(name) or 0 for step in of_steps)
+            for name in ("num_skipped_updates", "num_updates")
+        )
+        if not skipped > made:
+            return None
+        return (
+            f"of the last {NUM_STEPS} steps' updates {skipped:.0f} were skipped and {made:.0f} "
+            "made: gradients were not finite; take a smaller actor.optimizer.lr, or bfloat16"
         )
 
     def _endless_answers(self) -> str | None:

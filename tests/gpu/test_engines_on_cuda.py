@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,21 +81,28 @@ def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: local_part(p).detach().float().cpu().clone() for name, p in parameters}
 
 
+TOLERANCES = [(Dtype.float32, 1e-3), (Dtype.bfloat16, 5e-2), (Dtype.float16, 1e-2)]
+
+
 @pytest.mark.parametrize(
-    "setting",
+    "settings",
     [
-        *("", "activation_checkpointing", "cpu_offload"),
+        {},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "offload"},
+        {"cpu_offload": True},
         # torch's compiler warns of its own code, and of what is slow
-        pytest.param("compile_layers", marks=pytest.mark.filterwarnings("default")),
+        pytest.param({"compile_layers": True}, marks=pytest.mark.filterwarnings("default")),
     ],
+    ids=lambda settings: "_".join(map(str, [*settings, *settings.values()])) or "plain",
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), (Dtype.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), *TOLERANCES[1:]])
 def test_training_agrees_with_the_cpu(
-    device: Device, build: Build, dtype: Dtype, tolerance: float, setting: str
+    device: Device, build: Build, dtype: Dtype, tolerance: float, settings: dict[str, Any]
 ) -> None:
     found = []
     for place, used in ((Device.cpu, Dtype.float32), (device, dtype)):
-        engine = build(place, used, **({setting: True} if setting else {}))
+        engine = build(place, used, **settings)
         before = engine.forward(random_rows(), "logprobs")
         stats = engine.update([random_rows()], loss_of(engine.config.ppo), step=0)
         after = engine.forward(random_rows(), "logprobs")
@@ -161,7 +169,7 @@ def logprob_errors(folder: Path, prompt: list[int], completion: Completion) -> t
     return (expected - torch.tensor(completion.logprobs)).abs()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-3), (Dtype.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 async def test_generation_records_its_own_logprobs(
     device: Device, tiny_model_folder: Path, dtype: Dtype, tolerance: float
 ) -> None:

@@ -33,6 +33,7 @@ from areal_sc.engines.fsdp import packed_model
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.handles import make_actor
+from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.micro_batches import MicroBatch
 from areal_sc.engines.training.rank_engine import RankEngine
 from areal_sc.errors import ArealError, ModelError
@@ -195,6 +196,12 @@ def devices_of(engine: FSDPEngine) -> dict[str, set[str]]:
     return {kind: {values.device.type for values in each} for kind, each in tensors.items()}
 
 
+def parts_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Copies of what this rank has of the float32 parameters."""
+    named = engine._model.causal_lm.named_parameters()
+    return {name: local_part(parameter.detach()).clone() for name, parameter in named}
+
+
 def count_tensor_bytes() -> int:
     """Memory of all tensors of this process that Python, or a parameter's gradient, refers to."""
     gc.collect()
@@ -325,6 +332,8 @@ def run_rank(
     result: dict[str, Any] = {"stats": []}
     try:
         share = engine.initialize(rank, world_size, address).data_rank
+        if "loss_scale" in scenario:
+            engine._optimizer.loss_scale = LossScale(scenario["loss_scale"])
         if "load_snapshot" in scenario:
             engine.load_snapshot(Path(scenario["load_snapshot"]))
         rows = make_rows(99, scenario.get("logprob_lengths", [[5, 9], [4]])[share], 30)
@@ -373,14 +382,13 @@ def run_rank(
             result["user_losses"] = try_user_losses(engine, minibatches_of(0), share)
         if isinstance(engine, FSDPEngine):
             result["devices"] = devices_of(engine)
-            result["parts"] = {
-                name: local_part(parameter.detach()).clone()
-                for name, parameter in engine._model.causal_lm.named_parameters()
-            }
+            result["parts"] = parts_of(engine)
         for path in scenario.get("resumes", []):
             engine.load_snapshot(Path(path))
-            train_step(scenario["resumes_step"])
+            stats = train_step(scenario["resumes_step"])
             result[path] = whole_weights(engine)
+            if "loss_scale" in scenario:
+                result |= {f"{path} stats": stats, f"{path} parts": parts_of(engine)}
     except (ArealError, ValueError) as error:
         result["error"] = f"{type(error).__name__}: {error}"
     torch.save(result, folder / f"{name}-{rank}.pt")

@@ -53,6 +53,8 @@ MESHES_OF = {
 }
 ROUNDED = ("one", "tp2", "dp2_tp2")
 """Meshes that compute in bfloat16, without FSDP and with it."""
+SCALED = ("one", "dp2", "tp2")
+"""Meshes that compute in float16."""
 RESUMED = {  # what others have saved before, in the order in which they run
     "one": (),
     "dp2_sp2": ("one",),
@@ -100,6 +102,21 @@ def results(folder: Path) -> Results:
         "fused": hf.Phi3Config(**PHI3_SIZES, pad_token_id=0),
     }
 
+    def overflowing(mesh: str) -> dict[str, Any]:
+        """Overflows at first, and goes on from its own snapshot and from that of one process."""
+        saved = [f"overflow_by_{other}" for other in dict.fromkeys((mesh, "one"))]
+        return scenario(
+            tied,
+            mesh,
+            dtype="float16",
+            loss_scale=2.0**22,
+            steps=list(range(4)),
+            snapshot_after=2,
+            snapshot=str(folder / saved[0]),
+            resumes=[str(folder / name) for name in saved],
+            resumes_step=3,
+        )
+
     def resumes(saved: Iterable[str]) -> dict[str, Any]:
         return {"resumes": [str(folder / f"by_{other}") for other in saved], "resumes_step": 1}
 
@@ -128,6 +145,8 @@ def results(folder: Path) -> Results:
     scenarios |= {
         "resumed_by_one": scenario(tied, "one", steps=[], **resumes(MESHES)),
         **{f"bfloat16_{mesh}": scenario(tied, mesh, dtype="bfloat16") for mesh in ROUNDED},
+        **{f"float16_{mesh}": scenario(tied, mesh, dtype="float16") for mesh in SCALED},
+        **{f"overflow_{mesh}": overflowing(mesh) for mesh in SCALED},
         "spoilt_layer": scenario(tied, "tp2", spoilt="last layer"),
         "lost_files": scenario(tied, "tp2", spoilt="files"),
         "spoilt_exchange": scenario(tied, "sp2", spoilt="exchange"),
@@ -212,6 +231,39 @@ def test_bfloat16_on_a_mesh_stays_near_float32(mesh: str, results: Results) -> N
         assert difference(rank["weights"], results["tied_one"][0]["weights"]) < 0.02
 
 
+@pytest.mark.parametrize("mesh", SCALED)
+def test_float16_on_a_mesh_stays_nearer_to_float32(mesh: str, results: Results) -> None:
+    (exact,) = results["tied_one"]
+    for rank in results[f"float16_{mesh}"]:
+        assert "error" not in rank, rank["error"]
+        assert {values.dtype for values in rank["weights"].values()} == {torch.float16}
+        assert difference(rank["weights"], exact["weights"]) < 0.002
+        for found, expected in zip(rank["stats"], exact["stats"], strict=True):
+            assert found["num_skipped_updates"] == 0
+            assert found["loss_scale"] == 2.0**16
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-3)
+
+
+@pytest.mark.parametrize("mesh", SCALED)
+def test_all_ranks_skip_an_update_that_overflows_and_go_on_alike(
+    mesh: str, results: Results, folder: Path
+) -> None:
+    first = results[f"overflow_{mesh}"][0]
+    for rank in results[f"overflow_{mesh}"]:
+        assert "error" not in rank, rank["error"]
+        assert rank["stats"] == first["stats"]
+        num_skipped = [stats["num_skipped_updates"] for stats in rank["stats"]]
+        assert num_skipped[0] > 0
+        assert num_skipped[-1] == 0
+        assert rank["stats"][-1]["loss_scale"] == 2.0 ** (22 - sum(num_skipped))
+        own = str(folder / f"overflow_by_{mesh}")
+        assert rank[f"{own} stats"] == rank["stats"][-1]
+        assert difference(rank[f"{own} parts"], rank["parts"]) == 0, "to the bit"
+        by_one = rank[f"{folder / 'overflow_by_one'} stats"]
+        scale_of_one = results["overflow_one"][0]["stats"][2]["loss_scale"]
+        assert by_one["loss_scale"] == scale_of_one / 2 ** by_one["num_skipped_updates"]
+
+
 @pytest.mark.parametrize("loaded", [*RESUMED, "alone"])
 def test_a_mesh_goes_on_from_the_snapshot_of_another(
     loaded: str, results: Results, folder: Path
@@ -246,7 +298,7 @@ def test_an_export_holds_the_weights_of_the_mesh(mesh: str, results: Results, fo
         ("too_few_heads", r"ConfigError: actor.parallel.tensor: expected a divisor .* 4 .*, got 3"),
         ("lost_files", r"ModelError: model\.layers\.1\.mlp\.up_proj\.weight is gone"),
         ("spoilt_layer", r"ModelError: Qwen2ForCausalLM does not compute on tensor=2, .* on one"),
-        ("spoilt_exchange", r"ModelError: Qwen2ForCausalLM .* tensor=1, sequence=2 ranks what"),
+        ("spoilt_exchange", r"ModelError: Qwen2ForCausalLM .* tensor=1, sequence=2 ranks in"),
         ("no_mesh", r"WorkerStartError: 2 ranks cannot be .*sequence=3 x .* a multiple of 3"),
     ],
 )

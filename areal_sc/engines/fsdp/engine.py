@@ -17,8 +17,9 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.nn import attention
 
-from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
 from areal_sc.engines.base import BASE_LOGPROBS, RankPosition
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.handle import needs_fsdp
@@ -26,6 +27,7 @@ from areal_sc.engines.fsdp.model import load_sharded_model
 from areal_sc.engines.fsdp.optimizer import ShardedAdamW, local_part
 from areal_sc.engines.fsdp.packed_model import PackedModel
 from areal_sc.engines.fsdp.sharded_state import ShardedState
+from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.adapters.adapter_files import begin_adapter
 from areal_sc.engines.training.adapters.adapter_probe import PROBE_NAME, AdapterProbe
 from areal_sc.engines.training.adapters.lora import is_of_adapter, merged_values, without_adapters
@@ -58,6 +60,8 @@ class FSDPEngine(RankEngine):
     def _join(
         self, rank: int, world_size: int, init_method: str, device: torch.device
     ) -> RankPosition:
+        if self.config.flash_attention == 3:
+            attention.activate_flash_attention_impl("FA3")
         self._groups = groups = ProcessGroups.join(
             rank,
             world_size,
@@ -75,8 +79,9 @@ class FSDPEngine(RankEngine):
         self._model, self._parts = load_sharded_model(self.config, groups)
         causal_lm = self._model.causal_lm
         parameters = dict(causal_lm.named_parameters())
+        scale = LossScale() if self.config.dtype == Dtype.float16 else None
         self._optimizer = ShardedAdamW(
-            parameters, self.config.optimizer, self._parts, groups.world, groups.tensor
+            parameters, self.config.optimizer, self._parts, groups.world, groups.tensor, scale
         )
         self._writer = BackgroundWriter(
             groups.world, shares_files=self.shares_files, node=self.node
@@ -167,10 +172,15 @@ class FSDPEngine(RankEngine):
                 micro_batch = self._micro_batch(batch, micro_rows)
                 value = loss.of(micro_batch, self._forward(micro_batch, batch.rows))
                 # FSDP averages over its ranks, but the denominator is already the global one.
-                torch.autograd.backward(value * self.rows.size)
+                scale = self._optimizer.loss_scale or LossScale(1.0)
+                torch.autograd.backward(value * (self.rows.size * scale.value))
 
     def _take_step(self, step: int, *, is_void: bool) -> float:
         return self._optimizer.update(step, is_void=is_void)
+
+    def _own_metrics(self) -> dict[str, float]:
+        scale = self._optimizer.loss_scale
+        return {} if scale is None else {"loss_scale": scale.value}
 
     @property
     def _pads_rows(self) -> bool:

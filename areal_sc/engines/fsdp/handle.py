@@ -6,11 +6,12 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import ActorConfig, Device, Dtype
+from areal_sc.config.schema import OFFLOAD, ActorConfig, Device, Dtype
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
@@ -55,7 +56,19 @@ class FSDPPPOActor(TrainHandle):
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
                 )
-        if self.config.compile_layers and count_devices is not None:
+        allowed, kept = (False, True, OFFLOAD), self.config.activation_checkpointing
+        if kept not in allowed:
+            raise ConfigError(
+                f"actor.activation_checkpointing: expected true, false or {OFFLOAD}, got {kept}"
+            )
+        if count_devices is None:
+            return
+        if self.config.flash_attention == 3 and find_spec("flash_attn_interface") is None:
+            raise ConfigError(
+                "actor.flash_attention: expected 2, got 3: the module flash_attn_interface, of the "
+                "package flash_attn_3, is not installed"
+            )
+        if self.config.compile_layers:
             device = resolved_device(self.config.device, count_devices(), "actor.device")
             compiler = os.environ.get("CXX", "g++")
             if device == Device.cpu and shutil.which(compiler) is None:

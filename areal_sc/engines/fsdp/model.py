@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from areal_sc.algorithms.logprobs import VocabularyPart
-from areal_sc.config.schema import ActorConfig, ModelHead
+from areal_sc.config.schema import OFFLOAD, ActorConfig, Dtype, ModelHead
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
@@ -72,7 +73,8 @@ class _Trial:
 
     Attributes:
         abilities: of the model.
-        expected: hidden states that the ranks have to compute together; None: each computes alone.
+        expected: hidden states that the ranks have to compute together, or in float16; None: each
+            computes alone, and in a type with float32's range.
     """
 
     abilities: ModelAbilities
@@ -95,7 +97,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
         _check_supported(model.causal_lm, config)
         model.abilities = probe_abilities(model, config.max_tokens_per_micro_batch)
         _freeze(model.causal_lm, config)
-        _wrap_layers(model, config)
+        _wrap_layers(model, config, world.device)
         _add_gradients_at_once(model)
         parts = CutParts.of_one_rank(model.causal_lm)
         _fill_adapters(model, parts, config, world)
@@ -108,7 +110,7 @@ def load_sharded_model(config: ActorConfig, groups: ProcessGroups) -> tuple[Pack
     _freeze(causal_lm, config)
     cuts = plan_cuts(causal_lm, groups.tensor.size, cuts_vocabulary=model.abilities.has_linear_head)
     check_sequence_parallel(causal_lm, config.parallel, packs=model.attends_by_interface)
-    _wrap_layers(model, config)
+    _wrap_layers(model, config, world.device)
     parts = CutParts(cuts, world.rank, groups.rows.size)
     layers = decoder_layers(causal_lm)  # while they still have their own classes
     _spread(model, layers, parts, config, groups)
@@ -137,9 +139,9 @@ def _try_model(weights: ModelWeights, config: ActorConfig, groups: ProcessGroups
     fill = functools.partial(stream_layers, read=weights.read, num_ranks=groups.world.size)
     fill(causal_lm)
     model.abilities = probe_abilities(model, longest_input, fill)
-    expected = None
-    if groups.is_model_split:
-        expected = probe_hidden(model, decoder_layers(causal_lm), torch.device("cpu"))
+    expected, layers = None, decoder_layers(causal_lm)
+    if groups.is_model_split or (layers and config.dtype == Dtype.float16):
+        expected = probe_hidden(model, layers, torch.device("cpu"))
     return _Trial(model.abilities, expected)
 
 
@@ -166,8 +168,10 @@ def _check_supported(causal_lm: Any, settings: ActorConfig) -> None:
             )
 
 
-def _wrap_layers(model: PackedModel, config: ActorConfig) -> None:
+def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) -> None:
     """Compiles each layer's forward, and computes activations twice, inside of FSDP's hooks.
+
+    What is kept for the second time, the inputs of layers, may lie in host memory.
 
     Raises: ModelError: as `compile_layers`.
     """
@@ -182,6 +186,9 @@ def _wrap_layers(model: PackedModel, config: ActorConfig) -> None:
             "layers",
             type(model.causal_lm).__name__,
         )
+    is_offloaded = config.activation_checkpointing == OFFLOAD
+    if is_offloaded and device.type == "cpu":
+        logger.warning("actor.activation_checkpointing=offload is true on a CPU: all is there")
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,
@@ -189,6 +196,18 @@ def _wrap_layers(model: PackedModel, config: ActorConfig) -> None:
             use_reentrant=False,
             preserve_rng_state=config.has_adapter and config.lora.dropout > 0,
         )
+        if is_offloaded and device.type != "cpu":
+            layer.forward = _saving_on_host(layer.forward, device)
+
+
+def _saving_on_host(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A forward under a checkpoint, whose inputs, all that is saved, lie in pinned memory."""
+
+    def saving_on_host(*arguments: Any, **named: Any) -> Any:
+        with save_on_cpu(pin_memory=True, device_type=device.type):
+            return forward(*arguments, **named)
+
+    return saving_on_host
 
 
 def _spread(
@@ -351,7 +370,7 @@ def _check_spread(
     dtype: torch.dtype,
     groups: ProcessGroups,
 ) -> None:
-    """Raises: ModelError: on every rank: together they compute something else than rank 0 alone."""
+    """Raises: ModelError: on every rank: they compute something else than rank 0 in float32."""
 
     def measure() -> float:
         device = groups.world.device
@@ -362,14 +381,16 @@ def _check_spread(
             part, own_expected = part[:, : len(own)], expected[:, own.start : own.stop]
         return float((part - own_expected).norm() / expected.norm())
 
+    advice = "set actor.dtype=bfloat16"
+    if groups.is_model_split:
+        advice = "set actor.parallel.tensor=1, actor.parallel.sequence=1, more actor.parallel.data"
     require_agreement(
         measure,
         TOLERANCES[dtype],
         groups.world,
         quantity="difference of hidden states, relative to their norm",
         subject=f"{type(model.causal_lm).__name__} does not compute on "
-        f"tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks what it computes on "
-        "one",
-        advice="set actor.parallel.tensor=1 and actor.parallel.sequence=1, and more "
-        "actor.parallel.data",
+        f"tensor={groups.tensor.size}, sequence={groups.sequence.size} ranks in {dtype} what it "
+        "computes on one in float32",
+        advice=advice,
     )

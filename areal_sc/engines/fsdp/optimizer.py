@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_sc.config.schema import OptimizerConfig
 from areal_sc.engines.fsdp.cuts import CutParts
+from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.learning_rate import check_schedule, learning_rate
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.process_group import ProcessGroup
@@ -35,9 +36,11 @@ class ShardedAdamW:
         parts: this rank's.
         world: all ranks.
         tensor: ranks that have a cut of every parameter each.
+        loss_scale: of the first update; None: losses are not scaled.
 
     Attributes:
         num_updates: optimizer updates so far.
+        loss_scale: factor of the gradients that the next update expects.
     Raises: ConfigError: the learning rate falls, and nothing says over how many steps.
     """
 
@@ -48,8 +51,10 @@ class ShardedAdamW:
         parts: CutParts,
         world: ProcessGroup,
         tensor: ProcessGroup,
+        loss_scale: LossScale | None = None,
     ) -> None:
         check_schedule(config)
+        self.loss_scale = loss_scale
         self.config = config
         self.num_updates = 0
         self._parts = parts
@@ -98,9 +103,9 @@ class ShardedAdamW:
 
         Args:
             is_void: this rank's gradients do not count: the norm is NaN on all ranks.
-        Returns: the global gradient norm before clipping. Where it is not finite, no step is
-            taken, so that the weights survive; nor where it is 0, so that neither momentum nor
-            decay moves them.
+        Returns: the global gradient norm before clipping, of the loss itself. Where it is not
+            finite, no step is taken, so that the weights survive; nor where it is 0, so that
+            neither momentum nor decay moves them.
         """
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
@@ -113,6 +118,8 @@ class ShardedAdamW:
                 settings["lr"] = learning_rate(self.config, step)
             self._adamw.step()
             self.num_updates += 1
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(norm)
         self._adamw.zero_grad()
         return norm
 
@@ -143,7 +150,8 @@ class ShardedAdamW:
                 shard.grad.copy_(own.view_as(shard))
 
     def _clip(self, *, is_void: bool) -> float:
-        """Scales all gradients so that their global norm is at most `max_grad_norm` (0: never)."""
+        """Takes the scale of the loss off all gradients, and shortens them so that their global
+        norm is at most `max_grad_norm` (0: never)."""
         held = {
             name: shard.grad
             for name, shard in self._shards.items()
@@ -157,10 +165,13 @@ class ShardedAdamW:
             squares = norms.double().square().sum()
         if is_void:
             squares.fill_(math.nan)
-        norm = math.sqrt(float(self._world.sum(squares)))
+        factor = 1.0 if self.loss_scale is None else 1 / self.loss_scale.value
+        norm = math.sqrt(float(self._world.sum(squares))) * factor
         limit = self.config.max_grad_norm
-        if gradients and limit > 0 and norm > limit and math.isfinite(norm):
-            torch._foreach_mul_(gradients, limit / norm)
+        if limit > 0 and norm > limit:
+            factor *= limit / norm
+        if gradients and factor != 1 and math.isfinite(norm):
+            torch._foreach_mul_(gradients, factor)
         return norm
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import Device, ModelHead
+from areal_sc.config.schema import Device, Dtype, ModelHead
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.engines.megatron.family import ModelSizes, check_ranks
 from areal_sc.engines.megatron.machine import check_machine, is_on_cpu, load_cpu_shim
@@ -16,6 +16,14 @@ from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, count_cuda_devices
 from areal_sc.sizing.model_folder import ModelShape, read_model_config
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
+
+_SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    "dtype": (Dtype.float32, Dtype.bfloat16),
+    "activation_checkpointing": (False, True),
+    "flash_attention": (2,),
+    **dict.fromkeys(("cpu_offload", "compile_layers", "is_frozen"), (False,)),
+}
+"""What Megatron-core has of what the other engine has."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,13 @@ class MegatronPPOActor(TrainHandle):
         return Device.cpu if is_on_cpu() else self.config.device, 1
 
     def check(self, count_devices: Callable[[], int] | None) -> None:
-        for name in ("cpu_offload", "compile_layers", "is_frozen"):
-            if getattr(self.config, name):
+        for name, values in _SUPPORTED.items():
+            value = getattr(self.config, name)
+            if value not in values:
+                expected = " or ".join(str(it).lower() for it in values)
                 raise ConfigError(
-                    f"actor.{name}: expected false with actor.engine=megatron, got true; "
-                    "actor.engine=fsdp has it"
+                    f"actor.{name}: expected {expected} with actor.engine=megatron, got "
+                    f"{str(value).lower()}; actor.engine=fsdp has it"
                 )
         if self.config.lora.rank:
             raise ConfigError(

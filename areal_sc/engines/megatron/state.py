@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.megatron.mapping import MegatronParts, Piece, Slot
 from areal_sc.engines.megatron.optimizer import KINDS, DistributedAdamW
 from areal_sc.engines.training.parts import Box
@@ -37,6 +38,7 @@ class MegatronState:
         optimizer: DistributedAdamW,
     ) -> None:
         self.architecture = architecture
+        self.loss_scale: LossScale | None = None  # its loss is not scaled
         self.parts = parts
         self._parameters = parameters
         self._optimizer = optimizer

@@ -125,7 +125,7 @@ class ServerProcess:
         deadline = loop.time() + timeout_s
         while self._process.returncode is None:
             if loop.time() >= deadline:
-                raise self._start_error(f"was not ready within {timeout_s:g} s")
+                raise self._start_error(f"was not ready within start_timeout_s={timeout_s:g}")
             try:
                 await client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
             except (PeerLost, RpcTimeout, ServerBusy):  # not listening yet, or still loading

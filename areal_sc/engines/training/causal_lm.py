@@ -24,10 +24,11 @@ from areal_sc.engines.training.value_head import (
 )
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.sizing.model_folder import check_model_folder
+from areal_sc.transport.tensor_bytes import dtype_named
 
 
 def compute_dtype(config: ActorConfig) -> torch.dtype:
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return dtype_named(config.dtype)
 
 
 def read_causal_lm(config: ActorConfig) -> Any:

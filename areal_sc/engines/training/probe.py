@@ -16,7 +16,7 @@ from areal_sc.errors import ModelError
 _LENGTHS = (13, 3, 6, 1)
 
 # Relative differences. A wrong mesh differs by more than that even in a model of random weights.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def probe_rows(vocabulary: int, device: torch.device) -> list[torch.Tensor]:

@@ -255,6 +255,10 @@ class RankEngine(ABC):
         Returns: the norm of the gradients before clipping; not finite, or 0: nothing has changed.
         """
 
+    def _own_metrics(self) -> dict[str, float]:
+        """Further numbers of an update, the same on all ranks."""
+        return {}
+
     @property
     @abstractmethod
     def _pads_rows(self) -> bool:
@@ -344,7 +348,7 @@ class RankEngine(ABC):
                 logger.warning("minibatch=%d step=%d skipped: gradient_norm=%s", index, step, norm)
             metrics.gradient_norms.append(norm)
             metrics.num_micro_batches += len(batch.packed)
-        return metrics.summary(
+        return self._own_metrics() | metrics.summary(
             self.world,
             is_counted=self.counts_metrics,
             num_tokens=sum(self._of_all_rows([rows.num_tokens for rows in minibatches])),

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from areal_sc.engines.loss_scale import LossScale
+
 FORMAT = 5
 INDEX_NAME = "snapshot.json"
 _PIECE_BYTES = 1 << 20
@@ -40,12 +42,14 @@ class SnapshotIndex(Struct, frozen=True):
         num_updates: optimizer updates until then.
         shapes: of all tensors, each as a whole.
         files: of all ranks, in their order; each value of a tensor is in one of them.
+        loss_scale: of the next update; None: the loss was not scaled.
     """
 
     architecture: str
     num_updates: int
     shapes: dict[str, tuple[int, ...]]
     files: tuple[StoredFile, ...]
+    loss_scale: LossScale | None = None
 
     def encode(self) -> bytes:
         content = msgspec.json.encode(self)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import safe_open
 
+from areal_sc.engines.loss_scale import LossScale
 from areal_sc.engines.training.background import FAILURES, BackgroundWriter, replace_folder
 from areal_sc.engines.training.parts import Box
 from areal_sc.engines.training.snapshot_index import (
@@ -78,10 +79,13 @@ class TrainedState(Protocol):
     Attributes:
         architecture: class of the Hugging Face model.
         num_updates: optimizer updates so far; set by loading.
+        loss_scale: of the next update; None: the loss is not scaled. Set by loading, where the
+            snapshot has one, too.
     """
 
     architecture: str
     num_updates: int
+    loss_scale: LossScale | None
 
     def tensors(self) -> dict[str, Placed]:
         """All of them, of all ranks, in an order that all have; no values."""
@@ -147,6 +151,7 @@ class Snapshots:
             for _ in values:  # they may wait for this one's part in them
                 pass
         num_updates, architecture = state.num_updates, state.architecture
+        loss_scale = state.loss_scale
 
         def fill(part: Path, _is_common: bool) -> None:
             def write() -> StoredFile:
@@ -161,7 +166,7 @@ class Snapshots:
 
             def finish() -> None:
                 if group.rank == (group.neighbours[0] if is_local else 0):
-                    index = SnapshotIndex(architecture, num_updates, shapes, files)
+                    index = SnapshotIndex(architecture, num_updates, shapes, files, loss_scale)
                     (part / INDEX_NAME).write_bytes(index.encode())
 
             group.together(what, finish)
@@ -243,6 +248,8 @@ class Snapshots:
                 len(index.files),
             )
         state.num_updates = index.num_updates
+        if state.loss_scale is not None and index.loss_scale is not None:
+            state.loss_scale = index.loss_scale
 
     def _buffer(self, name: str, shape: Sequence[int], values: torch.Tensor) -> torch.Tensor:
         """Host memory for the copy of a tensor.

@@ -76,9 +76,9 @@ def vocabulary(num_pieces: int) -> dict[str, Any]:
     }
 
 
-def step(model: str, max_tokens: int, dtype: str) -> dict[str, Any]:
+def step(model: str, max_tokens: int, dtype: str, **settings: Any) -> dict[str, Any]:
     """An update and a forward of an engine of one rank."""
-    config = actor_config({"model": model, "max_tokens": max_tokens, "dtype": dtype})
+    config = actor_config({"model": model, "max_tokens": max_tokens, "dtype": dtype, **settings})
     engine = make_actor(config).build()
     engine.initialize(0, 1, "")
     rows, loss = make_rows(1, EIGHT, 30), loss_of(config.ppo)
@@ -96,6 +96,7 @@ def step(model: str, max_tokens: int, dtype: str) -> dict[str, Any]:
     engine.close()
     return {
         "num_micro_batches": metrics["num_micro_batches"],
+        "grad_norm": metrics["grad_norm"],
         "update": counted(of_update),
         "forward": counted(of_forward),
         "pinned_bytes": sum(pinned),
@@ -110,9 +111,11 @@ def main() -> None:
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         model = save_model(Path(folder) / "model", Qwen2Config(vocab_size=30, **sizes, **heads))
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32", "bfloat16", "float16"):
             found[f"few {dtype}"] = step(model, 64, dtype)
             found[f"many {dtype}"] = step(model, 20, dtype)
+        for kept in (True, "offload"):
+            found[f"kept {kept}"] = step(model, 20, "float16", activation_checkpointing=kept)
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
     for name, (num_tokens, width) in SHAPES.items():
         step_rows = piece_bytes("cuda", 80 << 30) // (4 * width * NUM_RANKS)

@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("counted_steps.py")
 LIMIT_S = 200.0
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,18 @@ def test_the_host_waits_for_a_forward_once(counts: dict[str, Any], dtype: str) -
     for found in (counts[f"few {dtype}"], counts[f"many {dtype}"]):
         assert found["forward"]["syncs"] == {}
         assert found["forward"]["blocking_copies"] == {"pretended to cpu": 1}
+
+
+def test_the_host_waits_for_no_input_of_a_layer_that_it_keeps(counts: dict[str, Any]) -> None:
+    """Each input goes to pinned memory and comes back, and nothing else does."""
+    kept, offloaded = counts["kept True"], counts["kept offload"]
+    assert offloaded["grad_norm"] == kept["grad_norm"] > 0
+    on_device, on_host = kept["update"], offloaded["update"]
+    for name in ("syncs", "blocking_copies", "kernels"):
+        assert on_host[name] == on_device[name]
+    moved = on_host["copied_bytes"] - on_device["copied_bytes"]
+    num_tokens, num_layers, width = 76, 2, 32
+    assert moved == 2 * num_layers * num_tokens * width * 2  # both ways, of two bytes each
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

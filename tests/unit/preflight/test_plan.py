@@ -73,7 +73,7 @@ def stand_in(folder: Path, others: int, *layers: int, **sizes: int) -> Path:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model; its activations, which would hide all else, have tests of their own."""
-    monkeypatch.setattr(TrainHandle, "_activation_bytes", lambda *_: 0)
+    monkeypatch.setattr(TrainHandle, "_activation_bytes", lambda *_: (0, 0))
     return stand_in(
         tmp_path / "model",
         NUM_PARAMETERS,
@@ -220,6 +220,29 @@ def test_what_is_offloaded_lies_in_host_memory(load: Load, tmp_path: Path) -> No
     assert needed["false"]["cuda:0"] == held + 2 * num_parameters + 2 * 400
     assert needed["true"]["cuda:0"] == gathered + (2 + 4) * 400
     assert needed["true"]["host"] - needed["false"]["host"] == held
+
+
+def test_inputs_of_layers_lie_in_host_memory(load: Load, tmp_path: Path) -> None:
+    """All of them, and one of them on the card while its layer goes backward."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
+    folder = stand_in(tmp_path / "model", 100, 400, 300, 400, **sizes)
+    machines = {"gpu": Machine(1 << 40, (1 << 30,)), "cpu": Machine(1 << 40)}
+    needed = dict[tuple[str, str], dict[str, int]]()
+    for kept in ("true", "offload"):
+        settings = (*SIZES, "actor.dtype=float16", f"actor.activation_checkpointing={kept}")
+        config = load(f"actor.path={folder}", "actor.max_tokens_per_micro_batch=100", *settings)
+        for name, machine in machines.items():
+            needed[kept, name] = plan(config, lambda it=machine: it).workers[0].memory
+    inputs = 2 * 100 * 64
+    on_card, on_host = needed["true", "gpu"], needed["offload", "gpu"]
+    assert on_card["cuda:0"] - on_host["cuda:0"] == 2 * inputs
+    assert on_host["host"] - on_card["host"] == 3 * inputs
+    assert needed["true", "cpu"] == needed["offload", "cpu"]
+
+
+def test_a_word_that_checkpointing_does_not_know(load: Load, model: Path) -> None:
+    with pytest.raises(ConfigError, match="expected true, false or offload, got host"):
+        load(f"actor.path={model}", *SIZES, "actor.activation_checkpointing=host")
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def step(
     entropy: float = 1.0,
     kl: float = 0.01,
     stopped: float = 1.0,
+    skipped: float = 0.0,
 ) -> StepMetrics:
     means = {"stopped": stopped} if accuracy is None else {"stopped": stopped, "accuracy": accuracy}
     return StepMetrics(
@@ -42,7 +43,12 @@ def step(
         train_s=0.8,
         sync_s=0.1,
         signal_share=signal,
-        train={"entropy": entropy, "proximal_kl": kl},
+        train={
+            "entropy": entropy,
+            "proximal_kl": kl,
+            "num_updates": 4 - skipped,
+            "num_skipped_updates": skipped,
+        },
         workflow=means,
     )
 
@@ -125,6 +131,10 @@ def leaps(share: float, rng: random.Random) -> dict[str, Any]:
     return {"reward": 0.3, "kl": 0.01 if share < 0.3 else 3.0}
 
 
+def overflows(share: float, rng: random.Random) -> dict[str, Any]:
+    return {"reward": 0.3, "skipped": 0.0 if share < 0.3 else 3.0}
+
+
 def never_ends(share: float, rng: random.Random) -> dict[str, Any]:
     return {"reward": 0.3 + share, "stopped": 0.9 if share < 0.3 else 0.1}
 
@@ -138,6 +148,7 @@ def never_ends(share: float, rng: random.Random) -> dict[str, Any]:
         (falls_from_zero, "fallen reward", "from -0."),
         (narrows, "no entropy", "its entropy is 0.01, and was 2 at first"),
         (leaps, "wide steps", "moves the policy by"),
+        (overflows, "skipped updates", " were skipped and "),
         (never_ends, "endless answers", "of the answers end by themselves, and 90% did at first"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from torch.nn import attention
 from unit.engines.families import EXPERTS, LIMIT, LONGROPE, SIZES
 
 from areal_sc.config.parallel_settings import ParallelConfig
@@ -44,6 +46,28 @@ def test_compiled_layers_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match=r"compile_layers: expected a C\+\+ .* no-such-compiler"):
         actor.check(lambda: 0)
     actor.check(None)  # another machine's
+
+
+def test_another_flash_attention_is_refused_where_it_is_not_and_taken_by_its_name(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ActorConfig(path=str(tiny_model_folder), device=Device.cpu, flash_attention=3)
+    with pytest.raises(ConfigError, match=r"flash_attention: expected 2, got 3: .*flash_attn_3"):
+        FSDPPPOActor(config).check(lambda: 0)
+    stub = tmp_path / "flash_attn_interface.py"
+    stub.write_text(
+        "import torch\n"
+        "LIBRARY = torch.library.Library('flash_attn_3', 'DEF')\n"
+        "LIBRARY.define('fwd(Tensor query) -> Tensor')\n"
+        "LIBRARY.define('bwd(Tensor query) -> Tensor')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    FSDPPPOActor(config).check(lambda: 0)
+    engine = FSDPPPOActor(config).build()
+    engine.initialize(0, 1, "")
+    engine.close()
+    assert attention.current_flash_attention_impl() == "FA3"
+    attention.restore_flash_attention_impl()
 
 
 def test_experts_are_cut_where_other_ranks_can_be_skipped() -> None:

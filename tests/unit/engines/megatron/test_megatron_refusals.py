@@ -11,7 +11,7 @@ import pytest
 import transformers as hf
 
 from areal_sc.config.parallel_settings import ParallelConfig, TrainEngineKind
-from areal_sc.config.schema import ActorConfig, Device
+from areal_sc.config.schema import ActorConfig, Device, Dtype
 from areal_sc.engines.handles import FSDPPPOActor, MegatronPPOActor, make_actor
 from areal_sc.engines.megatron import machine
 from areal_sc.errors import ArealError, ConfigError, ModelError
@@ -52,6 +52,20 @@ def test_meshes_that_fit_no_model(parallel: dict[str, int], message: str) -> Non
 def test_settings_of_the_other_engine(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected false with .*=megatron"):
         MegatronPPOActor(actor(**{name: True})).check(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("dtype", Dtype.float16, "float32 or bfloat16"),
+        ("activation_checkpointing", "offload", "false or true"),
+        ("flash_attention", 3, "2"),
+    ],
+)
+def test_values_of_the_other_engine(name: str, value: Any, expected: str) -> None:
+    message = f"{name}: expected {expected} with .*=megatron, got {value}; .*=fsdp has it"
+    with pytest.raises(ConfigError, match=message):
+        MegatronPPOActor(actor(**{name: value})).check(None)
 
 
 @pytest.mark.parametrize(
