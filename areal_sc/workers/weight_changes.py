@@ -1,15 +1,15 @@
 """Weights of a version as what has changed since another one; to the bit.
 
-At the learning rates of RL one to five of a hundred 16-bit values change in a step. Of each
-parameter that a rank publishes a part of there is one string of bytes:
+At the learning rates of RL one to five of a hundred 16-bit values change in a step. What a rank
+publishes of a parameter is cut into blocks of 65,536 values, of which the last one may be shorter.
+For each block there is a string of bytes:
 
-    uint64     number of values, number of values sent, checksum of the part as it is to be
+    uint64     number of values, number of values sent, checksum of the block as it is to be
     values     those that are sent, as they lie in memory
-    uint32     how many of them are of each block of 65,536 values, if not all are sent
-    uint16     their places in the blocks, likewise
+    uint16     their places, if not all are sent
     zeros      up to a multiple of 8
 
-The strings of several ranks may follow each other, as their parts do in a whole parameter.
+The strings follow each other, also those of several ranks, as their values do in a whole parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _BLOCK: Final = 1 << 16
 """Values that are compared, or changed, at one time: the caches hold what that needs."""
 
 _WORD: Final = np.dtype(np.uint64)
-_COUNT: Final = np.dtype(np.uint32)
 _PLACE: Final = np.dtype(np.uint16)
 _HEADER_BYTES: Final = 3 * _WORD.itemsize
 _FACTORS: Final = np.random.PCG64(0).random_raw(_BLOCK) | np.uint64(1)
@@ -78,20 +77,16 @@ def seal_changes(store: TensorStore, old: str, new: str, num_threads: int) -> st
 
 def encode(old: Values, new: Values) -> Bytes:
     """What makes the new values of the old ones, both [numel]."""
-    sent, counts, places, checksum = [new[:0]], [], [np.empty(0, _PLACE)], 0
+    strings = [np.empty(0, np.uint8)]
     for start in range(0, len(new), _BLOCK):
         block = new[start : start + _BLOCK]
-        changed = np.flatnonzero(old[start : start + _BLOCK] != block)
-        sent.append(block[changed])
-        counts.append(len(changed))
-        places.append(changed.astype(_PLACE))
-        checksum = _checksum(block, checksum)
-    num_sent = sum(counts)
-    if num_sent * (new.itemsize + _PLACE.itemsize) >= new.nbytes:
-        sent, counts, places, num_sent = [new], [], [], len(new)
-    header = np.array([len(new), num_sent, checksum], _WORD)
-    strings = [it.view(np.uint8) for it in (header, *sent, np.array(counts, _COUNT), *places)]
-    strings.append(np.zeros(-sum(map(len, strings)) % _WORD.itemsize, np.uint8))
+        places = np.flatnonzero(old[start : start + _BLOCK] != block).astype(_PLACE)
+        sent = block[places]
+        if sent.nbytes + places.nbytes >= block.nbytes:
+            sent, places = block, places[:0]
+        header = np.array([len(block), len(sent), _checksum(block)], _WORD)
+        zeros = np.zeros(-(sent.nbytes + places.nbytes) % _WORD.itemsize, np.uint8)
+        strings += [it.view(np.uint8) for it in (header, sent, places, zeros)]
     return np.concatenate(strings)
 
 
@@ -101,57 +96,37 @@ def apply(encoded: Bytes, base: Values, values: Values) -> None:
     Raises: ProtocolError: these are no changes of such values, or of others. Some values may be
         there then.
     """
-    left = values
     try:
         while len(encoded):
             numel, num_sent, checksum = map(int, encoded[:_HEADER_BYTES].view(_WORD))
-            part, left = left[:numel], left[numel:]
-            old, base = base[:numel], base[numel:]
-            if len(part) != numel:
-                raise ProtocolError(f"changes are of {numel} values, and {len(part)} are left")
-            sizes = [num_sent * values.itemsize, 0, 0]
-            if num_sent != numel:
-                sizes[1:] = -(-numel // _BLOCK) * _COUNT.itemsize, num_sent * _PLACE.itemsize
-            end = _HEADER_BYTES + sum(sizes)
-            strings = np.split(encoded[_HEADER_BYTES:end], np.cumsum(sizes)[:2])
-            if _fill(part, old, *strings) != checksum:
+            block, old = values[:numel], base[:numel]
+            end = _HEADER_BYTES + num_sent * values.itemsize
+            sent = encoded[_HEADER_BYTES:end].view(values.dtype)
+            if num_sent == numel:
+                block[:] = sent
+            else:
+                block[:] = old
+                places = encoded[end : end + num_sent * _PLACE.itemsize].view(_PLACE)
+                block[places] = sent
+                end += places.nbytes
+            if len(block) != numel or _checksum(block) != checksum:
                 raise ProtocolError("changes are of other weights than these: checksums differ")
+            values, base = values[numel:], base[numel:]
             encoded = encoded[end + -end % _WORD.itemsize :]
     except (ValueError, IndexError) as error:
         raise ProtocolError(f"changes of weights are malformed: {error}") from error
-    if len(left):
-        raise ProtocolError(
-            f"changes of weights say nothing of {len(left)} of {len(values)} values"
-        )
+    if len(values):
+        raise ProtocolError(f"changes of weights say nothing of the last {len(values)} values")
 
 
-def _fill(part: Values, old: Values, sent: Bytes, counts: Bytes, places: Bytes) -> int:
-    """Fills one part, and returns its checksum."""
-    values, in_block = sent.view(part.dtype), places.view(_PLACE)
-    of_blocks = counts.view(_COUNT).tolist()
-    first = checksum = 0
-    for number, start in enumerate(range(0, len(part), _BLOCK)):
-        block = part[start : start + _BLOCK]
-        if len(values) == len(part):
-            block[:] = values[start : start + _BLOCK]
-        else:
-            block[:] = old[start : start + _BLOCK]
-            changed = slice(first, first + of_blocks[number])
-            block[in_block[changed]] = values[changed]
-            first = changed.stop
-        checksum = _checksum(block, checksum)
-    return checksum
-
-
-def _checksum(block: Values, before: int) -> int:
-    """Goes on with a checksum; in half the time of a CRC-32 of all bytes.
+def _checksum(block: Values) -> int:
+    """Takes half the time of a CRC-32.
 
     Other words give another sum with all but certainty, as each has a random factor.
     """
     num_values = len(block) - len(block) % (_WORD.itemsize // block.itemsize)
-    words = block[:num_values].view(_WORD)
-    mixed = np.dot(words, _FACTORS[: len(words)])
-    return zlib.crc32(block[num_values:].tobytes(), zlib.crc32(mixed.tobytes(), before))
+    words, rest = block[:num_values].view(_WORD), block[num_values:]
+    return int(np.dot(words, _FACTORS[: len(words)])) ^ zlib.crc32(rest.tobytes())
 
 
 def apply_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -34,15 +35,12 @@ def decoded(encoded: bytes, old: np.ndarray) -> list[int]:
         letter = {2: "H", 4: "I"}[old.itemsize]
         sent = struct.unpack_from(f"<{num_sent}{letter}", encoded, at + 24)
         end = at + 24 + num_sent * old.itemsize
-        if num_sent == numel:
-            values[first : first + numel] = sent
-        else:
-            counts = struct.unpack_from(f"<{-(-numel // 65536)}I", encoded, end)
-            places = struct.unpack_from(f"<{num_sent}H", encoded, end + 4 * len(counts))
-            end += 4 * len(counts) + 2 * num_sent
-            blocks = (n for n, count in enumerate(counts) for _ in range(count))
-            for value, block, place in zip(sent, blocks, places, strict=True):
-                values[first + 65536 * block + place] = value
+        places: Sequence[int] = range(numel)
+        if num_sent != numel:
+            places = struct.unpack_from(f"<{num_sent}H", encoded, end)
+            end += 2 * num_sent
+        for value, place in zip(sent, places, strict=True):
+            values[first + place] = value
         at, first = -(-end // 8) * 8, first + numel
     assert first == len(values)
     return values
@@ -57,7 +55,7 @@ def test_the_new_bits_come_out(share: float, dtype: str) -> None:
     values = np.empty_like(old)
     apply(encoded, old, values)
     assert np.array_equal(values, new)
-    assert len(encoded) <= new.nbytes + 32, "never much more than the values themselves"
+    assert len(encoded) <= 1.001 * new.nbytes, "never much more than the values themselves"
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 255, 256, 257, 511])
@@ -82,10 +80,10 @@ def test_other_weights_are_noticed() -> None:
     other[np.flatnonzero(old == new)[1]] ^= 1
     with pytest.raises(ProtocolError, match="other weights"):
         apply(encoded, other, np.empty_like(old))
-    with pytest.raises(ProtocolError, match="values, and"):
+    with pytest.raises(ProtocolError):
         apply(encoded, old[:-1], np.empty_like(old[:-1]))
     longer = np.append(old, old[:1])
-    with pytest.raises(ProtocolError, match="say nothing of 1 of"):
+    with pytest.raises(ProtocolError, match="say nothing of the last 1 "):
         apply(encoded, longer, np.empty_like(longer))
 
 
