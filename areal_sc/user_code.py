@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sysconfig
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -28,6 +30,9 @@ MAX_TEXT_CHARS: Final = 2000
 
 CANCEL_GRACE_S: Final = 5.0
 """A coroutine that swallows its cancellation for longer is left behind."""
+
+_ASLEEP_LOOK_S: Final = 1.0
+"""Between two looks at whether a clock that stands still goes on."""
 
 _MAX_FRAMES: Final = 6
 _MAX_TRACEBACK_CHARS: Final = 2000
@@ -52,7 +57,41 @@ class Raised(Exception):
         self.is_late = is_late
 
 
-async def await_user_code(code: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
+class EpisodeClock:
+    """The time of episodes' limits, in seconds: it stands still while their engine is asleep."""
+
+    def __init__(self) -> None:
+        self._behind_s = 0.0
+        self._stopped_at_s: float | None = None
+
+    @property
+    def now_s(self) -> float:
+        """From any beginning."""
+        stopped_at_s = self._stopped_at_s
+        return time.monotonic() - self._behind_s if stopped_at_s is None else stopped_at_s
+
+    def stop(self) -> None:
+        """Stands still from now on, if it does not already."""
+        self._stopped_at_s = self.now_s
+
+    def go_on(self) -> None:
+        """Ends `stop`."""
+        self._behind_s = time.monotonic() - self.now_s
+        self._stopped_at_s = None
+
+    async def wait(self, work: asyncio.Future[Any], limit_s: float) -> None:
+        """Returns when the work is done, or after so much of this time."""
+        end_s = self.now_s + limit_s
+        while not work.done() and (left_s := end_s - self.now_s) > 0:
+            is_stopped = self._stopped_at_s is not None
+            await asyncio.wait([work], timeout=max(left_s, _ASLEEP_LOOK_S * is_stopped))
+
+
+async def await_user_code(
+    code: Callable[[], Awaitable[T]],
+    limit_s: float = math.inf,
+    clock: EpisodeClock | None = None,
+) -> T:
     """Awaits code of the user, which runs in a task of its own.
 
     So there is no doubt about a cancellation: that of the caller's task is real, and the code's
@@ -70,7 +109,7 @@ async def await_user_code(code: Callable[[], Awaitable[T]], limit_s: float | Non
     task = asyncio.create_task(run())
     is_late = True
     try:
-        await asyncio.wait([task], timeout=limit_s)
+        await (clock or EpisodeClock()).wait(task, limit_s)
         is_late = not task.done()
     finally:
         if not task.done():

@@ -33,6 +33,7 @@ from areal_sc.agents.session import Session
 from areal_sc.config.agent_settings import AgentsConfig
 from areal_sc.errors import AgentError, WorkflowError
 from areal_sc.rejection import RejectionKind
+from areal_sc.user_code import EpisodeClock
 
 EPISODES: Final = "/episodes"
 ENDS: Final = ("reward", "reject")
@@ -135,12 +136,11 @@ class Offer:
         else:
             self._end.set_result(end)
 
-    async def reward(self, config: AgentsConfig) -> Rewards:
+    async def reward(self, config: AgentsConfig, clock: EpisodeClock) -> Rewards:
         """What an episode that is taken is rewarded with. Raises: AgentError: it is rejected."""
-        now = asyncio.get_running_loop().time
-        end_s, idle_s = now() + config.episode_timeout_s, config.idle_timeout_s
+        end_s, idle_s = clock.now_s + config.episode_timeout_s, config.idle_timeout_s
         while not self._end.done():
-            idle_left_s, left_s = idle_s - self.session.quiet_s, end_s - now()
+            idle_left_s, left_s = idle_s - self.session.quiet_s, end_s - clock.now_s
             if left_s <= 0:
                 raise AgentError(
                     f"it was claimed, and not rewarded in {config.episode_timeout_s:g} s; raise "
@@ -153,7 +153,7 @@ class Offer:
                     "agents.idle_timeout_s",
                     kind=RejectionKind.agent_idle,
                 )
-            await asyncio.wait([self._end], timeout=min(left_s, idle_left_s))
+            await clock.wait(self._end, min(left_s, idle_left_s))
         return self._end.result()
 
 
@@ -163,6 +163,7 @@ class Claims:
     Args:
         session_of: finds an open session, or raises CallRefused.
         rename: gives an open session another name; the one before has ended.
+        clock: of the limits of episodes.
     """
 
     def __init__(
@@ -170,10 +171,12 @@ class Claims:
         keys: SessionKeys,
         session_of: Callable[[SessionName], Session],
         rename: Callable[[SessionName], SessionName],
+        clock: EpisodeClock,
     ) -> None:
         self._keys = keys
         self._session_of = session_of
         self._rename = rename
+        self._clock = clock
         self._offers = dict[SessionName, Offer]()  # the oldest first
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
@@ -196,7 +199,7 @@ class Claims:
                 del self._offers[offer.name]
                 offer.name = self._rename(offer.name)
                 self._offers[offer.name] = offer
-            return await offer.reward(config)
+            return await offer.reward(config, self._clock)
         finally:
             del self._offers[offer.name]
 

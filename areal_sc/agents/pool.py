@@ -313,7 +313,7 @@ class AgentPool:
         is_sound = False
         try:
             number, answer = process.call(row, session)
-            await asyncio.wait([answer], timeout=self.config.episode_timeout_s)
+            await self._server.clock.wait(answer, self.config.episode_timeout_s)
             if not answer.done():
                 raise await self._late(crew, process, number, answer)
             if answer.exception():
@@ -335,7 +335,7 @@ class AgentPool:
             process = crew.shared
         number, answer = process.call(row, session)
         try:
-            await asyncio.wait([answer], timeout=self.config.episode_timeout_s)
+            await self._server.clock.wait(answer, self.config.episode_timeout_s)
             if not answer.done():
                 error = await self._late(crew, process, number, answer)
                 if not answer.done():  # the others lose their process, and are told so

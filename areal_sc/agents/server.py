@@ -54,6 +54,7 @@ from areal_sc.agents.session_call import SessionCall
 from areal_sc.engines.base import Completion, OnTokens
 from areal_sc.errors import WorkerError
 from areal_sc.transport.sockets.interface import Interface, bracketed, family_of
+from areal_sc.user_code import EpisodeClock
 from areal_sc.workflows.chat_turn import TokenEngine
 from areal_sc.workflows.trajectory import Trajectory
 
@@ -110,6 +111,7 @@ class AgentServer:
         secret: of all sessions of the run; b"": of these alone.
 
     Attributes:
+        clock: of the limits of their episodes.
         port: of 127.0.0.1, once a session was open.
     """
 
@@ -121,10 +123,11 @@ class AgentServer:
         *,
         dialects: Iterable[Dialect] = DIALECTS,
     ) -> None:
+        self.clock = EpisodeClock()
         self._worker = worker
         self._life = life
         self._keys = SessionKeys(secret)
-        self._claims = Claims(self._keys, self._session_named, self._rename)
+        self._claims = Claims(self._keys, self._session_named, self._rename, self.clock)
         self._dialects = tuple(dialects)
         self._naming = threading.Lock()  # sessions begin and end on another thread than claims
         self._num_opened = 0

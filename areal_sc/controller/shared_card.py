@@ -88,6 +88,10 @@ class SharedCard:
             if turns is self._turns:  # else all has ended
                 self._advance()
 
+    def is_away_from(self, side: Side) -> bool:
+        """The other one has the cards, or gets them."""
+        return self.is_shared and not self._turns.may_use(side)
+
     @contextmanager
     def wanted_when_idle(self) -> Iterator[None]:
         """Within it generation gets its turn once training is asked for nothing for `IDLE_S`."""

@@ -44,7 +44,7 @@ _FUSED_LOGIT_COPIES = 2
 _LIVE_WEIGHT_VERSIONS = 2
 """Published weights: the newest, and the one before while it is still being pulled."""
 _CHANGES_VERSIONS = 1
-"""What has changed takes at most half a version, once as it is made and once as it is sealed."""
+"""What has changed takes at most a quarter, once as it is made and once as it is sealed."""
 _MEMORY_SNAPSHOTS = 2
 """One is being written while the one before is still needed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,9 @@ async def score_on_loop(
     Raises: RewardError: it raised, returned no finite number, or passed its time limit.
     """
     prompt, completion, extra = from_wire(arguments)
-    limited_s: float | None = limit_s
+    limited_s = limit_s
     if runs_code(reward):  # it waits for programs of others, and each has limits of its own
-        extra[RUN_CODE], limited_s = run_code, None
+        extra[RUN_CODE], limited_s = run_code, math.inf
 
     async def call() -> Score:
         value = await reward(prompt, completion, **extra)

@@ -252,6 +252,7 @@ class RolloutWorker(Worker):
                 with self.recorder.span("updating weights", version=weights.version):
                     await self._update(weights)
                 self._policy = weights.policy
+                self._agents.clock.go_on()
                 self._weights.keep_only(weights)
                 logger.info("policy_version=%d", weights.version)
 
@@ -295,6 +296,7 @@ class RolloutWorker(Worker):
             await asyncio.shield(self._starting)
             async with self._one_update:
                 await self._as(SleepsUntilWeights).sleep()
+                self._agents.clock.stop()
                 self._policy = NO_POLICY
             self.recorder.add_event("sleep")
 
@@ -366,6 +368,8 @@ class RolloutWorker(Worker):
         own = self.engine, self._rewards, group, config.generation, evaluated
         engine = WorkerEpisodeEngine(*own, self._agents, self._agent_pool)
         limit_s = math.inf if workflow.waits_outside else config.group_timeout_s
+        # the call of an evaluation has a limit that knows nothing of this clock
+        clock = self._agents.clock if evaluated is None else None
 
         async def run() -> Episode | Rejection:
             returned = await workflow.run_episode(dict(prompt), engine)
@@ -375,7 +379,7 @@ class RolloutWorker(Worker):
         episode: Episode | Rejection
         try:
             with self._all_episodes.running(engine):
-                episode = await await_user_code(run, limit_s)
+                episode = await await_user_code(run, limit_s, clock)
         except Raised as raised:
             episode = Rejection.of_episode(raised, limit_s)
         if isinstance(engine.failure, ConfigError):  # it would be the same in another worker

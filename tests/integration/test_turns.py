@@ -1,4 +1,4 @@
-"""The main job with `placement: turns`: it learns, and workers die at any time of it."""
+"""`placement: turns` changes when something is computed, and not what, whoever dies meanwhile."""
 
 from __future__ import annotations
 
@@ -6,27 +6,44 @@ import os
 import signal
 from pathlib import Path
 
-from integration.run_process import LETTER_SORT, SMALL_JOB, started
+import torch
+from integration.ranks import loaded_weights
+from integration.run_process import tiny_run
+
+from areal_sc.__main__ import main
+
+SETTINGS = (
+    *("rollout.max_staleness=0", "checkpoint.every_steps=4", "checkpoint.keep=2"),
+    "actor.optimizer.lr=1e-2",
+)
+NUM_COMPARED = 4
+"""Steps; whoever takes the place of a dead rollout worker samples by another seed."""
 
 
-def test_the_main_job_learns_in_turns_and_outlives_deaths(tmp_path: Path) -> None:
-    arguments = (
-        *(*SMALL_JOB, f"actor.path={tmp_path / 'model'}", "placement=turns"),
-        *("evaluation.every_steps=5", "rollout.max_staleness=2", "rollout.over_bound=wait"),
-    )
-    with started(tmp_path / "run", LETTER_SORT, *arguments) as run:
-        run.wait_for_step(6)
+def test_turns_give_the_weights_of_a_run_beside_and_outlive_deaths(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    settings = (*SETTINGS, f"total_steps={NUM_COMPARED}", "placement=beside")
+    with tiny_run(tmp_path / "beside", tiny_model_folder, *settings) as run:
+        run.finish()
+    settings = (*SETTINGS, "total_steps=8", "placement=turns")
+    settings += ("task.num_free_episodes=40",)  # those of five steps; a worker begins so many
+    with tiny_run(tmp_path / "turns", tiny_model_folder, *settings) as run:
+        run.wait_for_step(2)
         os.kill(run.worker_pid("train/0"), signal.SIGKILL)
-        run.wait_for_step(11)
+        run.wait_for_step(NUM_COMPARED + 1)
         os.kill(run.worker_pid("rollout/0"), signal.SIGKILL)
         run.finish()
-        summary = run.summary()
-        assert summary["num_steps"] == 20
-        assert summary["num_worker_restarts"] == 2
-        assert summary["num_rows_trained_twice"] == 0
-        assert summary["max_group_staleness"] <= 2
-        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, summary
-        steps = run.records("step")
-        # about the same weights, after every turn, both sides agree
-        assert max(step["train"].get("mismatch", 0.0) for step in steps) < 1e-3
-        assert run.output.count("placement=turns") == 1
+        summary, steps = run.summary(), run.records("step")
+        told = run.output.count("placement=turns")
+    main(["export", str(run.run_dir), str(tmp_path / "model"), f"--step={NUM_COMPARED}"])
+    beside = loaded_weights(tmp_path / "beside" / "model")
+    for name, values in loaded_weights(tmp_path / "model").items():
+        torch.testing.assert_close(values, beside[name], rtol=0, atol=1e-6, msg=name)
+    assert summary["num_steps"] == 8
+    assert summary["num_worker_restarts"] == 2
+    assert summary["num_rows_trained_twice"] == 0
+    assert summary["max_group_staleness"] == 0
+    # about the same weights both sides agree, after every turn
+    assert max(step["train"].get("mismatch", 0.0) for step in steps) < 1e-3
+    assert told == 1

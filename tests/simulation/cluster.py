@@ -16,6 +16,7 @@ from pathlib import Path
 
 from simulation.agent import SimulatedAgent
 from simulation.behavior import Behavior, Number
+from simulation.cards import SmallCards
 from simulation.network import Network, NetworkConnection
 from simulation.process import PROCESS, Process
 from simulation.store import Past, SimulatedStore, SnapshotKey
@@ -92,8 +93,8 @@ class SimulatedCluster:
         weight_groups: all there ever were, by name.
         terms: of processes that have begun one.
         network: between the controllers and the nodes.
-        has_small_cards: each machine has room for its ranks, or for its rollout workers.
-        overfull: when both were there.
+        cards: with room for the ranks of a machine, or for its rollout workers; None: any room.
+        overfull: when both were there, or more bytes than the cards have.
     """
 
     def __init__(self, run_dir: Path, behavior: Behavior, seed: int = 0) -> None:
@@ -118,7 +119,7 @@ class SimulatedCluster:
         self.agents: dict[str, SimulatedAgent] = {}
         self.losses = Counter[str]()
         self.network = Network(self)
-        self.has_small_cards = False
+        self.cards: SmallCards | None = None
         self.overfull: list[str] = []
         self.num_nodes = 1
         self.room_bytes = 0
@@ -214,17 +215,17 @@ class SimulatedCluster:
 
     def check_cards(self) -> None:
         """Some worker takes memory of its card."""
-        if not self.has_small_cards:
+        if self.cards is None:
             return
-        users: dict[str, dict[bool, list[str]]] = {}
+        machines: dict[str, list[SimulatedWorker]] = {}
         for worker in self.lives:
-            if worker.has_memory:
-                machine = self.machine(worker.node)
-                of_machine = users.setdefault(machine, {True: [], False: []})
-                of_machine[worker.role == ROLLOUT_ROLE].append(worker.incarnation)
-        for machine, sides in users.items():
-            if all(sides.values()):
-                self.overfull.append(f"{self.now_s:.2f} s, {machine}: {sides}")
+            machines.setdefault(self.machine(worker.node), []).append(worker)
+        for machine, workers in machines.items():
+            excess_bytes = self.cards.excess(workers)
+            users = [worker.incarnation for worker in workers if worker.has_memory]
+            sides = {worker.role == ROLLOUT_ROLE for worker in workers if worker.has_memory}
+            if excess_bytes > 0 or len(sides) > 1:
+                self.overfull.append(f"{self.now_s:.2f} s, {machine}: {users}, {excess_bytes} more")
 
     @property
     def term(self) -> RunTerm | None:

@@ -41,7 +41,6 @@ class SimulatedTrainWorker(SimulatedWorker):
         self.data_rank, model_rank = divmod(order.index, self.config["parallel"]["tensor"])
         self.is_head = model_rank == 0
         self.past: Past = []
-        self._num_using = 0
         self._world_size = 0  # until it has joined the others
         self._num_computed = self._num_computing = 0
         self._written: list[Operation] = []  # snapshots in memory that are whole
@@ -75,17 +74,17 @@ class SimulatedTrainWorker(SimulatedWorker):
         """The same method, which takes the card's memory; `sleep` waits for its end."""
 
         async def use(args: A) -> R:
+            self.num_using += 1
             self.take_memory()
-            self._num_using += 1
             try:
                 return await work(args)
             finally:
-                self._num_using -= 1
+                self.num_using -= 1
 
         return use
 
     async def sleep(self, _: None) -> None:
-        while self._num_using:
+        while self.num_using:
             await self.spend(0.01)
         self.has_memory = False
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import msgspec
 from simulation.books import SLOWEST_MESSAGES_S, RunBooks
+from simulation.cards import SmallCards
 from simulation.cluster import SimulatedCluster
 from simulation.disk import SimulatedDisk
 from simulation.process import PROCESS
@@ -48,7 +49,8 @@ class TrainingRun(RunBooks):
         self.disk = SimulatedDisk()
         cluster = cluster_class(Path(self._folder.name), settings.behavior, settings.seed)
         cluster.config.max_deaths = settings.max_deaths
-        cluster.has_small_cards = settings.placement is Placement.turns
+        if settings.placement is Placement.turns:
+            cluster.cards = SmallCards(settings)
         cluster.num_nodes = -(-max(settings.num_rollout_workers, settings.num_ranks) // 2)
         super().__init__(settings, cluster)
         self.prompts = NumberedPrompts(settings.num_prompts)

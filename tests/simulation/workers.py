@@ -72,6 +72,7 @@ class SimulatedWorker:
         self.exit_status: str | None = None
         self.inbox: list[Callable[[], None]] = []
         self.has_memory = False  # of the card
+        self.num_using = 0
         self._woken = asyncio.Event()
         self._last_beat_s: float | None = None
         self._last_turn_s: float | None = None

@@ -12,6 +12,7 @@ from areal_sc.errors import RewardError, WorkflowError
 from areal_sc.rejection import Rejection, RejectionKind
 from areal_sc.transport.rpc.codec import failure_of
 from areal_sc.user_code import (
+    EpisodeClock,
     Raised,
     await_user_code,
     describe,
@@ -136,6 +137,32 @@ async def test_code_that_swallows_its_cancellation_is_left_behind(
         await await_user_code(code, 0.01)
     assert raised.value.is_late
     is_over.set()
+
+
+async def test_a_limit_stands_still_while_the_engine_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(border, "_ASLEEP_LOOK_S", 0.01)
+    clock, is_asked = EpisodeClock(), asyncio.Event()
+
+    async def code() -> None:
+        is_asked.set()
+        await asyncio.sleep(600)
+
+    clock.stop()
+    running = asyncio.create_task(await_user_code(code, 0.01, clock))
+    await is_asked.wait()
+    before_s = clock.now_s
+    await asyncio.wait([running], timeout=0.1)
+    assert not running.done()
+    clock.stop()  # a repeat changes nothing
+    assert clock.now_s == before_s
+    clock.go_on()
+    clock.go_on()
+    with pytest.raises(Raised) as raised:
+        await running
+    assert raised.value.is_late
+    assert clock.now_s - before_s >= 0.01
 
 
 async def test_the_place_of_late_code_is_where_it_waited() -> None:

@@ -19,6 +19,7 @@ from areal_sc.controller.rollout.groups import Groups
 from areal_sc.controller.rollout.rejections import Rejections
 from areal_sc.controller.rollout.rollout_workers import RolloutWorkers
 from areal_sc.controller.standstill import Standstill
+from areal_sc.controller.turns import Side
 from areal_sc.errors import TooManyRejections
 from areal_sc.workers.calls import AGENT_OUTSIDE, EpisodesReport
 
@@ -71,7 +72,8 @@ class ProgressWatch:
     async def _look(self, now_s: float) -> None:
         quiet_s = now_s - self._quiet_since_s
         num_finished = sum(groups.num_finished for groups in self._groups)
-        is_awaited = self._num_awaited and not self._standstill.is_on
+        stands_still = self._standstill.is_on or self._workers.card.is_away_from(Side.generation)
+        is_awaited = self._num_awaited and not stands_still
         if num_finished != self._seen_finished or not is_awaited:
             if num_finished != self._seen_finished:
                 self._notice_after_s = max(FIRST_NOTICE_S, 2 * quiet_s)

@@ -42,6 +42,7 @@ from areal_sc.controller.rollout.run_address import RunAddress
 from areal_sc.controller.rollout.scaling import Scaling
 from areal_sc.controller.rollout.training_groups import TrainingGroups
 from areal_sc.controller.rollout.weights_reader import WeightsReader
+from areal_sc.controller.turns import Side
 from areal_sc.controller.weights.weight_sources import RPC_MARGIN_S
 from areal_sc.controller.weights.weight_updates import update_timeout_s
 from areal_sc.engines.handle_base import GeneratorHandle
@@ -80,17 +81,18 @@ class RolloutController(WeightsReader):
         engine = engine.with_context()
         super().__init__(engine, scheduler, ROLLOUT_ROLE, runtime)
         self.config: RolloutConfig = engine.config
+        card = common_of(scheduler).card
         self._background = Background(
             RPC_MARGIN_S
             + max(self.config.group_timeout_s + RPC_MARGIN_S, update_timeout_s(engine)),
             lambda: f"groups: {self.groups.ledger.account()}",
-            lambda: self.fleet.awaits_machines,
+            lambda: self.fleet.awaits_machines or card.is_away_from(Side.generation),
             self.standstill,
         )
         self._folder = RunFolder(scheduler.config.run_dir)
         limit_s = scheduler.config.transport.write_timeout_s
         self._journal = Journal(self._folder.ledger, self._runtime.disk, self._hear, limit_s)
-        needs, durable, card = self._needs, self._journal.durable, common_of(scheduler).card
+        needs, durable = self._needs, self._journal.durable
         own = engine, self.fleet, self._background, needs, durable, self._hear, card
         self._workers = RolloutWorkers(*own)
         self.rejections = Rejections(self.config.rejection_window, self.config.max_rejection_rate)

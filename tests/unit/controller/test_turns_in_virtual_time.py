@@ -7,8 +7,14 @@ from collections.abc import Iterable
 
 import pytest
 from simulation import fault_run
+from simulation.behavior import Behavior
 from simulation.faults import FaultKind
+from simulation.faulty_cluster import FaultyCluster
+from simulation.settings import Settings
+from simulation.training_run import TrainingRun
+from simulation.virtual_loop import run_virtual
 
+from areal_sc.config.parallel_settings import Placement
 from areal_sc.controller.turns import Turns
 
 pytestmark = pytest.mark.filterwarnings(
@@ -25,7 +31,7 @@ DEADLY = {
 
 def play(seeds: Iterable[int]) -> None:
     """`FaultRun` checks each step, `play_in_turns` the cards; workers, what they sample with."""
-    struck: Counter[str] = Counter()
+    struck, most_used = Counter[str](), 0.0
     for seed in seeds:
         try:
             run = fault_run.play_in_turns(seed)
@@ -33,6 +39,9 @@ def play(seeds: Iterable[int]) -> None:
             error.add_note(f"seed {seed}")
             raise
         struck.update(kind for kind, _ in run.faults.struck)
+        assert run.cluster.cards
+        most_used = max(most_used, run.cluster.cards.most_used)
+    assert most_used == 1, "no card was ever full"
     assert set(struck) >= DEADLY, "a kind of fault has never struck"
 
 
@@ -43,6 +52,22 @@ def test_memory_is_never_over_the_card_and_the_run_goes_on() -> None:
 @pytest.mark.long
 def test_the_same_under_more_schedules() -> None:
     play(range(40, 200))
+
+
+def test_training_may_take_longer_than_a_group(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(
+        num_steps=4,
+        placement=Placement.turns,
+        group_timeout_s=1.0,
+        weight_step_timeout_s=1.0,
+        behavior=Behavior(training_s=500.0),
+    )
+    run = TrainingRun(settings, FaultyCluster)
+    run.cluster.config.transport.call_timeout_s = 10_000.0
+    assert run.rollout._background._limit_s < 500
+    run_virtual(run.play())
+    assert run.duration_s > 4 * 500
+    assert "nothing has finished" not in caplog.text
 
 
 def test_a_card_that_is_given_away_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -31,20 +31,16 @@ def decoded(encoded: bytes, old: np.ndarray) -> list[int]:
     """Value by value, as the format's description says."""
     values, at, first = old.tolist(), 0, 0
     while at < len(encoded):
-        numel, num_sent, checksum = struct.unpack_from("<3Q", encoded, at)
+        numel, num_sent, _ = struct.unpack_from("<3Q", encoded, at)
         letter = {2: "H", 4: "I"}[old.itemsize]
         sent = struct.unpack_from(f"<{num_sent}{letter}", encoded, at + 24)
         end = at + 24 + num_sent * old.itemsize
-        if num_sent == numel:
-            values[first : first + numel] = sent
-        else:
-            position = first
-            for value, gap in zip(sent, encoded[end : end + num_sent], strict=True):
-                position += gap
-                values[position] = value
-            end += num_sent
-        part = np.array(values[first : first + numel], old.dtype)
-        assert zlib.crc32(part.tobytes()) == checksum
+        places: Sequence[int] = range(numel)
+        if num_sent != numel:
+            places = struct.unpack_from(f"<{num_sent}H", encoded, end)
+            end += 2 * num_sent
+        for value, place in zip(sent, places, strict=True):
+            values[first + place] = value
         at, first = -(-end // 8) * 8, first + numel
     assert first == len(values)
     return values
@@ -56,23 +52,24 @@ def test_the_new_bits_come_out(share: float, dtype: str) -> None:
     old, new = pair(share, dtype)
     encoded = encode(old, new)
     assert decoded(encoded.tobytes(), old) == new.tolist()
-    values = old.copy()
-    apply(encoded, values)
+    values = np.empty_like(old)
+    apply(encoded, old, values)
     assert np.array_equal(values, new)
-    assert len(encoded) <= new.nbytes + 32, "never much more than the values themselves"
+    assert len(encoded) <= 1.001 * new.nbytes, "never much more than the values themselves"
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 255, 256, 257, 511])
 def test_parts_of_all_sizes_follow_each_other(numel: int) -> None:
     parts = [pair(0.1, numel=size) for size in (numel, 1000, numel, 3)]
     encoded = np.concatenate([encode(*part) for part in parts])
-    values = np.concatenate([old for old, _ in parts])
-    apply(encoded, values)
+    old = np.concatenate([old for old, _ in parts])
+    values = np.empty_like(old)
+    apply(encoded, old, values)
     assert np.array_equal(values, np.concatenate([new for _, new in parts]))
 
 
 def test_of_5_percent_less_than_15_percent_are_sent() -> None:
-    for share, limit in ((0.01, 0.03), (0.05, 0.09)):
+    for share, limit in ((0.01, 0.021), (0.05, 0.11)):
         old, new = pair(share)
         assert len(encode(old, new)) < limit * new.nbytes
 
@@ -82,11 +79,12 @@ def test_other_weights_are_noticed() -> None:
     encoded, other = encode(old, new), old.copy()
     other[np.flatnonzero(old == new)[1]] ^= 1
     with pytest.raises(ProtocolError, match="other weights"):
-        apply(encoded, other)
+        apply(encoded, other, np.empty_like(old))
     with pytest.raises(ProtocolError):
-        apply(encoded, old[:-1].copy())
-    with pytest.raises(ProtocolError, match="say nothing of 1 of"):
-        apply(encoded, np.append(old, old[:1]))
+        apply(encoded, old[:-1], np.empty_like(old[:-1]))
+    longer = np.append(old, old[:1])
+    with pytest.raises(ProtocolError, match="say nothing of the last 1 "):
+        apply(encoded, longer, np.empty_like(longer))
 
 
 def test_whatever_bytes_come_they_make_the_new_bits_or_an_error() -> None:
@@ -98,9 +96,9 @@ def test_whatever_bytes_come_they_make_the_new_bits_or_an_error() -> None:
         damaged = bytearray(sent[: draw.randrange(len(sent) + 1)])
         if damaged and draw.random() < 0.8:
             damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
-        values = old.copy()
+        values = np.empty_like(old)
         try:
-            apply(np.frombuffer(bytes(damaged), np.uint8), values)
+            apply(np.frombuffer(bytes(damaged), np.uint8), old, values)
         except ProtocolError:
             num_refused += 1
         else:  # of padding, or none
@@ -131,8 +129,8 @@ def test_sealed_weights_are_changed_as_a_whole() -> None:
         apply_all({"w": base["w"]}, changes, memory, 2)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.9, 1])
-def test_where_more_than_a_third_has_changed_there_are_no_changes(share: float) -> None:
+@pytest.mark.parametrize("share", [0.2, 0.9, 1])
+def test_where_more_than_an_eighth_has_changed_there_are_no_changes(share: float) -> None:
     old, new = pair(share)
     its = store()
     assert seal_changes(its, sealed(its, old), sealed(its, new), 1) == ""

@@ -17,6 +17,7 @@ from simulation.virtual_loop import run_virtual
 
 from areal_sc.controller.rollout.progress import FIRST_NOTICE_S, LOOK_S, ProgressWatch
 from areal_sc.controller.rollout.rejections import Rejections
+from areal_sc.controller.shared_card import SharedCard
 from areal_sc.controller.standstill import Standstill
 from areal_sc.errors import TooManyRejections
 from areal_sc.rejection import Rejection, RejectionKind
@@ -78,6 +79,7 @@ class Workers:
     """One worker, whose reports a test gives; one that is missing was not in time."""
 
     def __init__(self, reports: list[EpisodesReport | None]) -> None:
+        self.card = SharedCard()
         self._reports = reports
 
     async def episode_reports(self) -> Mapping[str, EpisodesReport | None]:
