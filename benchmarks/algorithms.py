@@ -6,8 +6,9 @@
 The quickstart's job for 80 steps, from one warm start a seed, which sorts about one prompt in
 seven. Values are accuracies on 256 held-out prompts at temperature 1. Nothing is tuned to a preset
 but the learning rate of `ppo`, which has a critic: how much of the returns' variance that explains
-is told, in the mean of the steps 11 to 40. `distillation` sees no reward: its teacher is what decoupled_ppo has learned.
-With `--staleness` rows are about so many versions old: generation runs ahead as far as it may.
+is told, in the mean of the steps 11 to 40. `distillation` sees no reward: its teacher is what
+decoupled_ppo has learned. With `--staleness` rows are about so many versions old: generation runs
+ahead as far as it may.
 Where there is a KL to a reference, its mean over the last 10 steps is told. `--folder` keeps the
 runs: the same command goes on with what it has not played yet.
 """
