@@ -1,13 +1,16 @@
 """What each preset of configs/algorithms learns of sorting letters, in few steps.
 
     python benchmarks/algorithms.py [--quick] [--json FILE] [--only NAME ...] [--seeds 3]
-        [--staleness 8]
+        [--staleness 8] [--folder FOLDER] [KEY=VALUE ...]
 
 The quickstart's job for 80 steps, from one warm start a seed, which sorts about one prompt in
-seven; nothing is tuned to a preset. Values are accuracies on 256 held-out prompts at temperature 1.
-`ppo` has a critic, and is told how much of the returns' variance that explains, in the mean of the
-steps 11 to 40. `distillation` sees no reward: its teacher is what decoupled_ppo has learned.
-With `--staleness` rows may be so many versions old.
+seven. Values are accuracies on 256 held-out prompts at temperature 1. Nothing is tuned to a preset
+but the learning rate of `ppo`, which has a critic: how much of the returns' variance that explains
+is told, in the mean of the steps 11 to 40. `distillation` sees no reward: its teacher is what
+decoupled_ppo has learned. With `--staleness` rows are about so many versions old: generation runs
+ahead as far as it may.
+Where there is a KL to a reference, its mean over the last 10 steps is told. `--folder` keeps the
+runs: the same command goes on with what it has not played yet.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -31,25 +35,28 @@ PRESETS: Final = (
     *("lite_ppo", "tis", "icepop", "m2po", "dppo", "a3po", "ppo", DISTILLED),
 )
 TEACHER: Final = PRESETS[0]
-CRITIC: Final = ("critic.path=${actor.path}", "critic.optimizer.lr=1e-3")
+WITH_CRITIC: Final = (
+    *("actor.optimizer.lr=6e-5", "actor.optimizer.schedule=constant"),
+    *("critic.path=${actor.path}", "critic.optimizer.lr=1e-3"),
+)
+"""A policy that moves no faster than a critic can follow."""
 LIMIT_S: Final = 900.0
 
 
-def run(preset: str, seed: int, folder: Path, steps: int, staleness: int | None) -> report.Metrics:
-    """Accuracies before and after, and seconds; of a run that failed what it said is shown."""
+def play(preset: str, seed: int, folder: Path, steps: int, settings: Sequence[str]) -> None:
+    """One run, in a folder of its own; of one that failed what it said is shown."""
     teacher = folder / f"{TEACHER}-{seed}" / "model"
-    models = {"ppo": CRITIC, DISTILLED: (f"teacher.path={teacher}",)}
-    settings = [
+    models = {"ppo": WITH_CRITIC, DISTILLED: (f"teacher.path={teacher}",)}
+    arguments = [
         f"run_dir={folder / f'{preset}-{seed}'}",
         f"actor.path={folder / f'warm-{seed}'}",
         f"actor.algorithm={preset}",
         f"seed={seed}",
         f"total_steps={steps}",
         *models.get(preset, ()),
-        *([] if staleness is None else [f"rollout.max_staleness={staleness}"]),
+        *settings,
     ]
-    command = ["examples/letter_sort.py", "--config", "configs/letter_sort.yaml", *settings]
-    began = time.perf_counter()
+    command = ["examples/letter_sort.py", "--config", "configs/letter_sort.yaml", *arguments]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -58,23 +65,25 @@ def run(preset: str, seed: int, folder: Path, steps: int, staleness: int | None)
         text=True,
         timeout=LIMIT_S,
     )
-    seconds = time.perf_counter() - began
     if done.returncode:
         raise SystemExit(f"{preset}, seed {seed}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    summary = json.loads((folder / f"{preset}-{seed}" / "summary.json").read_text())
+
+
+def measured(run_dir: Path, steps: int) -> report.Metrics:
+    """Accuracies before and after, and what the steps of a run that has ended say."""
+    summary = json.loads((run_dir / "summary.json").read_text())
     names = ("accuracy_before", "accuracy_after", "greedy_accuracy_after")
-    found = {**{name: float(summary[name]) for name in names}, "run_s": seconds}
-    if preset == "ppo":
-        found["explained_variance"] = explained_variance(folder / f"{preset}-{seed}", steps)
-    return found
-
-
-def explained_variance(run_dir: Path, steps: int) -> float:
-    """The critic's, in the mean of the steps 11 to 40; of a shorter run, of its newer half."""
+    found = {name: float(summary[name]) for name in names} | {"run_s": summary["wall_time_s"]}
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "step"]
-    chosen = records[min(10, steps // 2) : 40]
-    return fmean(record["train"]["critic_explained_variance"] for record in chosen)
+    found["token_staleness_mean"] = fmean(record["token_staleness_mean"] for record in records)
+    for name, key, chosen in (
+        ("explained_variance", "critic_explained_variance", records[min(10, steps // 2) : 40]),
+        ("reference_kl", "reference_kl", records[-10:]),
+    ):
+        if key in records[-1]["train"]:
+            found[name] = fmean(record["train"][key] for record in chosen)
+    return found
 
 
 def main() -> None:
@@ -83,18 +92,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each preset")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--staleness", type=int, help="rollout.max_staleness (default: the job's)")
+    parser.add_argument("--folder", type=Path, help="of runs that are kept (default: none is)")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of each run")
     arguments = report.parse(parser, only=PRESETS[:1], seeds=1, steps=4)
-    records: dict[tuple[str, int], report.Metrics] = {}
-    with TemporaryDirectory(prefix="areal-sc-benchmark-") as folder:
+    given: list[str] = arguments.settings
+    if arguments.staleness is not None:
+        given += ["rollout.admission=eager", f"rollout.max_staleness={arguments.staleness}"]
+    records: dict[tuple[str | int, ...], report.Metrics] = {}
+    kept = arguments.folder and nullcontext(str(arguments.folder.absolute()))
+    with kept or TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
         for seed in range(arguments.seeds):
             needed = [TEACHER] if DISTILLED in arguments.only else []
             for preset in dict.fromkeys([*needed, *arguments.only]):
-                found = run(preset, seed, Path(folder), arguments.steps, arguments.staleness)
-                records[preset, seed] = found
+                run_dir = Path(name) / f"{preset}-{seed}"
+                if not (run_dir / "summary.json").exists():
+                    play(preset, seed, Path(name), arguments.steps, given)
+                records[preset, seed] = found = measured(run_dir, arguments.steps)
                 report.say(f"{preset} seed={seed} accuracy_after={found['accuracy_after']:.3f}")
-    settings = {"steps": arguments.steps, "staleness": arguments.staleness or "4, the job's"}
+                report.write(report.flat(records), arguments.json)
+    settings = {"steps": arguments.steps, "settings": " ".join(given) or "the job's"}
     report.print_records("Presets", settings, ("preset", "seed"), records)
-    report.write(report.flat(records), arguments.json)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from areal_sc.metadata import BatchMetadata
 MODEL: Final = dict(hidden_size=64, num_layers=2, ffn_size=160, num_heads=4)
 LENGTHS: Final = dict(median_letters=7.0, sigma_letters=0.6)
 SHARE_UNSOLVABLE: Final = 0.6
+NEVER_WRITTEN: Final = "-"
+"""No token of the vocabulary; an empty answer is written sooner or later, and pays then."""
 NUM_PROMPTS: Final = 512
 EVERY_STEPS: Final = 5
 RULES: Final[dict[str, dict[str, object]]] = {
@@ -44,7 +46,7 @@ class MostlyUnsolvable(LetterSortPrompts):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = super().__getitem__(index)
         is_solvable = random.Random(f"solvable/{self.seed}/{index}").random() >= SHARE_UNSOLVABLE
-        return row if is_solvable else row | {"answer": ""}
+        return row if is_solvable else row | {"answer": NEVER_WRITTEN}
 
 
 def until_target(

@@ -19,7 +19,7 @@ MEANS = ("token", "sequence", "episode", "prompt")
 
 @dataclass(frozen=True, slots=True)
 class LossRows:
-    """R rows, each with at least one trained token.
+    """R rows; one without trained tokens adds nothing to a mean.
 
     Attributes:
         of_token: [N] int64, number of each token's row, 0 to R - 1, ascending.
@@ -49,7 +49,7 @@ class LossRows:
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """[R, ...] means over each row's trained tokens, of [N, ...]; differentiable."""
-        counts = self.num_loss_tokens.to(values.dtype)
+        counts = self.num_loss_tokens.to(values.dtype).clamp(min=1)
         return self.sum(values) / counts.view(-1, *[1] * (values.dim() - 1))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ class LossTokens:
         if over not in of_rows:
             raise ValueError(f"over={over!r}: expected one of {', '.join(MEANS)}")
         num_tokens, count = of_rows[over]
-        return (rows.sum(values) / num_tokens.to(values.dtype)).sum() / count
+        return (rows.sum(values) / num_tokens.to(values.dtype).clamp(min=1)).sum() / count
 
 
 def loss_tokens_of(

@@ -54,7 +54,7 @@ def try_loss(loss: NamedLoss) -> Metrics:
     """
     compute = loss.load()
     values = torch.linspace(-2, -1, _NUM_TOKENS, requires_grad=True)
-    where = f"actor.ppo.loss: {loss.name} with actor.ppo.loss_settings={dict(loss.settings)}"
+    where = f"loss {loss.name} with settings {dict(loss.settings)}"
 
     def attempt(fields: _MadeUpFields) -> Any:
         with user_code("it"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,14 +79,16 @@ def check_config(
         *_other_requirements(config),
     ):
         if not is_met:
-            raise ConfigError(f"{key}: expected {expected}, got {value_at(config, key)!r}")
+            got = value_at(config, key)
+            shown = got.value if isinstance(got, Enum) else repr(got)
+            raise ConfigError(f"{key}: expected {expected}, got {shown}")
     _check_store(config)
     check_evaluation(config)
     is_local = config.scheduler.type == SchedulerType.local
     for model in _trained_models(config).values():
         make_actor(model).check(count_devices if is_local else None)
         _check_mesh(model)
-    loss_of(config.actor.ppo).search_path()  # raises where there is none
+        loss_of(model.ppo).search_path()  # raises where there is none
     PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # likewise
     generator = make_generator(config.rollout)
     generator.check(config)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from areal_sc.config.fields import value_at
 from areal_sc.config.loading.presets import preset_warnings
-from areal_sc.config.ppo_settings import BehaviorWeight, ClipCenter, NormScope
+from areal_sc.config.ppo_settings import BASELINES, BehaviorWeight, ClipCenter, NormScope
 from areal_sc.config.schema import GRPOConfig, LrSchedule, RolloutEngine, WeightUpdateMethod
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.errors import ModelError
@@ -32,6 +32,10 @@ _IDLE = (
     ),
     ("actor.ppo.kl_coefficient", 0, ["actor.ppo.kl_estimator", "actor.ppo.kl_place"], ""),
     ("actor.ppo.advantage_std", NormScope.none, ["actor.ppo.advantage_eps"], ""),
+    *(
+        ("actor.ppo.advantage", of, ["actor.ppo.discount", "actor.ppo.gae_lambda"], "")
+        for of in BASELINES
+    ),
     (
         "actor.lora.rank",
         0,

@@ -32,11 +32,26 @@ class ModelsBeside:
 
     Attributes:
         controllers: by role.
-    Raises: ConfigError: the algorithm needs a model of a section without `path`.
+    Raises: ConfigError: the algorithm needs a model of a section without `path`, compares pairs of
+        rows, or gives a critic nothing to learn.
     """
 
     def __init__(self, config: GRPOConfig, scheduler: Scheduler) -> None:
-        models, needed = further_models(config), _needed_fields(config.actor.ppo)
+        ppo, models = config.actor.ppo, further_models(config)
+        if loss_of(ppo).compares_rows:
+            raise ConfigError(
+                f"actor.ppo.loss: expected a loss of single rows with PPOTrainer, got {ppo.loss}, "
+                "which compares pairs; DPOTrainer and RewardModelTrainer have them"
+            )
+        learns_returns = any(
+            not each.is_frozen and each.ppo.loss == "value" for each in models.values()
+        )
+        if learns_returns and ppo.advantage != GAE:
+            raise ConfigError(
+                f"actor.ppo.advantage: expected {GAE} with critic.path and critic.ppo.loss=value "
+                f"(a critic learns the returns that it gives), got {ppo.advantage}"
+            )
+        needed = _needed_fields(ppo)
         lora, field = config.actor.lora, FURTHER_MODELS["reference"].field
         is_new = lora.rank > 0 and not lora.path
         self._is_under_adapter = is_new and field in needed and "reference" not in models

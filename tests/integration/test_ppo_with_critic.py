@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from integration.run_process import open_gate, tiny_run
 
-from areal_sc.config.schema import GRPOConfig
+from areal_sc.config.schema import CriticConfig, GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.trainer.models_beside import ModelsBeside
 
@@ -42,10 +42,14 @@ def test_policy_and_critic_are_trained_together(tmp_path: Path, tiny_model_folde
     [
         ({"advantage": "gae"}, r"critic.path: no value, but .* needs values .*advantage gae"),
         ({"kl_coefficient": 0.1}, r"reference.path: no value, but .* needs reference_logprobs"),
+        ({"loss": "dpo"}, r"actor.ppo.loss: expected a loss of single rows .* DPOTrainer"),
+        ({}, r"actor.ppo.advantage: expected gae with critic.path .*, got group"),
     ],
 )
-def test_a_model_that_is_missing_is_named(settings: dict[str, Any], message: str) -> None:
-    config = GRPOConfig()
+def test_models_and_algorithms_that_do_not_go_together(
+    settings: dict[str, Any], message: str
+) -> None:
+    config = GRPOConfig(critic=CriticConfig(path="" if settings else "critic"))
     for name, value in settings.items():
         setattr(config.actor.ppo, name, value)
     scheduler: Any = None

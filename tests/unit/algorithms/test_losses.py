@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_sc.algorithms.loss_tokens import LossTokens, loss_tokens_of
+from areal_sc.algorithms.loss_tokens import MEANS, LossTokens, loss_tokens_of
 from areal_sc.algorithms.losses import Metrics, cross_entropy
 from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.algorithms.policy_gradient import policy_gradient
@@ -216,6 +216,15 @@ def squared_ratio(tokens: LossTokens, *, scale: float) -> tuple[torch.Tensor, Me
     """A loss of a user's own."""
     log_ratio = tokens.logprobs - tokens.fields["behavior_logprobs"]
     return scale * log_ratio.square().sum() / tokens.num_loss_tokens, {}
+
+
+@pytest.mark.parametrize("over", MEANS)
+def test_a_row_without_trained_tokens_changes_no_mean(over: str) -> None:
+    values = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    whole = loss_tokens_of(values, values, {}, [2, 0, 1], groups=[0, 0, 1])
+    without = loss_tokens_of(values, values, {}, [2, 1], groups=[0, 1])
+    assert whole.mean(values, over) == without.mean(values, over)
+    assert whole.rows.mean(values).tolist() == [1.5, 0.0, 4.0]
 
 
 def test_losses_are_found_by_name_and_by_import_path() -> None:

@@ -418,6 +418,10 @@ def test_long_rows_that_the_stores_do_not_hold_say_what_to_set(load: Load, tmp_p
             "actor.ppo.advantage_eps=0.1 has no effect with actor.ppo.advantage_std=none",
         ),
         (
+            "actor.ppo.discount=0.9 actor.ppo.advantage=batch",
+            "actor.ppo.discount=0.9 has no effect with actor.ppo.advantage=batch",
+        ),
+        (
             "actor.ppo.clip_high=0.3 actor.ppo.num_minibatches=1",
             "actor.ppo.clip_high=0.3 has no effect with actor.ppo.num_minibatches=1",
         ),
