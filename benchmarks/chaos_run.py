@@ -89,14 +89,14 @@ def run_worker(spec_dict: dict[str, Any]) -> int:
         for batch, rows in zip(args.batches, pulled, strict=True):
             start = 0
             for row, length in zip(batch.rows, rows.lengths, strict=True):
-                ids, logprobs = (
-                    rows.fields[name][start : start + length]
-                    for name in ("input_ids", "behavior_logprobs")
-                )
+                fields = {name: it[start : start + length] for name, it in rows.fields.items()}
+                ids, logprobs = fields["input_ids"], fields["behavior_logprobs"]
                 start += length
+                turns = {"turns": fields["turn"].unique().tolist()} if "turn" in fields else {}
                 records.append(
                     {
                         **_record(row),
+                        **turns,
                         "hash": row_hash(ids, logprobs),
                         "version": args.operation.version,
                         "lineage": args.operation.lineage,
@@ -126,22 +126,28 @@ def _record(row: Any) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    from letter_sort import Config, warm_start
-    from letter_sort_task import LetterSortPrompts, letter_sort_reward
-
-    from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
+def start_workers_by(file: str) -> None:
+    """Agents of the runs that this process starts are this program, which keeps books."""
     from areal_sc.config.schema import SchedulerConfig
-    from areal_sc.controller.weights.weight_sources import WeightSources
     from areal_sc.run.run_folder import RunFolder
     from areal_sc.schedulers.local import LocalScheduler
     from areal_sc.trainer import run
 
     def booked_scheduler(config: SchedulerConfig, folder: RunFolder) -> LocalScheduler:
-        command = (sys.executable, str(Path(__file__).resolve()))
+        command = (sys.executable, str(Path(file).resolve()))
         return LocalScheduler(config, folder, command=command)
 
     run.make_scheduler = booked_scheduler  # type: ignore[assignment]
+
+
+def main(argv: list[str]) -> None:
+    from letter_sort import Config, warm_start
+    from letter_sort_task import LetterSortPrompts, letter_sort_reward
+
+    from areal_sc import PPOTrainer, SingleTurnWorkflow, load_config
+    from areal_sc.controller.weights.weight_sources import WeightSources
+
+    start_workers_by(__file__)
     config = load_config(argv, Config, makes_model=True)
     if config.weight_update.has_changes:  # workers are taken for those of another node
         WeightSources._is_far = lambda *_: True  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,10 @@ async def collect_all(told: dict[str, str]) -> None:
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["collect"]:
-        asyncio.run(collect_all(json.loads(Path(argv[1], "agents.json").read_text())))
+        path = Path(argv[1], "agents.json")
+        while not path.exists():  # the run has no address yet
+            time.sleep(0.1)
+        asyncio.run(collect_all(json.loads(path.read_text())))
     else:
         train(argv, OnlineWorkflow(), evaluation_workflow=LookUp())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from integration.run_process import LIMIT_S, REPOSITORY, started
+from integration.run_process import REPOSITORY, SCRIPTS, started
 
 EXAMPLES = REPOSITORY / "examples"
 CONFIG = ("--config", str(REPOSITORY / "configs" / "tool_use.yaml"))
@@ -34,19 +34,16 @@ def test_the_tool_is_learned(tmp_path: Path) -> None:
     assert summary["num_episodes_rejected"] == 0
 
 
-def test_the_tool_is_learned_from_what_agents_outside_collect(tmp_path: Path) -> None:
+def test_agents_outside_go_on_with_the_deployed_model(tmp_path: Path) -> None:
     few = ("rollout.train_batch_groups=4", "rollout.group_size=2", "evaluation.num_prompts=4")
     arguments = (*CONFIG, f"actor.path={tmp_path / 'model'}", "total_steps=2", *few)
-    online = EXAMPLES / "online.py"
-    with started(tmp_path / "run", online, *arguments, "task.warm_up_steps=2") as run:
-        run.wait_until((run.run_dir / "agents.json").exists, "the address of the run")
-        command = [sys.executable, str(online), "collect", str(run.run_dir)]
-        collecting = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=LIMIT_S
-        )
+    server = f"task.deploy={sys.executable} {SCRIPTS / 'serve_model.py'} {{model}} {{port}}"
+    loop = EXAMPLES / "closed_loop.py"
+    with started(tmp_path / "run", loop, *arguments, "task.warm_up_steps=2", server) as run:
         run.finish()
         assert run.summary()["num_rows_trained"] == 2 * 4 * 2
-    assert collecting.stdout == "the run has ended\n", collecting.stderr
+        assert re.search(r"the deployed model: 0\.\d+ of 64 answers right", run.output)
+        run.wait_until_gone()
 
 
 def test_an_agent_learns_the_tool(tmp_path: Path) -> None:
