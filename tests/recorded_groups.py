@@ -9,14 +9,17 @@ import numpy as np
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
+from areal_sc.records.trained_rows import TrainedRows, TrainedTokens
 from areal_sc.workflows.trajectory import Trajectory
 
 MEBI = 1 << 20
 
 
-def recorder_of(run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI) -> Recorder:
+def recorder_of(
+    run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI, process: str = "rollout/0"
+) -> Recorder:
     config = RecordsConfig(KeepRecords(keep), max_bytes)
-    return Recorder(run / "records", "rollout/0", config, max_bytes)
+    return Recorder(run / "records", process, config, max_bytes)
 
 
 def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
@@ -55,3 +58,17 @@ def played(
         rejected=rejected,
     )
     return PlayedGroup(group, dict(enumerate(episodes)))
+
+
+def trained(
+    group: int, rows: dict[tuple[int, int], int], *, step: int = 5, minibatch: int = 0
+) -> TrainedRows:
+    """Args: rows: (episode, row) -> number of its trained tokens; the first has no numbers."""
+    random = np.random.default_rng([group, step, minibatch])
+
+    def of(num_tokens: int) -> TrainedTokens:
+        gaps, entropies, advantages = random.normal(size=(3, num_tokens)).astype(np.float32)
+        gaps[0] = entropies[0] = np.nan
+        return TrainedTokens(gaps, np.abs(entropies), advantages)
+
+    return TrainedRows(group, 0, step, minibatch, {name: of(it) for name, it in rows.items()})

@@ -34,6 +34,12 @@ from areal_sc.records.recorded_rows import (
 )
 from areal_sc.records.script_spans import script_spans
 from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
+from areal_sc.records.trained_rows import (
+    TrainedGroup,
+    TrainedTokens,
+    unpack_trained,
+    unpack_trained_tokens,
+)
 from areal_sc.run.run_files import RunFiles
 
 logger = logging.getLogger(__name__)
@@ -78,6 +84,27 @@ class Row:
     versions: np.ndarray
 
 
+@dataclass(frozen=True)
+class TrainedRow(TrainedTokens):
+    """What a train rank computed of the trained tokens of a row.
+
+    Attributes:
+        worker: the rank.
+        group, attempt, episode, row: name it, as those of `Row`.
+        step, minibatch: that trained it; see `TrainedGroup`.
+        at: Unix time in seconds. Of a step that was made again, the later record counts.
+    """
+
+    worker: str
+    group: int
+    attempt: int
+    episode: int
+    row: int
+    step: int
+    minibatch: int
+    at: float
+
+
 def rows(run: str | Path) -> Iterator[Row]:
     """The rows that rollout workers have recorded, worker by worker.
 
@@ -86,7 +113,7 @@ def rows(run: str | Path) -> Iterator[Row]:
     Raises: RunFolderError: the folder, or a file in it, cannot be read.
     """
     for file in _files(run):
-        if file.series is Series.spans:
+        if file.series not in (Series.rows, Series.kept):
             continue
         for group, of_rows in _read(file, _rows_of):
             for row, tokens in zip(group.rows, of_rows, strict=True):
@@ -105,6 +132,29 @@ def rows(run: str | Path) -> Iterator[Row]:
                     reward=row.reward,
                     metrics=row.metrics,
                     num_rejected=sum(it.num_episodes for it in group.rejected),
+                )
+
+
+def trained_rows(run: str | Path) -> Iterator[TrainedRow]:
+    """The rows of which train ranks have recorded numbers: those of one group in 16.
+
+    Arguments and errors are those of `rows`.
+    """
+    for file in _files(run):
+        if file.series is not Series.trained:
+            continue
+        for group, of_rows in _read(file, _trained_of):
+            for row, tokens in zip(group.rows, of_rows, strict=True):
+                yield TrainedRow(
+                    **vars(tokens),
+                    worker=file.process,
+                    group=group.group,
+                    attempt=group.attempt,
+                    episode=row.episode,
+                    row=row.row,
+                    step=group.step,
+                    minibatch=group.minibatch,
+                    at=group.at,
                 )
 
 
@@ -204,6 +254,13 @@ def _rows_of(
 ) -> tuple[RecordedGroup, list[RecordedTokens]]:
     group = unpack_group(found.head)
     return group, unpack_tokens(body, group.rows) if group.rows else []
+
+
+def _trained_of(
+    file: RecordFile, found: RecordBlock, body: bytes
+) -> tuple[TrainedGroup, list[TrainedTokens]]:
+    group = unpack_trained(found.head)
+    return group, unpack_trained_tokens(body, group.rows)
 
 
 def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:

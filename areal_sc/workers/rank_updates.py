@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,12 @@ import torch
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.engines.training.token_values import token_values
+from areal_sc.engines.training.update_trace import UpdateTrace
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import RowMetadata
+from areal_sc.nodes.spec import TRAIN_ROLE
+from areal_sc.records.recorder import KEPT_EVERY
+from areal_sc.records.trained_rows import TrainedRows, TrainedTokens
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.rank import Rank
@@ -87,16 +91,47 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
                 pulled = [await rank.plane.puller.pull(batch) for batch in args.rows]
             minibatches = [rows.joined() for rows in pulled]
             oldest = args.rows[0].min_token_version
+        trace = _trace_of(rank, minibatches)
+
+        def compute() -> dict[str, float]:
+            version = operation.version
+            metrics = rank.engine.update(
+                minibatches, loss, step=version, min_token_version=oldest, trace=trace
+            )
+            for it in trace_records(trace, version + 1) if trace is not None else ():
+                rank.recorder.add_trained(it)
+            return metrics
+
         recorded = rank.recorder.span("update", version=operation.version)
         with recorded, rank.operations.changing(operation):
-            return await rank.compute(
-                lambda: rank.engine.update(
-                    minibatches, loss, step=operation.version, min_token_version=oldest
-                )
-            )
+            return await rank.compute(compute)
 
     next_version = operation.version + 1 if args.advances else None
     return await rank.operations.join(operation, run, next_version=next_version)
+
+
+def _trace_of(rank: Rank, minibatches: Sequence[PackedRows]) -> UpdateTrace | None:
+    """What collects numbers of tokens for the records; None: there is nothing to record."""
+    is_policy = rank.spec.name.partition("/")[0] == TRAIN_ROLE
+    if not (rank.recorder.is_on and is_policy and rank.position.is_head):
+        return None
+    needed = {"behavior_logprobs", "advantages"}
+    for rows in minibatches:
+        known = {*rows.fields, *(["advantages"] if rows.advantages is not None else [])}
+        if rows.num_rows and (rows.metadata is None or not needed <= known):
+            return None
+    return UpdateTrace(lambda row: row.group_id % KEPT_EVERY == 0)
+
+
+def trace_records(trace: UpdateTrace, step: int) -> Iterator[TrainedRows]:
+    """What is recorded of an update: for each minibatch and group its rows."""
+    found: dict[tuple[int, int, int], dict[tuple[int, int], TrainedTokens]] = {}
+    for it in trace.rows():
+        key = it.metadata.group_id, it.metadata.attempt, it.minibatch
+        tokens = TrainedTokens(it.gaps.numpy(), it.entropies.numpy(), it.advantages.numpy())
+        found.setdefault(key, {})[it.metadata.episode, it.row] = tokens
+    for (group, attempt, minibatch), rows in found.items():
+        yield TrainedRows(group, attempt, step, minibatch, rows)
 
 
 async def _loss(rank: Rank, number: int) -> NamedLoss:

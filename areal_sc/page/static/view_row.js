@@ -57,7 +57,7 @@ async function showRecorded(run, words) {
     tilesOf(chosen),
     found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns),
     found.failure ? null : branches(ofGroup, chosen, found.tokens.branches, to),
-    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
+    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
     rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} answers were rejected: `, shown(`${it.cause}: ${it.message}`))),
     ofGroup.length > 1
