@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from integration.browser import CHROMIUM, Tab, browser_tab
@@ -22,7 +23,7 @@ from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.controller.ledger.ledger_account import read_account
-from areal_sc.records.reading import Row, rows
+from areal_sc.records.reading import Row, rows, trained_rows
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import JsonLines
 
@@ -263,6 +264,48 @@ async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page,
             logprob = float(re.findall(r"log-probability (\S+),", under)[0])
             assert logprob == pytest.approx(was.behavior_logprobs[number], rel=2e-3, abs=1e-4)
     assert "name=30" in await tab.value("location.hash"), "the arrow keys are the tokens'"
+    assert tab.errors == []
+
+
+async def test_what_the_trainer_says_of_tokens(runs: list[Path], page: Page, tab: Tab) -> None:
+    (was,) = [it for it in rows(runs[0]) if (it.group, it.episode, it.row) == (0, 0, 1)]
+    (of_trainer,) = [it for it in trained_rows(runs[0]) if (it.episode, it.row) == (0, 1)]
+    await shows(tab, "#/row?name=0.0.0.1")
+    box = "document.querySelector('.tokens')"
+    places = was.loss_mask.nonzero()[0].tolist()
+    ends = {
+        "gap of trainer and sampler": [-0.5, -0.1, -0.02, -0.005, 0.005, 0.02, 0.1, 0.5],
+        "weight": [0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2],
+        "advantage": [-2, -1, -0.3, -0.001, 0.001, 0.3, 1, 2],
+    }
+    ratios = np.exp(of_trainer.gaps)
+    weights = np.where(ratios > 1.5, 0, ratios)  # CONFIG
+    values = dict(zip(ends, (of_trainer.gaps, weights, of_trainer.advantages), strict=True))
+    for color, its in ends.items():
+        await tab.value(
+            "(it => {it.value = '" + color + "'; it.dispatchEvent(new Event('change'))})"
+            "(document.querySelector('[name=colour]'))"
+        )
+        classes = await tab.value(f"[...{box}.children].map(it => it.className)")
+        assert set(classes) - {f"d{n}" for n in range(9)} == {"given"}
+        for place, value in zip(places, values[color], strict=True):
+            expected = "given" if np.isnan(value) else f"d{np.searchsorted(its, value, 'right')}"
+            assert classes[place] == expected
+    for place, gap, weight in list(zip(places, of_trainer.gaps, weights, strict=True))[:3]:
+        pointed = (
+            f"{box}.children[{place}].dispatchEvent(new Event('pointerover', {{bubbles: true}}))"
+        )
+        await tab.value(pointed)
+        under = await tab.value("document.querySelector('.under').innerText")
+        if np.isnan(gap):
+            assert "step 5 sent it through no forward" in under
+            continue
+        found = re.findall(r"less sampler (\S+) nats, weight (\S+?)( |,)", under)
+        assert float(found[0][0]) == pytest.approx(gap, rel=1e-3)
+        assert float(found[0][1]) == pytest.approx(weight, rel=1e-3)
+        assert "trained by step 5, minibatch 1" in under
+    shown = await shows(tab, "#/row?name=30.0.0.0")
+    assert "recorded of every 16th group" in shown
     assert tab.errors == []
 
 
