@@ -78,6 +78,11 @@ export async function markRow(run, name, isMarked) {
   await told(`/api/runs/${run}/marks`, { method: "POST", body });
 }
 
+/** Has a run paused, resumed, scaled or stopped; tells what came of it. */
+export function control(run, what, numWorkers = null) {
+  return told(`/api/runs/${run}/control`, { method: "POST", body: JSON.stringify({ what, num_workers: numWorkers }) });
+}
+
 const known = new Map();
 
 /** Steps, evaluations and events of a run; only what is new is asked for. */
