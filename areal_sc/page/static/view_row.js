@@ -32,8 +32,9 @@ async function showRecorded(run, words) {
   const to = (one) => linkTo("row", { ...asked, run: run.name, name: nameOf(one) });
   const ofGroup = recorded.rows.filter((one) => one.episode >= 0 && one.attempt === chosen.attempt);
   const place = ofGroup.indexOf(chosen);
-  const rejected = recorded.attempts.filter((it) => it.attempt === chosen.attempt).flatMap((it) => it.rejected);
-  const numbers = recorded.attempts.find((it) => it.attempt === chosen.attempt)?.rows.find((it) => it.episode === chosen.episode && it.row === chosen.row);
+  const ofAttempt = recorded.attempts.find((it) => it.attempt === chosen.attempt);
+  const rejected = ofAttempt?.rejected || [];
+  const numbers = ofAttempt?.rows.find((it) => it.episode === chosen.episode && it.row === chosen.row);
   const neighbours = neighboursOf(run, ofGroup[place - 1] && to(ofGroup[place - 1]), ofGroup[place + 1] && to(ofGroup[place + 1]));
   const ofPrompt = linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index });
   const ways = { ...neighbours, g: linkTo("group", { run: run.name, group: chosen.group }), p: ofPrompt, Escape: linkTo("rows", { run: run.name, ...asked }) };
@@ -55,6 +56,7 @@ async function showRecorded(run, words) {
     el("h2", {}, `Group ${short(chosen.group)}, answer ${chosen.episode + 1}${chosen.row ? `.${chosen.row + 1}` : ""} `, button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
+    ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
     found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns),
     found.failure ? null : branches(ofGroup, chosen, found.tokens.branches, to),
     found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
