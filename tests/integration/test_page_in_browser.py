@@ -23,6 +23,8 @@ from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.controller.ledger.ledger_account import read_account
+from areal_sc.page.export import exported
+from areal_sc.page.followed_run import FollowedRun
 from areal_sc.records.reading import Row, rows, trained_rows
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import JsonLines
@@ -207,8 +209,8 @@ async def check_numbers(tab: Tab, run: Path) -> None:
     of = {f"{it.group}.{it.attempt}.{it.episode}.{it.row}": it for it in rows(run)}
     await shows(tab, f"#/rows?run={run.name}&sort=-time")
     cards = await tab.value(
-        "[...document.querySelectorAll('.row')].filter(it => it.querySelector('.star')).map(it => "
-        "[new URLSearchParams(it.querySelector('a').hash.split('?')[1]).get('name'), "
+        "[...document.querySelectorAll('.row')].filter(it => it.querySelector('.numbers'))"
+        ".map(it => [new URLSearchParams(it.querySelector('a').hash.split('?')[1]).get('name'), "
         "...[...it.querySelectorAll('.numbers > span')].map(it => it.textContent)])"
     )
     assert len(cards) == min(len(of), 50)
@@ -322,6 +324,32 @@ async def test_of_a_very_long_answer_a_part_is_shown(
     shown = await shows(tab, "#/rows?text=%EF%BF%BD")  # what is no UTF-8
     assert "1 found" in shown
     assert tab.errors == []
+
+
+async def test_an_exported_file_shows_rows_and_tokens(
+    runs: list[Path], tmp_path: Path, browser: Tab
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_bytes(exported([FollowedRun(run, run.name, tmp_path) for run in runs[:3]]))
+    await browser.open(f"file://{file}")
+    browser.errors.clear()
+    await check_numbers(browser, runs[0])
+    for view in ("rows?run=sound", "row?name=1.0.0.1", "group?group=0", "rows?run=tiny", "fleet"):
+        shown = await shows(browser, f"#/{view}")
+        assert "not in the exported file" not in shown, view
+    await shows(browser, "#/row?name=0.0.0.1")
+    classes = await browser.value("[...document.querySelector('.tokens').children].length")
+    assert classes == len(
+        next(it for it in rows(runs[0]) if (it.group, it.row) == (0, 1)).input_ids
+    )
+    assert "gap of trainer" in await browser.value(
+        "document.querySelector('[name=colour]').innerText"
+    )
+    await shows(browser, "#/row?name=31.0.0.0")  # of 2 MB
+    later = "[...document.querySelectorAll('button')].find(it => it.innerText === 'later tokens')"
+    await browser.value(f"{later}.click()")
+    await browser.wait_for("/is not in the exported file/.test(document.body.innerText)")
+    assert browser.errors == []
 
 
 async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab: Tab) -> None:

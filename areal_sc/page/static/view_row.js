@@ -2,7 +2,7 @@
 
 import { linkTo } from "./address.js";
 import { el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
-import { get, marks } from "./source.js";
+import { get, isFile, marks } from "./source.js";
 import { recordedRows, tokenArea } from "./tokens.js";
 import { listed, nameOf, rowNumbers, star } from "./view_rows.js";
 import { span } from "./view_run.js";
@@ -38,7 +38,7 @@ async function showRecorded(run, words) {
   const neighbours = neighboursOf(run, ofGroup[place - 1] && to(ofGroup[place - 1]), ofGroup[place + 1] && to(ofGroup[place + 1]));
   const ofPrompt = linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index });
   const ways = { ...neighbours, g: linkTo("group", { run: run.name, group: chosen.group }), p: ofPrompt, Escape: linkTo("rows", { run: run.name, ...asked }) };
-  const button = star(run, name, stars);
+  const button = isFile ? null : star(run, name, stars);
   const root = el(
     "article",
     {},
@@ -79,7 +79,7 @@ async function showRecorded(run, words) {
       : null,
   );
   root.onKey = (event) => {
-    if (event.key === "b") button.click();
+    if (event.key === "b") button?.click();
     if (!ways[event.key]) return;
     event.preventDefault();
     location.hash = ways[event.key];
