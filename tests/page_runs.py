@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ledger_history import History, a_run
 from msgspec import structs
-from recorded_groups import played, recorder_of, trained
+from recorded_groups import add_trained, played, recorder_of
 from sample_rows import sample
 from tokenizers import Tokenizer, decoders, models
 
@@ -90,11 +90,9 @@ async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:
     recorder.add_span("the reward " + EVIL, 1001.5, 0.5, lane=0, about="0.0.0")
     recorder.add_span("updating weights", 1000.5, 0.25, versions=(1, 1))
     recorder.close()
-    of_rank = recorder_of(folder.path, process="train/0")
     its = groups([0])[0].episodes  # type: ignore[attr-defined]
     lengths = {(e, n): sum(row.loss_mask) for e, rows in its.items() for n, row in enumerate(rows)}
-    of_rank.add_trained(trained(0, lengths))
-    of_rank.close()
+    add_trained(folder.path, 0, lengths)
 
 
 def add_group(recorder: object, number: int) -> None:

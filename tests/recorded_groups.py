@@ -9,7 +9,7 @@ import numpy as np
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
-from areal_sc.records.trained_rows import TrainedRows, TrainedTokens
+from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
 from areal_sc.workflows.trajectory import Trajectory
 
 MEBI = 1 << 20
@@ -60,15 +60,21 @@ def played(
     return PlayedGroup(group, dict(enumerate(episodes)))
 
 
-def trained(
-    group: int, rows: dict[tuple[int, int], int], *, step: int = 5, minibatch: int = 0
-) -> TrainedRows:
-    """Args: rows: (episode, row) -> number of its trained tokens; the first has no numbers."""
-    random = np.random.default_rng([group, step, minibatch])
+def add_trained(
+    run: Path, group: int, rows: dict[tuple[int, int], int], *, rank: int = 0, step: int = 5
+) -> dict[tuple[int, int], TrainedTokens]:
+    """What a rank records. The first token of a row has no numbers.
 
-    def of(num_tokens: int) -> TrainedTokens:
+    Args: rows: (episode, row) -> number of its trained tokens.
+    """
+    recorder = recorder_of(run, process=f"train/{rank}")
+    random, found = np.random.default_rng([group, step]), {}
+    for (episode, row), num_tokens in rows.items():
         gaps, entropies, advantages = random.normal(size=(3, num_tokens)).astype(np.float32)
         gaps[0] = entropies[0] = np.nan
-        return TrainedTokens(gaps, np.abs(entropies), advantages)
-
-    return TrainedRows(group, 0, step, minibatch, {name: of(it) for name, it in rows.items()})
+        found[episode, row] = TrainedTokens(gaps, np.abs(entropies), advantages)
+        name = {"group": group, "attempt": 0, "episode": episode, "row": row}
+        told = TrainedRow(worker=f"train/{rank}", step=step, minibatch=0, at=1000.0 + step, **name)
+        recorder.add_trained(told, found[episode, row])
+    recorder.close()
+    return found

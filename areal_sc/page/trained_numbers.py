@@ -15,7 +15,7 @@ from areal_sc.config.ppo_settings import POLICY_GRADIENT
 from areal_sc.page.followed_blocks import FollowedBlocks, Progress
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
 from areal_sc.records.record_files import Series
-from areal_sc.records.trained_rows import TrainedTokens, unpack_trained, unpack_trained_tokens
+from areal_sc.records.trained_rows import unpack_trained, unpack_trained_tokens
 
 Weights = Callable[[np.ndarray], np.ndarray]
 """[N] gaps of the trained tokens of a row, in nats -> their weights in the loss."""
@@ -26,9 +26,6 @@ _EXPECTED: Final = {
     "max_second_moment": "inf",
     "max_behavior_kl": "inf",
 }
-_WEIGHED: Final = dict.fromkeys(
-    ("behavior_weight", *(f"behavior_weight_{it}" for it in ("bound", "floor", "cap")))
-)
 
 
 class TrainedNumbers:
@@ -43,35 +40,36 @@ class TrainedNumbers:
         self._blocks = FollowedBlocks(folder, (Series.trained,))
         self._weights = weights
         self._lock = Lock()
-        self._places: dict[tuple[int, int], list[tuple[float, Path, int, int]]] = {}
+        self._places: dict[tuple[int, int, int, int], tuple[float, Path, int, int]] = {}
 
     def of_row(
-        self, group: int, attempt: int, name: tuple[int, int], mask: np.ndarray, told: slice
+        self, name: tuple[int, int, int, int], mask: np.ndarray, told: slice
     ) -> dict[str, Any] | None:
         """The newest numbers of a row.
 
         Args:
-            name: (episode, row).
+            name: group, attempt, episode, row.
             mask: [T] bool, the row's trained tokens.
             told: of the T tokens, those that are asked for.
         Returns: `step` and `minibatch`, and with one value a token `gaps`, `entropies`,
             `advantages` and, where they are known, `weights`; None where the trainer has none.
-            None: they are not recorded, or gone.
+            None: they are not recorded, are damaged, or gone.
         """
         with self._lock:
             self._follow()
-            places = sorted(self._places.get((group, attempt), ()), reverse=True)
-        for _, path, begin, end in places:
-            with suppress(OSError, ValueError), path.open("rb") as file:
-                found = next(read_blocks(file.fileno(), begin, end), None)
-                if not isinstance(found, RecordBlock):
-                    continue
-                head = unpack_trained(found.head)
-                at = [(row.episode, row.row) for row in head.rows].index(name)
-                tokens = unpack_trained_tokens(read_body(file.fileno(), found), head.rows)[at]
-                columns = self._columns(tokens).items()
-                numbers = {column: _spread(values, mask)[told] for column, values in columns}
-                return {"step": head.step, "minibatch": head.minibatch, **numbers}
+            _, path, begin, end = self._places.get(name, (0.0, Path(), 0, 0))
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            found = next(read_blocks(file.fileno(), begin, end), None)
+            if isinstance(found, RecordBlock):
+                row, tokens = (
+                    unpack_trained(found.head),
+                    unpack_trained_tokens(read_body(file.fileno(), found)),
+                )
+                columns = tokens._asdict()
+                if self._weights is not None:
+                    columns["weights"] = self._weights(tokens.gaps)
+                numbers = {name: _spread(its, mask)[told] for name, its in columns.items()}
+                return {"step": row.step, "minibatch": row.minibatch, **numbers}
         return None
 
     def _follow(self) -> None:
@@ -80,16 +78,13 @@ class TrainedNumbers:
             self._places.clear()
         for file, _, found in self._blocks.read_new():
             try:
-                head = unpack_trained(found.head)
+                row = unpack_trained(found.head)
             except ValueError as error:
                 self._blocks.note_bad(file, str(error))
                 continue
-            place = head.at, file.path, found.begin, found.end
-            self._places.setdefault((head.group, head.attempt), []).append(place)
-
-    def _columns(self, tokens: TrainedTokens) -> dict[str, np.ndarray]:
-        weights = {} if self._weights is None else {"weights": self._weights(tokens.gaps)}
-        return {**vars(tokens), **weights}
+            name = row.group, row.attempt, row.episode, row.row
+            place = row.at, file.path, found.begin, found.end
+            self._places[name] = max(place, self._places.get(name, place))
 
 
 def _spread(values: np.ndarray, mask: np.ndarray) -> list[float | None]:
@@ -109,13 +104,13 @@ def weights_by(settings: Mapping[str, str]) -> Weights | None:
         settings: of the run, by their names.
     Returns: None: a loss of the user's does it, or it depends on more than the gaps.
     """
-    ppo = {name: settings.get(f"actor.ppo.{name}") for name in _EXPECTED | _WEIGHED}
-    kind, is_clamped = ppo["behavior_weight"], ppo["behavior_weight_bound"] == "clamp"
-    try:
-        floor, cap = (float(ppo[f"behavior_weight_{name}"] or "") for name in ("floor", "cap"))
-    except ValueError:
+    ppo = {name.removeprefix("actor.ppo."): value for name, value in settings.items()}
+    if any(ppo.get(name) != value for name, value in _EXPECTED.items()):
         return None
-    if any(ppo[name] != value for name, value in _EXPECTED.items()):
+    try:
+        kind, is_clamped = ppo["behavior_weight"], ppo["behavior_weight_bound"] == "clamp"
+        floor, cap = float(ppo["behavior_weight_floor"]), float(ppo["behavior_weight_cap"])
+    except (KeyError, ValueError):  # an earlier areal_sc, or a damaged file
         return None
 
     def weights(gaps: np.ndarray) -> np.ndarray:

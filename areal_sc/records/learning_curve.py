@@ -35,13 +35,6 @@ _FURTHER = {
 }
 """Panels below those of the learning: their label, and the numbers of a step that they show."""
 
-_LABELS = {
-    "proximal_kl": "of the step",
-    "behavior_kl": "to the sampler",
-    "answer_tokens": "mean",
-    "longest_tokens_max": "longest",
-}
-
 _FURTHER_COLORS = ("#1f5fa8", "#c2601f")
 
 _EVALUATION_COLORS = ("black", "#b03a5b", "#4f7d1e", "#7a4fb0")
@@ -154,7 +147,7 @@ def _draw_further(
     for name, color in zip(names, _FURTHER_COLORS, strict=False):
         values = _values(steps, name)
         axes.plot(numbers, values, color=color, alpha=0.35, linewidth=1, marker=marker)
-        axes.plot(numbers, smoothed(values, window), color=color, label=_LABELS.get(name))
+        axes.plot(numbers, smoothed(values, window), color=color, label=name.replace("_", " "))
 
 
 def _draw_evaluations(axes: Axes, evaluations: Sequence[EvaluationResult], name: str) -> None:

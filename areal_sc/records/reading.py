@@ -35,7 +35,7 @@ from areal_sc.records.recorded_rows import (
 from areal_sc.records.script_spans import script_spans
 from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
 from areal_sc.records.trained_rows import (
-    TrainedGroup,
+    TrainedRow,
     TrainedTokens,
     unpack_trained,
     unpack_trained_tokens,
@@ -84,27 +84,6 @@ class Row:
     versions: np.ndarray
 
 
-@dataclass(frozen=True)
-class TrainedRow(TrainedTokens):
-    """What a train rank computed of the trained tokens of a row.
-
-    Attributes:
-        worker: the rank.
-        group, attempt, episode, row: name it, as those of `Row`.
-        step, minibatch: that trained it; see `TrainedGroup`.
-        at: Unix time in seconds. Of a step that was made again, the later record counts.
-    """
-
-    worker: str
-    group: int
-    attempt: int
-    episode: int
-    row: int
-    step: int
-    minibatch: int
-    at: float
-
-
 def rows(run: str | Path) -> Iterator[Row]:
     """The rows that rollout workers have recorded, worker by worker.
 
@@ -135,27 +114,14 @@ def rows(run: str | Path) -> Iterator[Row]:
                 )
 
 
-def trained_rows(run: str | Path) -> Iterator[TrainedRow]:
-    """The rows of which train ranks have recorded numbers: those of one group in 16.
+def trained_rows(run: str | Path) -> Iterator[tuple[TrainedRow, TrainedTokens]]:
+    """What train ranks have recorded of rows: of those of one group in 16.
 
     Arguments and errors are those of `rows`.
     """
     for file in _files(run):
-        if file.series is not Series.trained:
-            continue
-        for group, of_rows in _read(file, _trained_of):
-            for row, tokens in zip(group.rows, of_rows, strict=True):
-                yield TrainedRow(
-                    **vars(tokens),
-                    worker=file.process,
-                    group=group.group,
-                    attempt=group.attempt,
-                    episode=row.episode,
-                    row=row.row,
-                    step=group.step,
-                    minibatch=group.minibatch,
-                    at=group.at,
-                )
+        if file.series is Series.trained:
+            yield from _read(file, _trained_of)
 
 
 def spans(run: str | Path) -> Iterator[RecordedSpan]:
@@ -258,9 +224,8 @@ def _rows_of(
 
 def _trained_of(
     file: RecordFile, found: RecordBlock, body: bytes
-) -> tuple[TrainedGroup, list[TrainedTokens]]:
-    group = unpack_trained(found.head)
-    return group, unpack_trained_tokens(body, group.rows)
+) -> tuple[TrainedRow, TrainedTokens]:
+    return unpack_trained(found.head), unpack_trained_tokens(body)
 
 
 def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -38,7 +38,7 @@ from areal_sc.records.recorded_rows import (
     pack_tokens,
 )
 from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
-from areal_sc.records.trained_rows import TrainedRows
+from areal_sc.records.trained_rows import TrainedRow, TrainedTokens, pack_trained
 from areal_sc.user_code import describe
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,17 @@ class PlayedGroup:
         return sum(len(row.input_ids) for its in self.episodes.values() for row in its)
 
 
+class _Trained(NamedTuple):
+    """What an update has computed of a row."""
+
+    row: TrainedRow
+    tokens: TrainedTokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.gaps)
+
+
 class Recorder:
     """Records what one process does.
 
@@ -105,7 +116,7 @@ class Recorder:
         self.process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = folder is not None and config.keep is not KeepRecords.none
-        self._waiting = deque[PlayedGroup | TrainedRows | RecordedSpan]()
+        self._waiting = deque[PlayedGroup | _Trained | RecordedSpan]()
         self._is_closing = threading.Event()
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._open = dict[object, RecordedSpan]()  # of `span`
@@ -120,12 +131,12 @@ class Recorder:
         if self.is_on and (self._keeps_all or played.is_remarkable):
             self._add_tokens(played)
 
-    def add_trained(self, trained: TrainedRows) -> None:
-        """Records what an update has computed of rows."""
+    def add_trained(self, row: TrainedRow, tokens: TrainedTokens) -> None:
+        """Records what an update has computed of a row."""
         if self.is_on:
-            self._add_tokens(trained)
+            self._add_tokens(_Trained(row, tokens))
 
-    def _add_tokens(self, record: PlayedGroup | TrainedRows) -> None:
+    def _add_tokens(self, record: PlayedGroup | _Trained) -> None:
         with self._counting:
             if self._num_waiting_tokens > MAX_WAITING_TOKENS:
                 logger.debug(_FAR_BEHIND)
@@ -252,8 +263,8 @@ class Recorder:
             if isinstance(record, RecordedSpan):
                 spans.append(record)
                 continue
-            if isinstance(record, TrainedRows):
-                self._append(Series.trained, *record.packed())
+            if isinstance(record, _Trained):
+                self._append(Series.trained, *pack_trained(record.row, record.tokens))
             else:
                 self._write_group(record)
             with self._counting:

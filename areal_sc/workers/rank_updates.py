@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from areal_sc.errors import WorkflowError
 from areal_sc.metadata import RowMetadata
 from areal_sc.nodes.spec import TRAIN_ROLE
 from areal_sc.records.recorder import KEPT_EVERY
-from areal_sc.records.trained_rows import TrainedRows, TrainedTokens
+from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.rank import Rank
@@ -98,8 +99,19 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
             metrics = rank.engine.update(
                 minibatches, loss, step=version, min_token_version=oldest, trace=trace
             )
-            for it in trace_records(trace, version + 1) if trace is not None else ():
-                rank.recorder.add_trained(it)
+            for it in () if trace is None else trace.rows():
+                row = TrainedRow(
+                    worker=rank.spec.name,
+                    group=it.metadata.group_id,
+                    attempt=it.metadata.attempt,
+                    episode=it.metadata.episode,
+                    row=it.row,
+                    step=version + 1,
+                    minibatch=it.minibatch,
+                    at=time.time(),
+                )
+                numbers = (it.gaps, it.entropies, it.advantages)
+                rank.recorder.add_trained(row, TrainedTokens(*(its.numpy() for its in numbers)))
             return metrics
 
         recorded = rank.recorder.span("update", version=operation.version)
@@ -115,23 +127,13 @@ def _trace_of(rank: Rank, minibatches: Sequence[PackedRows]) -> UpdateTrace | No
     is_policy = rank.spec.name.partition("/")[0] == TRAIN_ROLE
     if not (rank.recorder.is_on and is_policy and rank.position.is_head):
         return None
-    needed = {"behavior_logprobs", "advantages"}
-    for rows in minibatches:
-        known = {*rows.fields, *(["advantages"] if rows.advantages is not None else [])}
-        if rows.num_rows and (rows.metadata is None or not needed <= known):
-            return None
-    return UpdateTrace(lambda row: row.group_id % KEPT_EVERY == 0)
-
-
-def trace_records(trace: UpdateTrace, step: int) -> Iterator[TrainedRows]:
-    """What is recorded of an update: for each minibatch and group its rows."""
-    found: dict[tuple[int, int, int], dict[tuple[int, int], TrainedTokens]] = {}
-    for it in trace.rows():
-        key = it.metadata.group_id, it.metadata.attempt, it.minibatch
-        tokens = TrainedTokens(it.gaps.numpy(), it.entropies.numpy(), it.advantages.numpy())
-        found.setdefault(key, {})[it.metadata.episode, it.row] = tokens
-    for (group, attempt, minibatch), rows in found.items():
-        yield TrainedRows(group, attempt, step, minibatch, rows)
+    has_numbers = all(
+        "behavior_logprobs" in rows.fields
+        and (rows.advantages is not None or "advantages" in rows.fields)
+        for rows in minibatches
+        if rows.num_rows
+    )
+    return UpdateTrace(lambda row: row.group_id % KEPT_EVERY == 0) if has_numbers else None
 
 
 async def _loss(rank: Rank, number: int) -> NamedLoss:

@@ -271,7 +271,7 @@ async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page,
 
 async def test_what_the_trainer_says_of_tokens(runs: list[Path], page: Page, tab: Tab) -> None:
     (was,) = [it for it in rows(runs[0]) if (it.group, it.episode, it.row) == (0, 0, 1)]
-    (of_trainer,) = [it for it in trained_rows(runs[0]) if (it.episode, it.row) == (0, 1)]
+    (of_trainer,) = [its for it, its in trained_rows(runs[0]) if (it.episode, it.row) == (0, 1)]
     await shows(tab, "#/row?name=0.0.0.1")
     box = "document.querySelector('.tokens')"
     places = was.loss_mask.nonzero()[0].tolist()

@@ -33,22 +33,24 @@ def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> 
             num_rows += 1
     assert num_rows == 5 * 4 * 2
     traced = list(trained_rows(run_dir))
-    assert sorted((it.group, it.episode) for it in traced) == [
+    assert sorted((it.group, it.episode) for it, _ in traced) == [
         (g, e) for g in (0, 16) for e in (0, 1)
     ]
-    for it in traced:
+    for it, tokens in traced:
         sampled = recorded[it.group, it.attempt, it.episode]
         versions = sampled.versions[sampled.loss_mask]
-        assert len(it.gaps) == len(versions)
+        assert len(tokens.gaps) == len(versions)
         assert it.step == lives[it.group]["account"]["step"]
         rewards = [row.reward for row in recorded.values() if row.group == it.group]
-        assert np.sign(it.advantages).tolist() == [
+        assert np.sign(tokens.advantages).tolist() == [
             np.sign(sampled.reward - np.mean(rewards))
         ] * len(versions)
-        assert (np.isnan(it.gaps) == (it.advantages == 0)).all(), "they go through no forward"
-        assert (np.isnan(it.gaps) == np.isnan(it.entropies)).all()
+        assert (np.isnan(tokens.gaps) == (tokens.advantages == 0)).all(), (
+            "they go through no forward"
+        )
+        assert (np.isnan(tokens.gaps) == np.isnan(tokens.entropies)).all()
         # the policy that begins a step has sampled those
-        of_same = np.abs(it.gaps[(versions == it.step - 1) & (it.advantages != 0)])
+        of_same = np.abs(tokens.gaps[(versions == it.step - 1) & (tokens.advantages != 0)])
         assert (of_same < 1e-3).all()
     measured = list(steps(run_dir))
     assert [it.about for it in of_script if it.kind == "train"] == [str(m.step) for m in measured]

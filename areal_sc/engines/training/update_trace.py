@@ -45,10 +45,11 @@ class UpdateTrace:
 
     def begin(self, number: int, rows: PackedRows) -> None:
         """The next outputs are of tokens of these rows, which have metadata and advantages."""
-        wanted = [self._is_wanted(row) for row in rows.metadata or ()]
+        wanted = torch.tensor(
+            [self._is_wanted(row) for row in rows.metadata or ()], dtype=torch.bool
+        )
         lengths = torch.tensor(rows.lengths, dtype=torch.int64)
-        tokens = torch.tensor(wanted, dtype=torch.bool).repeat_interleave(lengths)
-        self._minibatches.append(_Minibatch(number, rows, wanted, tokens, []))
+        self._minibatches.append(_Minibatch(number, rows, wanted.repeat_interleave(lengths), []))
 
     def add(self, token_index: torch.Tensor, outputs: torch.Tensor) -> None:
         """Takes the outputs of a micro-batch.
@@ -58,7 +59,7 @@ class UpdateTrace:
             outputs: [2, N] log-probabilities and entropies, without gradient.
         """
         minibatch = self._minibatches[-1]
-        places = minibatch.is_token_wanted[token_index].nonzero().flatten()
+        places = minibatch.is_wanted[token_index].nonzero().flatten()
         if len(places):
             found = outputs.index_select(1, places.to(outputs.device))
             minibatch.outputs.append((token_index[places], found))
@@ -66,21 +67,18 @@ class UpdateTrace:
     def rows(self) -> Iterator[TracedRow]:
         """The rows that were asked for, of all minibatches."""
         for minibatch in self._minibatches:
-            yield from minibatch.rows_of()
+            if minibatch.is_wanted.any():
+                yield from minibatch.traced()
 
 
 class _Minibatch(NamedTuple):
     number: int
     rows: PackedRows
-    is_wanted: list[bool]
-    is_token_wanted: torch.Tensor
+    is_wanted: torch.Tensor  # [T] bool
     outputs: list[tuple[torch.Tensor, torch.Tensor]]
 
-    def rows_of(self) -> Iterator[TracedRow]:
-        if not any(self.is_wanted):
-            return
+    def traced(self) -> Iterator[TracedRow]:
         rows, fields = self.rows, self.rows.fields
-        assert rows.metadata is not None, "it is how they are chosen"
         logprobs, entropies = values = torch.full((2, rows.num_tokens), torch.nan)
         for index, outputs in self.outputs:
             values[:, index] = outputs.float().cpu()
@@ -90,12 +88,10 @@ class _Minibatch(NamedTuple):
             logprobs = torch.where(is_given, proximal, logprobs)
         gaps = logprobs - fields["behavior_logprobs"]
         numbers = Counter[tuple[int, int, int]]()
-        for metadata, is_wanted, begin, length in zip(
-            rows.metadata, self.is_wanted, rows.starts, rows.lengths, strict=True
-        ):
+        for metadata, begin in zip(rows.metadata or (), rows.starts, strict=True):
             episode = metadata.group_id, metadata.attempt, metadata.episode
-            if is_wanted:
-                tokens = slice(begin, begin + length)
+            if self.is_wanted[begin]:
+                tokens = slice(begin, begin + metadata.sequence_length)
                 mask = fields["loss_mask"][tokens].bool()
                 its = (it[tokens][mask] for it in (gaps, entropies, fields["advantages"]))
                 yield TracedRow(metadata, self.number, numbers[episode], *its)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recorded_groups import recorder_of, trained
+from recorded_groups import add_trained
 
 from areal_sc.algorithms.behavior_weights import bounded_weights
 from areal_sc.config.ppo_settings import PPOConfig
@@ -26,33 +26,26 @@ def settings(**changes: object) -> dict[str, str]:
 
 
 def test_the_newest_numbers_of_a_row_count(tmp_path: Path) -> None:
-    numbers = TrainedNumbers(tmp_path / "records", None)
-    assert numbers.of_row(16, 0, (1, 0), MASK, ALL) is None
-    recorder = recorder_of(tmp_path, process="train/0")
-    recorder.add_trained(trained(16, {(0, 0): 7, (1, 0): 3}, step=5))
-    recorder.add_trained(trained(32, {(1, 0): 3}, step=5))
-    recorder.close()
-    again = trained(16, {(1, 0): 3}, step=6)
-    recorder = recorder_of(tmp_path, process="train/1")
-    recorder.add_trained(again)
-    recorder.close()
-    found = numbers.of_row(16, 0, (1, 0), MASK, slice(1, 5))
+    numbers, name = TrainedNumbers(tmp_path / "records", None), (16, 0, 1, 0)
+    assert numbers.of_row(name, MASK, ALL) is None
+    add_trained(tmp_path, 16, {(1, 0): 3}, rank=1, step=6)
+    newest = add_trained(tmp_path, 16, {(1, 0): 3}, step=7)[1, 0]
+    add_trained(tmp_path, 16, {(0, 0): 7, (1, 0): 3}, rank=2, step=5)
+    add_trained(tmp_path, 32, {(1, 0): 3}, step=8)
+    found = numbers.of_row(name, MASK, slice(1, 5))
     assert found is not None
-    assert (found["step"], found["minibatch"], set(found)) == (
-        *(6, 0),
-        {"step", "minibatch", "gaps", "entropies", "advantages"},
-    )
-    gaps = np.float16(again.rows[1, 0].gaps).astype(float).tolist()
+    assert found.keys() == {"step", "minibatch", "gaps", "entropies", "advantages"}
+    assert (found["step"], found["minibatch"]) == (7, 0)
+    gaps = np.float16(newest.gaps).astype(float).tolist()
     assert found["gaps"] == [None, pytest.approx(gaps[1], abs=1e-6), None, pytest.approx(gaps[2])]
-    assert numbers.of_row(16, 0, (0, 0), MASK, ALL) is None, "another number of tokens"
-    assert numbers.of_row(16, 1, (1, 0), MASK, ALL) is None
-    (newest,) = (tmp_path / "records").glob("train-1.trained.*")
-    content = bytearray(newest.read_bytes())
-    content[-1] ^= 1
-    newest.write_bytes(content)
-    older = numbers.of_row(16, 0, (1, 0), MASK, ALL)
-    assert older is not None
-    assert older["step"] == 5
+    assert numbers.of_row((16, 0, 0, 0), MASK, ALL) is None, "another number of tokens"
+    assert numbers.of_row((16, 1, 1, 0), MASK, ALL) is None
+    for path in (tmp_path / "records").glob("train-0.trained.*"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    numbers = TrainedNumbers(tmp_path / "records", None)
+    assert numbers.of_row((32, 0, 1, 0), MASK, ALL) is None, "it is damaged"
 
 
 @pytest.mark.parametrize(

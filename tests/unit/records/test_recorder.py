@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_groups import MEBI, played, recorder_of, trained, trajectory
+from recorded_groups import MEBI, add_trained, played, recorder_of, trajectory
 
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
@@ -55,24 +55,13 @@ def test_a_group_without_rows_tells_why(tmp_path: Path) -> None:
 
 
 def test_numbers_of_trained_rows_come_back(tmp_path: Path) -> None:
-    given = [
-        trained(16, {(0, 0): 34, (0, 1): 3, (2, 0): 1}),
-        trained(16, {(1, 0): 40}, minibatch=1),
-        trained(32, {(0, 0): 2}, step=6),
-    ]
-    recorder = recorder_of(tmp_path, process="train/1")
-    for it in given:
-        recorder.add_trained(it)
-    recorder.close()
+    given = add_trained(tmp_path, 16, {(0, 0): 34, (0, 1): 3, (2, 0): 1}, rank=1)
     assert list(rows(tmp_path)) == list(spans(tmp_path)) == []
-    back = list(trained_rows(tmp_path))
-    expected = [(it, name, its) for it in given for name, its in it.rows.items()]
-    for row, (of, name, tokens) in zip(back, expected, strict=True):
-        assert (row.worker, row.group, row.attempt) == ("train/1", of.group, of.attempt)
-        assert (row.step, row.minibatch, row.episode, row.row) == (of.step, of.minibatch, *name)
-        for column in ("gaps", "entropies", "advantages"):
-            was = np.float16(getattr(tokens, column))
-            np.testing.assert_array_equal(getattr(row, column), was.astype(np.float32))
+    for (row, tokens), (name, was) in zip(trained_rows(tmp_path), given.items(), strict=True):
+        assert (row.worker, row.group, row.attempt, row.step) == ("train/1", 16, 0, 5)
+        assert (row.episode, row.row) == name
+        for back, values in zip(tokens, was, strict=True):
+            np.testing.assert_array_equal(back, np.float16(values).astype(np.float32))
 
 
 def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:
