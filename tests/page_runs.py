@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ledger_history import History, a_run
 from msgspec import structs
-from recorded_groups import played, recorder_of
+from recorded_groups import add_trained, played, recorder_of
 from sample_rows import sample
 from tokenizers import Tokenizer, decoders, models
 
@@ -25,6 +25,20 @@ EVIL = "<script>document.title='evil'</script><img src=x onerror='document.title
 SYSTEM = "<|im_start|>user\nHow many letters has strawberry? " + EVIL + "<|im_end|>\n"
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "len(\'strawberry\')"}}</tool_call>'
 RESULT = "<tool_response>10</tool_response>\n"
+
+CONFIG = """\
+actor:
+  dtype: float32
+  ppo:
+    loss: policy_gradient
+    clip_center: proximal
+    behavior_weight: token
+    behavior_weight_bound: mask
+    behavior_weight_floor: 0.0
+    behavior_weight_cap: 1.5
+    max_second_moment: .inf
+    max_behavior_kl: .inf
+"""
 
 Part = tuple[str | bytes, int]
 """A text, and the version that sampled it; -1: it was given."""
@@ -56,7 +70,7 @@ async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:
     of one turn. Group 1 has an answer that was rejected.
     """
     with folder:
-        folder.open(config_text="actor:\n  dtype: float32\n")
+        folder.open(config_text=CONFIG)
     with closing(MetricsLog(folder.metrics_path, clock=lambda: 1003.0)) as log:
         for step in (1, 2):
             log.on_step(measured(step))
@@ -76,6 +90,9 @@ async def make_run(folder: RunFolder, *, num_groups: int = 3) -> None:
     recorder.add_span("the reward " + EVIL, 1001.5, 0.5, lane=0, about="0.0.0")
     recorder.add_span("updating weights", 1000.5, 0.25, versions=(1, 1))
     recorder.close()
+    its = groups([0])[0].episodes  # type: ignore[attr-defined]
+    lengths = {(e, n): sum(row.loss_mask) for e, rows in its.items() for n, row in enumerate(rows)}
+    add_trained(folder.path, 0, lengths)
 
 
 def add_group(recorder: object, number: int) -> None:

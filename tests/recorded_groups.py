@@ -9,14 +9,17 @@ import numpy as np
 from areal_sc.config.follow_settings import KeepRecords, RecordsConfig
 from areal_sc.records.recorded_rows import RecordedGroup, RecordedRejection
 from areal_sc.records.recorder import PlayedGroup, Recorder
+from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
 from areal_sc.workflows.trajectory import Trajectory
 
 MEBI = 1 << 20
 
 
-def recorder_of(run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI) -> Recorder:
+def recorder_of(
+    run: Path, *, keep: str = "all", max_bytes: int = 64 * MEBI, process: str = "rollout/0"
+) -> Recorder:
     config = RecordsConfig(KeepRecords(keep), max_bytes)
-    return Recorder(run / "records", "rollout/0", config, max_bytes)
+    return Recorder(run / "records", process, config, max_bytes)
 
 
 def trajectory(seed: int, length: int = 40, reward: float = 0.5) -> Trajectory:
@@ -55,3 +58,23 @@ def played(
         rejected=rejected,
     )
     return PlayedGroup(group, dict(enumerate(episodes)))
+
+
+def add_trained(
+    run: Path, group: int, rows: dict[tuple[int, int], int], *, rank: int = 0, step: int = 5
+) -> dict[tuple[int, int], TrainedTokens]:
+    """What a rank records. The first token of a row has no numbers.
+
+    Args: rows: (episode, row) -> number of its trained tokens.
+    """
+    recorder = recorder_of(run, process=f"train/{rank}")
+    random, found = np.random.default_rng([group, step]), {}
+    for (episode, row), num_tokens in rows.items():
+        gaps, entropies, advantages = random.normal(size=(3, num_tokens)).astype(np.float32)
+        gaps[0] = entropies[0] = np.nan
+        found[episode, row] = TrainedTokens(gaps, np.abs(entropies), advantages)
+        name = {"group": group, "attempt": 0, "episode": episode, "row": row}
+        told = TrainedRow(worker=f"train/{rank}", step=step, minibatch=0, at=1000.0 + step, **name)
+        recorder.add_trained(told, found[episode, row])
+    recorder.close()
+    return found

@@ -54,13 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.html",
         help="write the page to one file, which any browser shows, and serve nothing",
     )
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="whoever has the key may also pause, resume, scale and stop the runs",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is no such run, or the address or the file cannot be had."""
     runs = named_runs(arguments.run_dirs)
     if arguments.export is None:
-        asyncio.run(_serve(runs, arguments.bind, arguments.port))
+        asyncio.run(_serve(runs, arguments.bind, arguments.port, arguments.control))
         return
     with os_errors_as(CommandError, f"{arguments.export} cannot be written"):
         arguments.export.write_bytes(exported(runs))
@@ -82,9 +87,9 @@ def named_runs(paths: Sequence[Path]) -> list[FollowedRun]:
     ]
 
 
-async def _serve(runs: Sequence[FollowedRun], bind: str, port: int) -> None:
+async def _serve(runs: Sequence[FollowedRun], bind: str, port: int, can_control: bool) -> None:
     key = secrets.token_urlsafe(18)
-    server = PageServer(runs, Access(key, names_of_machine(bind)))
+    server = PageServer(runs, Access(key, names_of_machine(bind)), can_control=can_control)
     ended = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, ended.set)

@@ -83,9 +83,9 @@ class SamplesConfig:
 class KeepRecords(StrEnum):
     """What of a run is recorded.
 
-    all: every row, and what each process does when.
-    sample: the rows of groups with rejected episodes and of one group in 16, and what each process
+    all: every row, what train ranks compute of the tokens of one group in 16, and what each process
         does when.
+    sample: the same, but the rows only of groups with rejected episodes and of one group in 16.
     none: nothing.
     """
 

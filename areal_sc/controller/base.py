@@ -244,7 +244,8 @@ class Controller(ABC):
     def _status(self) -> RoleStatus:
         """For people who look from outside."""
         calls = [] if self._call is None else [self._call]
-        status = role_status(self.fleet, self._recovery.newest_outage, self.version, calls)
+        outage = self._recovery.newest_outage
+        status = role_status(self.fleet, outage, self.version, calls, self._counters)
         status.is_held = self.standstill.is_held
         self._tell_more(status)
         return status

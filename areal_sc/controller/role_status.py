@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+from areal_sc.controller.worker_counters import WorkerCounters
 from areal_sc.fleet.fleet import Fleet
 from areal_sc.fleet.member import Member
 from areal_sc.fleet.worker_life import Life, LifeState
@@ -21,7 +22,11 @@ _WORDS: Final = {
 
 
 def role_status(
-    fleet: Fleet, restart: Restart | None, version: int, waits: Iterable[Wait]
+    fleet: Fleet,
+    restart: Restart | None,
+    version: int,
+    waits: Iterable[Wait],
+    counters: Mapping[str, WorkerCounters],
 ) -> RoleStatus:
     """The status of the workers of one role; called on the event loop of their controller."""
     now, loop_s = time.time(), asyncio.get_running_loop().time()
@@ -37,7 +42,7 @@ def role_status(
         agents.append(AgentStatus(facts.host, facts.incarnation, heard))
 
     def status_of(member: Member) -> WorkerStatus:
-        worker = member.worker
+        worker, counted = member.worker, counters.get(member.name)
         return WorkerStatus(
             name=member.name,
             state=_word(member.life),
@@ -46,6 +51,9 @@ def role_status(
             incarnation=worker.incarnation,
             heard=now - (loop_s - member.beat_s),
             restarts=member.life.num_restarts,
+            held_bytes=None if counted is None else int(counted.newest.get("store_bytes", 0)),
+            store_bytes=member.order.store_bytes,
+            node_bytes=worker.store_room_bytes,
         )
 
     return RoleStatus(

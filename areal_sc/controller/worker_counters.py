@@ -17,11 +17,15 @@ OF_NOW: Final = (
 
 
 class WorkerCounters:
-    """The counters of one worker through all its lives."""
+    """The counters of one worker through all its lives.
+
+    Attributes:
+        newest: those of its newest life, when it was asked last.
+    """
 
     def __init__(self) -> None:
         self._incarnation = ""
-        self._newest: Mapping[str, float] = {}
+        self.newest: Mapping[str, float] = {}
         self._past: dict[str, float] = {}
 
     def add(self, incarnation: str, counters: Mapping[str, float]) -> None:
@@ -29,7 +33,7 @@ class WorkerCounters:
         if incarnation != self._incarnation:
             self._past = self.total(is_alive=False)
             self._incarnation = incarnation
-        self._newest = counters
+        self.newest = counters
 
     def total(self, *, is_alive: bool) -> dict[str, float]:
         """The counters of all lives together.
@@ -37,5 +41,5 @@ class WorkerCounters:
         Args:
             is_alive: the newest one goes on, and has what it had.
         """
-        newest = {k: v for k, v in self._newest.items() if is_alive or k not in OF_NOW}
+        newest = {k: v for k, v in self.newest.items() if is_alive or k not in OF_NOW}
         return {**self._past, **{k: self._past.get(k, 0) + v for k, v in newest.items()}}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from areal_sc.algorithms.named_loss import NamedLoss
     from areal_sc.config.schema import ActorConfig, GenerationConfig
+    from areal_sc.engines.training.update_trace import UpdateTrace
     from areal_sc.engines.weight_group import NamedTensor
     from areal_sc.transport.packed_rows import PackedRows
     from areal_sc.weights import BucketLayout, WeightGroup
@@ -255,6 +256,7 @@ class TrainEngine(Protocol):
         *,
         step: int,
         min_token_version: int | None = None,
+        trace: UpdateTrace | None = None,
     ) -> dict[str, float]:
         """One optimizer update a minibatch; returns the same numbers on every rank.
 
@@ -264,6 +266,7 @@ class TrainEngine(Protocol):
             step: training step, counted from 0; decides the learning rate.
             min_token_version: tokens sampled by older versions add nothing to the loss and its
                 denominator; None trains all.
+            trace: gets what the forward gives of some rows.
         """
 
 

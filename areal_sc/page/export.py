@@ -14,16 +14,18 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from areal_sc.page.followed_run import FollowedRun
+from areal_sc.page.followed_run import READ_S, FollowedRun
 from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.row_query import RowQuery
+from areal_sc.page.row_search import recorded_query
 from areal_sc.system.json_lines import to_json
 
 STATIC: Final = Path(__file__).with_name("static")
 NUM_ROWS: Final = 200
-"""The newest samples of a run that are in the file, with the lives of their groups."""
+"""The newest rows of a run that are in the file, and samples, with the lives of their groups."""
 MAX_TEXT_BYTES: Final = 8 << 20
-"""Texts of a run's samples in the file; the rows behind are left out."""
+"""Texts of a run's samples in the file, and those of its rows with their tokens; what is behind is
+left out."""
 NUM_GROUPS: Final = 200
 TIME_PIXELS: Final = 4000
 """The time line is so wide in the file; spans narrower than a pixel are left out."""
@@ -102,10 +104,34 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
             kept.append(row)
             yield f"{base}/rows/{row['offset']}", run.row(row["offset"])
         yield f"{base}/rows", {**rows, "rows": kept, "next": None}
+        recorded = dict(_recorded(run, base))
+        yield from recorded.items()
         shown = {group["group"] for group in groups["groups"]}
-        for group, life in run.lives(shown | {row["group"] for row in kept}).items():
+        rows_shown = [*kept, *recorded[f"{base}/recorded"]["rows"]]
+        for group, life in run.lives(shown | {row["group"] for row in rows_shown}).items():
             yield f"{base}/groups/{group}", life
-            yield f"{base}/recorded/{group}", {**run.recorded(group), "rows": []}
+            if (path := f"{base}/recorded/{group}") not in recorded:
+                yield path, {**run.recorded(group), "rows": []}
+
+
+def _recorded(run: FollowedRun, base: str) -> Iterator[tuple[str, Any]]:
+    """The newest recorded rows with their groups and tokens."""
+    while not run.read_rows(READ_S)["is_whole"]:
+        pass
+    found = run.recorded_rows(recorded_query({}), 0, NUM_ROWS)
+    room = MAX_TEXT_BYTES
+    for row in found["rows"]:
+        group, name = row["group"], (row["attempt"], row["episode"], row["row"])
+        its = {f"{base}/recorded/{group}": run.recorded(group)}
+        if row["episode"] >= 0:
+            path = f"{base}/tokens/{group}/{'/'.join(map(str, name))}"
+            its[path] = run.tokens(group, *name)
+        if (num_bytes := len(to_json(its))) <= room:
+            room -= num_bytes
+            yield from its.items()
+    yield f"{base}/recorded", {**found, "next": None}
+    yield f"{base}/reading", {"is_whole": True, "num_changes": found["num_changes"]}
+    yield f"{base}/marks", []
 
 
 def _text(name: str) -> str:

@@ -34,6 +34,7 @@ from areal_sc.page.row_search import MARKED, RowName, RowSearch
 from areal_sc.page.sample_rows import SampleRows
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.page.time_line import TimeLine
+from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
 from areal_sc.records.reading import spans, trace_events
 from areal_sc.records.spans import RecordedSpan
 from areal_sc.run.run_checks import check_is_run
@@ -77,7 +78,9 @@ class FollowedRun:
         )
         self._search = RowSearch(self.index)
         self._bookmarks = Bookmarks(cache, path)
-        self._recorded = RecordedGroups(self.index)
+        self._recorded = RecordedGroups(
+            self.index, TrainedNumbers(self.folder.records, weights_by(self._settings()[0]))
+        )
         self._fates_of = 0  # which reading of the ledger the index knows
         self._time_line = TimeLine(self.folder.records)
         self._script: tuple[list[RecordedSpan], int] = (

@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 from areal_sc.errors import RunFolderError
 from areal_sc.page.row_index import PlacedGroup, RowIndex
 from areal_sc.page.row_texts import decoded
+from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.blocks import RecordBlock, read_blocks, read_body
 from areal_sc.records.recorded_rows import (
     RecordedGroup,
@@ -32,8 +33,9 @@ _MOST_PARTS: Final = 4
 class RecordedGroups:
     """Reads single groups from where an index says they are."""
 
-    def __init__(self, index: RowIndex) -> None:
+    def __init__(self, index: RowIndex, trained: TrainedNumbers) -> None:
         self._index = index
+        self._trained = trained
 
     def of_group(self, number: int) -> list[dict[str, Any]]:
         """The attempts of a group that are recorded and not gone, the newest one last.
@@ -88,7 +90,8 @@ class RecordedGroups:
             one), each with one value a token; `first`, `num_tokens` of the row; `turns`, runs of
             tokens that were sampled, or were not, with `is_sampled`, `begin`, `end`, `text` (None
             without a tokenizer), and `mean_logprob`; `branches`, of the other rows of the episode
-            `row` and `num_shared`, the tokens that both begin with. None: it is not recorded.
+            `row` and `num_shared`, the tokens that both begin with; `trained`, what
+            `TrainedNumbers.of_row` tells. None: it is not recorded.
         Raises: RunFolderError: it cannot be read any more.
         """
         placed = self._index.places(number).get(attempt)
@@ -122,6 +125,9 @@ class RecordedGroups:
             "num_tokens": len(tokens.input_ids),
             "turns": _turns(tokens, tokenizer),
             "branches": branches,
+            "trained": self._trained.of_row(
+                number, attempt, (episode, row), tokens.loss_mask, told
+            ),
         }
 
 

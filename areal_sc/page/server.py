@@ -25,6 +25,7 @@ unblocked by itself: as long as a browser listens to `/api/changes`, it looks tw
     /api/runs/N/fleet                   state, workers, logs
     /api/runs/N/held                    policy version of each rollout worker
     /api/runs/N/logs/NAME               the end of a log
+    /api/runs/N/control                 POST: pauses, resumes, scales or stops it; with `--control`
     /api/changes                        server-sent events
 """
 
@@ -33,10 +34,11 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from aiohttp import web
@@ -73,14 +75,28 @@ class _Marks(msgspec.Struct):
     note: Annotated[str, msgspec.Meta(max_length=2000)] | None = None
 
 
+class _Control(msgspec.Struct):
+    """What a browser wants of a run; `num_workers` of a scaled one."""
+
+    what: Literal["pause", "resume", "scale", "stop"]
+    num_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+
+
 View = Callable[[FollowedRun, web.Request], Any]
 
 
 class PageServer:
-    """Serves runs to those whom `access` lets in."""
+    """Serves runs to those whom `access` lets in.
 
-    def __init__(self, runs: Sequence[FollowedRun], access: Access) -> None:
+    Args:
+        can_control: they may also pause, resume, scale and stop the runs.
+    """
+
+    def __init__(
+        self, runs: Sequence[FollowedRun], access: Access, *, can_control: bool = False
+    ) -> None:
         self._runs = runs
+        self._can_control = can_control
         self._is_ending = asyncio.Event()
         app = web.Application(middlewares=[access.middleware, _errors_told])
         app.router.add_get("/", self._index)
@@ -109,6 +125,8 @@ class PageServer:
             app.router.add_get(f"/api/runs/{{run}}/{path}", self._shown(view))
         app.router.add_get("/api/runs/{run}/recorded.jsonl", self._recorded_lines)
         app.router.add_post("/api/runs/{run}/marks", self._mark)
+        if can_control:
+            app.router.add_post("/api/runs/{run}/control", self._control)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, bind: str, port: int) -> int:
@@ -136,7 +154,8 @@ class PageServer:
         return web.FileResponse(STATIC / name)
 
     async def _about(self, request: web.Request) -> web.StreamResponse:
-        return answer(await asyncio.to_thread(lambda: [run.about() for run in self._runs]))
+        told = await asyncio.to_thread(lambda: [run.about() for run in self._runs])
+        return answer([{**run, "can_control": self._can_control} for run in told])
 
     def _run(self, request: web.Request) -> FollowedRun:
         number = _whole_number(request, "run")
@@ -151,6 +170,28 @@ class PageServer:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ValueError(f"marks: {error}") from error
         return answer(await asyncio.to_thread(run.mark, wanted.rows, wanted.note))
+
+    async def _control(self, request: web.Request) -> web.StreamResponse:
+        """Runs a command of `areal_sc`, and gives what it says."""
+        run = self._run(request)
+        if "Origin" not in request.headers:  # which every browser sends; `Access` has compared it
+            return refusal(403, "a request that changes a run has to name its origin")
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=_Control)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"control: {error}") from error
+        words = [wanted.what, str(run.folder.path)]
+        if wanted.what == "scale":
+            words.append(f"rollout={wanted.num_workers or 0}")
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "areal_sc", *words),
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await process.communicate()
+        text = said.decode(errors="replace").strip()
+        return refusal(409, text) if process.returncode else answer({"text": text})
 
     async def _recorded_lines(self, request: web.Request) -> web.StreamResponse:
         run, query = self._run(request), recorded_query(request.query)

@@ -34,6 +34,12 @@ from areal_sc.records.recorded_rows import (
 )
 from areal_sc.records.script_spans import script_spans
 from areal_sc.records.spans import RecordedSpan, spans_of, unpack_spans
+from areal_sc.records.trained_rows import (
+    TrainedRow,
+    TrainedTokens,
+    unpack_trained,
+    unpack_trained_tokens,
+)
 from areal_sc.run.run_files import RunFiles
 from areal_sc.system.os_errors import os_errors_as
 
@@ -87,7 +93,7 @@ def rows(run: str | Path) -> Iterator[Row]:
     Raises: RunFolderError: the folder, or a file in it, cannot be read.
     """
     for file in _files(run):
-        if file.series is Series.spans:
+        if file.series not in (Series.rows, Series.kept):
             continue
         for group, of_rows in _read(file, _rows_of):
             for row, tokens in zip(group.rows, of_rows, strict=True):
@@ -107,6 +113,16 @@ def rows(run: str | Path) -> Iterator[Row]:
                     metrics=row.metrics,
                     num_rejected=sum(it.num_episodes for it in group.rejected),
                 )
+
+
+def trained_rows(run: str | Path) -> Iterator[tuple[TrainedRow, TrainedTokens]]:
+    """What train ranks have recorded of rows: of those of one group in 16.
+
+    Arguments and errors are those of `rows`.
+    """
+    for file in _files(run):
+        if file.series is Series.trained:
+            yield from _read(file, _trained_of)
 
 
 def spans(run: str | Path) -> Iterator[RecordedSpan]:
@@ -201,6 +217,12 @@ def _rows_of(
 ) -> tuple[RecordedGroup, list[RecordedTokens]]:
     group = unpack_group(found.head)
     return group, unpack_tokens(body, group.rows) if group.rows else []
+
+
+def _trained_of(
+    file: RecordFile, found: RecordBlock, body: bytes
+) -> tuple[TrainedRow, TrainedTokens]:
+    return unpack_trained(found.head), unpack_trained_tokens(body)
 
 
 def _spans_of(file: RecordFile, found: RecordBlock, body: bytes) -> list[RecordedSpan]:

@@ -3,6 +3,7 @@
     rollout-0.rows.000007     groups, the 7th file of them that `rollout/0` has begun
     rollout-0.kept.000001     remarkable groups: they go last
     rollout-0.spans.000002    what it did, and how long
+    train-0.trained.000001    what a train rank computed of the tokens of some rows
 
 Each life of a worker begins files of its own. When the files of a worker take more than they may,
 the oldest `rows` go, then the oldest `spans`, then the oldest of what is `kept`, none of them when
@@ -22,7 +23,7 @@ from areal_sc.system.durable import append_or_undo
 _NUM_FILES: Final = 16
 """A file takes this part of the limit, so that what goes is little."""
 _MAX_FILE_BYTES: Final = 64 << 20
-_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans)\.(\d{6,})")
+_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)\.(rows|kept|spans|trained)\.(\d{6,})")
 _MODE: Final = 0o600
 
 
@@ -31,10 +32,11 @@ class Series(StrEnum):
 
     rows = "rows"
     spans = "spans"
+    trained = "trained"
     kept = "kept"
 
 
-_SHARES: Final = {Series.rows: 3, Series.spans: 3, Series.kept: 7}
+_SHARE: Final = 3
 """Parts of the limit that each series has, whatever the others take; the rest is for new files."""
 
 
@@ -127,9 +129,9 @@ class FilesOfProcess:
         """The first files go, in the order of `Series`, until a file more of each has room."""
         sizes = {it: _size_of(it.path) for it in own}
         excess = sum(sizes.values()) + len(Series) * self._file_bytes - self._max_bytes
-        for series, share in _SHARES.items():
+        for series in Series:
             of_series = [it for it in own if it.series is series]
-            beyond = sum(sizes[it] for it in of_series) - share * self._max_bytes // _NUM_FILES
+            beyond = sum(sizes[it] for it in of_series) - _SHARE * self._max_bytes // _NUM_FILES
             for it in of_series[:-1]:
                 if min(excess, beyond) <= 0:
                     break

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-_LEVEL: Final = 1
+LEVEL: Final = 1
 """The level of zlib; 6 takes 3 times as long, and saves a tenth."""
 
 VersionRuns = tuple[tuple[int, int], ...]
@@ -134,8 +134,8 @@ def pack_tokens(rows: Sequence[PlayedRow]) -> bytes:
     logprobs = np.concatenate([np.asarray(row.behavior_logprobs) for row in rows])
     with np.errstate(over="ignore"):  # what float16 cannot hold is -inf
         sampled = logprobs[mask].astype("<f2")
-    content = _by_byte(ids) + np.packbits(mask).tobytes() + _by_byte(sampled)
-    return zlib.compress(content, _LEVEL)
+    content = by_byte(ids) + np.packbits(mask).tobytes() + by_byte(sampled)
+    return zlib.compress(content, LEVEL)
 
 
 def unpack_tokens(body: bytes, rows: Sequence[RecordedRow]) -> list[RecordedTokens]:
@@ -152,13 +152,13 @@ def unpack_tokens(body: bytes, rows: Sequence[RecordedRow]) -> list[RecordedToke
     mask_at, logprobs_at = 4 * num_tokens, 4 * num_tokens + (num_tokens + 7) // 8
     if len(content) != logprobs_at + 2 * num_sampled:
         raise ValueError(f"expected {num_tokens} tokens, got {len(content)} bytes of other ones")
-    ids = _from_bytes(content[:mask_at], "<i4")
+    ids = from_bytes(content[:mask_at], "<i4")
     bits = np.frombuffer(content[mask_at:logprobs_at], np.uint8)
     mask = np.unpackbits(bits, count=num_tokens).astype(bool)
     if mask.sum() != num_sampled:
         raise ValueError(f"expected {num_sampled} trained tokens, got {mask.sum()}")
     logprobs = np.zeros(num_tokens, np.float32)
-    logprobs[mask] = _from_bytes(content[logprobs_at:], "<f2")
+    logprobs[mask] = from_bytes(content[logprobs_at:], "<f2")
     versions = np.full(num_tokens, -1, np.int32)
     runs = [run for row in rows for run in row.versions]
     versions[mask] = np.repeat([run[0] for run in runs], [run[1] for run in runs])
@@ -171,7 +171,7 @@ def unpack_tokens(body: bytes, rows: Sequence[RecordedRow]) -> list[RecordedToke
 
 def pack_group(group: RecordedGroup) -> bytes:
     """The head of a block; `unpack_group` is its inverse."""
-    return zlib.compress(msgspec.msgpack.encode(group), _LEVEL)
+    return zlib.compress(msgspec.msgpack.encode(group), LEVEL)
 
 
 def unpack_group(head: bytes) -> RecordedGroup:
@@ -182,13 +182,13 @@ def unpack_group(head: bytes) -> RecordedGroup:
         raise ValueError(f"the head of a group cannot be read: {error}") from error
 
 
-def _by_byte(values: np.ndarray) -> bytes:
+def by_byte(values: np.ndarray) -> bytes:
     """All lowest bytes, then all second ones, and so on."""
     return values.view(np.uint8).reshape(len(values), -1).T.tobytes()
 
 
-def _from_bytes(content: bytes, dtype: str) -> np.ndarray:
-    """Inverse of `_by_byte`."""
+def from_bytes(content: bytes, dtype: str) -> np.ndarray:
+    """Inverse of `by_byte`."""
     size = np.dtype(dtype).itemsize
     return np.ascontiguousarray(np.frombuffer(content, np.uint8).reshape(size, -1).T).view(dtype)[
         :, 0

@@ -1,6 +1,6 @@
 """What a process records of itself, written by a thread of its own.
 
-consumes     played groups and spans, from any thread of the process
+consumes     played groups, rows that were trained, and spans, from any thread of the process
 waits for    the disk, in its own thread; who records something never waits
 unblocked by the passing of `FLUSH_S`, or `close`
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -38,6 +38,7 @@ from areal_sc.records.recorded_rows import (
     pack_tokens,
 )
 from areal_sc.records.spans import NO_VERSION, RecordedSpan, pack_spans
+from areal_sc.records.trained_rows import TrainedRow, TrainedTokens, pack_trained
 from areal_sc.user_code import describe
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,12 @@ FLUSH_S: Final = 1.0
 """Time between two writes."""
 OPEN_AFTER_S: Final = 1.0
 """Spans that go on for longer are written before they end: see `open_spans`."""
-SPANS_BYTES: Final = 64 << 20
-"""Limit of the records of a process that has no rows: some million spans."""
+RANK_BYTES: Final = 256 << 20
+"""Limit of the records of a process that generates no rows: some million spans, and the numbers of
+30 million trained tokens."""
 KEPT_EVERY: Final = 16
-"""One of so many groups is remarkable, by its number: so a thinned history stays."""
+"""One of so many groups is remarkable, by its number: so a thinned history stays. Of these groups
+train ranks record numbers of each token."""
 _MAX_WAITING: Final = 1 << 16
 MAX_WAITING_TOKENS: Final = 4 << 20
 """Groups that wait have about so many tokens at most: some hundred MiB."""
@@ -79,6 +82,17 @@ class PlayedGroup:
         return sum(len(row.input_ids) for its in self.episodes.values() for row in its)
 
 
+class _Trained(NamedTuple):
+    """What an update has computed of a row."""
+
+    row: TrainedRow
+    tokens: TrainedTokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.gaps)
+
+
 class Recorder:
     """Records what one process does.
 
@@ -102,7 +116,7 @@ class Recorder:
         self.process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = folder is not None and config.keep is not KeepRecords.none
-        self._waiting = deque[PlayedGroup | RecordedSpan]()
+        self._waiting = deque[PlayedGroup | _Trained | RecordedSpan]()
         self._is_closing = threading.Event()
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._open = dict[object, RecordedSpan]()  # of `span`
@@ -115,12 +129,20 @@ class Recorder:
     def add_group(self, played: PlayedGroup) -> None:
         """Records a group. Its rows must not change any more."""
         if self.is_on and (self._keeps_all or played.is_remarkable):
-            with self._counting:
-                if self._num_waiting_tokens > MAX_WAITING_TOKENS:
-                    logger.debug(_FAR_BEHIND)
-                elif self._has_room():
-                    self._waiting.append(played)
-                    self._num_waiting_tokens += played.num_tokens
+            self._add_tokens(played)
+
+    def add_trained(self, row: TrainedRow, tokens: TrainedTokens) -> None:
+        """Records what an update has computed of a row."""
+        if self.is_on:
+            self._add_tokens(_Trained(row, tokens))
+
+    def _add_tokens(self, record: PlayedGroup | _Trained) -> None:
+        with self._counting:
+            if self._num_waiting_tokens > MAX_WAITING_TOKENS:
+                logger.debug(_FAR_BEHIND)
+            elif self._has_room():
+                self._waiting.append(record)
+                self._num_waiting_tokens += record.num_tokens
 
     def add_span(
         self,
@@ -241,7 +263,10 @@ class Recorder:
             if isinstance(record, RecordedSpan):
                 spans.append(record)
                 continue
-            self._write_group(record)
+            if isinstance(record, _Trained):
+                self._append(Series.trained, *pack_trained(record.row, record.tokens))
+            else:
+                self._write_group(record)
             with self._counting:
                 self._num_waiting_tokens -= record.num_tokens
         for first in range(0, len(spans), _SPANS_PER_BLOCK):

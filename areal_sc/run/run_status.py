@@ -64,6 +64,9 @@ class WorkerStatus(msgspec.Struct):
         state: `starting`, `ready`, `suspect` (it is silent), `restarting`, `leaving` or `given up`.
         heard: its last sign of life.
         restarts: since the controllers were started.
+        held_bytes: in its tensor store, when it was asked last; None: it was not asked yet.
+        store_bytes: limit of the store; 0: not known.
+        node_bytes: what all stores on its node may hold; 0: not known.
     """
 
     name: str
@@ -73,6 +76,9 @@ class WorkerStatus(msgspec.Struct):
     incarnation: str
     heard: float
     restarts: int
+    held_bytes: int | None = None
+    store_bytes: int = 0
+    node_bytes: int = 0
 
 
 class Restart(msgspec.Struct):

@@ -24,7 +24,7 @@ from areal_sc.log import take_warnings
 from areal_sc.nodes.beats import Beats
 from areal_sc.nodes.node_folder import WorkerFiles
 from areal_sc.nodes.spec import WorkerReport, WorkerSpec
-from areal_sc.records.recorder import SPANS_BYTES, Recorder
+from areal_sc.records.recorder import RANK_BYTES, Recorder
 from areal_sc.run.run_files import RunFiles
 from areal_sc.transport.bulk.session import OWNER_ABSENCE_S
 from areal_sc.transport.plane import DataPlane
@@ -194,7 +194,7 @@ class Worker:
 
 def _recorder_of(spec: WorkerSpec, config: Any) -> Recorder:
     folder = None if spec.shipped else RunFiles(spec.run.run_dir).records
-    settings, max_bytes = spec.run.records, SPANS_BYTES
+    settings, max_bytes = spec.run.records, RANK_BYTES
     if isinstance(config, RolloutConfig):
         max_bytes = settings.max_bytes // config.most_workers
     return Recorder(folder, spec.name, settings, max_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import NamedLoss
 from areal_sc.engines.training.token_values import token_values
+from areal_sc.engines.training.update_trace import UpdateTrace
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import RowMetadata
+from areal_sc.nodes.spec import TRAIN_ROLE
+from areal_sc.records.recorder import KEPT_EVERY
+from areal_sc.records.trained_rows import TrainedRow, TrainedTokens
 from areal_sc.transport.packed_rows import PackedRows
 from areal_sc.workers import calls, rank_methods
 from areal_sc.workers.rank import Rank
@@ -87,16 +92,48 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
                 pulled = [await rank.plane.puller.pull(batch) for batch in args.rows]
             minibatches = [rows.joined() for rows in pulled]
             oldest = args.rows[0].min_token_version
+        trace = _trace_of(rank, minibatches)
+
+        def compute() -> dict[str, float]:
+            version = operation.version
+            metrics = rank.engine.update(
+                minibatches, loss, step=version, min_token_version=oldest, trace=trace
+            )
+            for it in () if trace is None else trace.rows():
+                row = TrainedRow(
+                    worker=rank.spec.name,
+                    group=it.metadata.group_id,
+                    attempt=it.metadata.attempt,
+                    episode=it.metadata.episode,
+                    row=it.row,
+                    step=version + 1,
+                    minibatch=it.minibatch,
+                    at=time.time(),
+                )
+                numbers = (it.gaps, it.entropies, it.advantages)
+                rank.recorder.add_trained(row, TrainedTokens(*(its.numpy() for its in numbers)))
+            return metrics
+
         recorded = rank.recorder.span("update", version=operation.version)
         with recorded, rank.operations.changing(operation):
-            return await rank.compute(
-                lambda: rank.engine.update(
-                    minibatches, loss, step=operation.version, min_token_version=oldest
-                )
-            )
+            return await rank.compute(compute)
 
     next_version = operation.version + 1 if args.advances else None
     return await rank.operations.join(operation, run, next_version=next_version)
+
+
+def _trace_of(rank: Rank, minibatches: Sequence[PackedRows]) -> UpdateTrace | None:
+    """What collects numbers of tokens for the records; None: there is nothing to record."""
+    is_policy = rank.spec.name.partition("/")[0] == TRAIN_ROLE
+    if not (rank.recorder.is_on and is_policy and rank.position.is_head):
+        return None
+    has_numbers = all(
+        "behavior_logprobs" in rows.fields
+        and (rows.advantages is not None or "advantages" in rows.fields)
+        for rows in minibatches
+        if rows.num_rows
+    )
+    return UpdateTrace(lambda row: row.group_id % KEPT_EVERY == 0) if has_numbers else None
 
 
 async def _loss(rank: Rank, number: int) -> NamedLoss:

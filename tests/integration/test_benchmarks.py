@@ -43,6 +43,7 @@ PROMISED = {
     "many_workers": {"loop_lag_p99_ms", "choose_us", "step_s"},
     "output_layer": {"trained_kl_float32_over_rounded", "random_top_logit"},
     "preferences": {"dpo_ordered_mean", "reward_model_ordered_mean"},
+    "page_live": {"step_worst_s", "row_worst_s", "server_growth", "tab_growth"},
     "page_rows": {"read_s", "query_worst_ms", "search_fifty_s", "open_worst_ms"},
     "planner": {"8_24_2_error_median", "8_24_2_regret"},
     "planes": {"tcp_vs_bare_pyzmq", "noop_rpc_vs_bare", "heartbeat_256_cpu_percent"},

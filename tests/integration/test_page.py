@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from integration.run_process import LIMIT_S, open_gate, tiny_run
@@ -38,11 +38,18 @@ class Page:
         with urlopen(f"{self.address}{path}{sign}key={self._key}", timeout=LIMIT_S) as answer:
             return json.loads(answer.read())
 
+    def control(self, **wanted: Any) -> str:
+        """What is said to it."""
+        path = f"{self.address}/api/runs/0/control?key={self._key}"
+        request = Request(path, json.dumps(wanted).encode(), {"Origin": self.address})
+        with urlopen(request, timeout=LIMIT_S) as answer:
+            return str(json.loads(answer.read())["text"])
+
 
 @contextmanager
-def page_of(*run_dirs: Path) -> Iterator[Page]:
+def page_of(*run_dirs: Path, options: Sequence[str] = ()) -> Iterator[Page]:
     """A page that is served meanwhile, and ends by Ctrl-C without an error."""
-    command = [sys.executable, "-m", "areal_sc", "page", *map(str, run_dirs)]
+    command = [sys.executable, "-m", "areal_sc", "page", *map(str, run_dirs), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             assert process.stdout is not None
@@ -95,8 +102,11 @@ def test_beside_a_run_that_goes_on(tmp_path: Path, tiny_model_folder: Path) -> N
     held = ("task.num_free_episodes=32", "total_steps=5")  # after the evaluation and three steps
     with tiny_run(tmp_path / "run", tiny_model_folder, *held) as run:
         run.wait_for_step(1)
-        with page_of(run.run_dir) as page:
+        with page_of(run.run_dir, options=["--control"]) as page:
             run.wait_until(lambda: workers_of(page) == {"train/0", "rollout/0"}, "its workers")
+            page.control(what="pause")
+            assert page.get("/api/runs/0/fleet")["status"]["wishes"]["pause"] is not None
+            assert page.control(what="resume") == "the run goes on"
             before = page.get("/api/runs/0/steps")
             assert before["columns"]["step"][0] == 1
             for _ in range(5):
@@ -105,7 +115,11 @@ def test_beside_a_run_that_goes_on(tmp_path: Path, tiny_model_folder: Path) -> N
             known = f"epoch={before['epoch']}&first={before['num_steps']}"
             after = page.get(f"/api/runs/0/steps?{known}")
             assert before["columns"]["step"] + after["columns"]["step"] == [1, 2, 3, 4, 5]
-            assert page.get("/api/runs/0/fleet")["state"] == "finished"
+            fleet = page.get("/api/runs/0/fleet")
+            assert fleet["state"] == "finished"
+            for role in fleet["status"]["roles"].values():
+                for worker in role["workers"]:
+                    assert 0 <= worker["held_bytes"] <= worker["store_bytes"]
             check_is_as_in_the_files(page, run.run_dir)
 
 

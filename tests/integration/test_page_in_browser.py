@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from integration.browser import CHROMIUM, Tab, browser_tab
@@ -22,7 +23,9 @@ from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.controller.ledger.ledger_account import read_account
-from areal_sc.records.reading import Row, rows
+from areal_sc.page.export import exported
+from areal_sc.page.followed_run import FollowedRun
+from areal_sc.records.reading import Row, rows, trained_rows
 from areal_sc.run.run_folder import RunFolder
 from areal_sc.system.json_lines import JsonLines
 
@@ -206,8 +209,8 @@ async def check_numbers(tab: Tab, run: Path) -> None:
     of = {f"{it.group}.{it.attempt}.{it.episode}.{it.row}": it for it in rows(run)}
     await shows(tab, f"#/rows?run={run.name}&sort=-time")
     cards = await tab.value(
-        "[...document.querySelectorAll('.row')].filter(it => it.querySelector('.star')).map(it => "
-        "[new URLSearchParams(it.querySelector('a').hash.split('?')[1]).get('name'), "
+        "[...document.querySelectorAll('.row')].filter(it => it.querySelector('.numbers'))"
+        ".map(it => [new URLSearchParams(it.querySelector('a').hash.split('?')[1]).get('name'), "
         "...[...it.querySelectorAll('.numbers > span')].map(it => it.textContent)])"
     )
     assert len(cards) == min(len(of), 50)
@@ -266,6 +269,48 @@ async def test_tokens_are_those_that_were_recorded(runs: list[Path], page: Page,
     assert tab.errors == []
 
 
+async def test_what_the_trainer_says_of_tokens(runs: list[Path], page: Page, tab: Tab) -> None:
+    (was,) = [it for it in rows(runs[0]) if (it.group, it.episode, it.row) == (0, 0, 1)]
+    (of_trainer,) = [its for it, its in trained_rows(runs[0]) if (it.episode, it.row) == (0, 1)]
+    await shows(tab, "#/row?name=0.0.0.1")
+    box = "document.querySelector('.tokens')"
+    places = was.loss_mask.nonzero()[0].tolist()
+    ends = {
+        "gap of trainer and sampler": [-0.5, -0.1, -0.02, -0.005, 0.005, 0.02, 0.1, 0.5],
+        "weight": [0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2],
+        "advantage": [-2, -1, -0.3, -0.001, 0.001, 0.3, 1, 2],
+    }
+    ratios = np.exp(of_trainer.gaps)
+    weights = np.where(ratios > 1.5, 0, ratios)  # CONFIG
+    values = dict(zip(ends, (of_trainer.gaps, weights, of_trainer.advantages), strict=True))
+    for color, its in ends.items():
+        await tab.value(
+            "(it => {it.value = '" + color + "'; it.dispatchEvent(new Event('change'))})"
+            "(document.querySelector('[name=colour]'))"
+        )
+        classes = await tab.value(f"[...{box}.children].map(it => it.className)")
+        assert set(classes) - {f"d{n}" for n in range(9)} == {"given"}
+        for place, value in zip(places, values[color], strict=True):
+            expected = "given" if np.isnan(value) else f"d{np.searchsorted(its, value, 'right')}"
+            assert classes[place] == expected
+    for place, gap, weight in list(zip(places, of_trainer.gaps, weights, strict=True))[:3]:
+        pointed = (
+            f"{box}.children[{place}].dispatchEvent(new Event('pointerover', {{bubbles: true}}))"
+        )
+        await tab.value(pointed)
+        under = await tab.value("document.querySelector('.under').innerText")
+        if np.isnan(gap):
+            assert "step 5 sent it through no forward" in under
+            continue
+        found = re.findall(r"less sampler (\S+) nats, weight (\S+?)( |,)", under)
+        assert float(found[0][0]) == pytest.approx(gap, rel=1e-3)
+        assert float(found[0][1]) == pytest.approx(weight, rel=1e-3)
+        assert "trained by step 5, minibatch 1" in under
+    shown = await shows(tab, "#/row?name=30.0.0.0")
+    assert "recorded of every 16th group" in shown
+    assert tab.errors == []
+
+
 async def test_of_a_very_long_answer_a_part_is_shown(
     runs: list[Path], page: Page, tab: Tab
 ) -> None:
@@ -279,6 +324,32 @@ async def test_of_a_very_long_answer_a_part_is_shown(
     shown = await shows(tab, "#/rows?text=%EF%BF%BD")  # what is no UTF-8
     assert "1 found" in shown
     assert tab.errors == []
+
+
+async def test_an_exported_file_shows_rows_and_tokens(
+    runs: list[Path], tmp_path: Path, browser: Tab
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_bytes(exported([FollowedRun(run, run.name, tmp_path) for run in runs[:3]]))
+    await browser.open(f"file://{file}")
+    browser.errors.clear()
+    await check_numbers(browser, runs[0])
+    for view in ("rows?run=sound", "row?name=1.0.0.1", "group?group=0", "rows?run=tiny", "fleet"):
+        shown = await shows(browser, f"#/{view}")
+        assert "not in the exported file" not in shown, view
+    await shows(browser, "#/row?name=0.0.0.1")
+    classes = await browser.value("[...document.querySelector('.tokens').children].length")
+    assert classes == len(
+        next(it for it in rows(runs[0]) if (it.group, it.row) == (0, 1)).input_ids
+    )
+    assert "gap of trainer" in await browser.value(
+        "document.querySelector('[name=colour]').innerText"
+    )
+    await shows(browser, "#/row?name=31.0.0.0")  # of 2 MB
+    later = "[...document.querySelectorAll('button')].find(it => it.innerText === 'later tokens')"
+    await browser.value(f"{later}.click()")
+    await browser.wait_for("/is not in the exported file/.test(document.body.innerText)")
+    assert browser.errors == []
 
 
 async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab: Tab) -> None:

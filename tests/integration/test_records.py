@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from integration.run_process import tiny_run
 
 from areal_sc.page.group_book import GroupBook
-from areal_sc.records.reading import rows, spans, steps
+from areal_sc.records.reading import rows, spans, steps, trained_rows
 from areal_sc.run.run_folder import RunFolder
 
 
@@ -19,7 +20,8 @@ def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> 
     book = GroupBook(RunFolder(run_dir).ledger)
     of_script = [it for it in spans(run_dir) if it.process == "script"]
     num_rows = 0
-    for life in book.lives(set(range(20))).values():
+    lives = book.lives(set(range(20)))
+    for life in lives.values():
         finished = [it for it in life["events"] if it["what"] == "finished"][-1]
         for row in finished["rows"]:
             kept = recorded[life["account"]["group"], finished["attempt"], row.episode]
@@ -30,6 +32,26 @@ def test_a_run_records_what_it_does(tmp_path: Path, tiny_model_folder: Path) -> 
             assert ((kept.behavior_logprobs < 0) <= kept.loss_mask).all()
             num_rows += 1
     assert num_rows == 5 * 4 * 2
+    traced = list(trained_rows(run_dir))
+    assert sorted((it.group, it.episode) for it, _ in traced) == [
+        (g, e) for g in (0, 16) for e in (0, 1)
+    ]
+    for it, tokens in traced:
+        sampled = recorded[it.group, it.attempt, it.episode]
+        versions = sampled.versions[sampled.loss_mask]
+        assert len(tokens.gaps) == len(versions)
+        assert it.step == lives[it.group]["account"]["step"]
+        rewards = [row.reward for row in recorded.values() if row.group == it.group]
+        assert np.sign(tokens.advantages).tolist() == [
+            np.sign(sampled.reward - np.mean(rewards))
+        ] * len(versions)
+        assert (np.isnan(tokens.gaps) == (tokens.advantages == 0)).all(), (
+            "they go through no forward"
+        )
+        assert (np.isnan(tokens.gaps) == np.isnan(tokens.entropies)).all()
+        # the policy that begins a step has sampled those
+        of_same = np.abs(tokens.gaps[(versions == it.step - 1) & (tokens.advantages != 0)])
+        assert (of_same < 1e-3).all()
     measured = list(steps(run_dir))
     assert [it.about for it in of_script if it.kind == "train"] == [str(m.step) for m in measured]
     for step in measured:

@@ -47,6 +47,7 @@ from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count_rows
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.update_metrics import MISMATCH, NUM_COMPARED, UpdateMetrics
+from areal_sc.engines.training.update_trace import UpdateTrace
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import threads_of_rank
@@ -87,6 +88,7 @@ class MinibatchLoss:
         version: of the policy that the step begins from.
         head: of the model.
         metrics: of the step; those of each micro-batch are added.
+        trace: gets the outputs of some rows.
 
     The loss may be a user's. It sees copies of the outputs and gives their gradients, so whatever
     it returns or raises, the model's backward, in which ranks meet, is the same on all ranks.
@@ -99,6 +101,7 @@ class MinibatchLoss:
     version: int
     head: ModelHead
     metrics: UpdateMetrics
+    trace: UpdateTrace | None = None
 
     def of(self, batch: MicroBatch, outputs: Outputs) -> torch.Tensor:
         """A scalar with the gradient of this rank's summand of the minibatch's loss.
@@ -106,6 +109,8 @@ class MinibatchLoss:
         Where the loss has failed that is 0, and `metrics.failure` says why.
         """
         known = batch.whole(torch.stack([values.detach() for values in outputs]))
+        if self.trace is not None:
+            self.trace.add(batch.token_index, known)
         copies = [values.requires_grad_() for values in known.unbind()]
         gradients: Sequence[torch.Tensor | None] = (None, None)
         if self.metrics.failure is None:
@@ -294,6 +299,7 @@ class RankEngine(ABC):
         *,
         step: int,
         min_token_version: int | None = None,
+        trace: UpdateTrace | None = None,
     ) -> dict[str, float]:
         """One optimizer update a minibatch; none where nothing is learned, as its gradient is 0.
 
@@ -341,7 +347,10 @@ class RankEngine(ABC):
                 version=step,
                 head=self.config.head,
                 metrics=metrics,
+                trace=trace,
             )
+            if trace is not None:
+                trace.begin(index, batch.rows)
             self._add_gradients(replace(batch, numbers=numbers), of_minibatch)
             norm = self._take_step(step, is_void=metrics.failure is not None)
             if not math.isfinite(norm):

@@ -96,6 +96,13 @@ export function percent(share) {
   return share === null || share === undefined ? "–" : `${Number((100 * share).toPrecision(3))}%`;
 }
 
+/** A number of bytes in few characters. */
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const power = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  return `${Number((value / 1024 ** power).toPrecision(3))} ${["bytes", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 100) return `${Number(seconds.toPrecision(3))} s`;

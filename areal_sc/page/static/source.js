@@ -9,7 +9,8 @@ export const isFile = answers !== null;
 /** An answer of the server. Throws an Error that says in a sentence why there is none. */
 export async function get(path, words = {}) {
   if (isFile) {
-    if (Object.hasOwn(answers, path)) return answers[path];
+    const isLaterPart = path.includes("/tokens/") && words.first;
+    if (Object.hasOwn(answers, path) && !isLaterPart) return answers[path];
     throw new Error("This is not in the exported file; `python -m areal_sc page` on the run folder shows it.");
   }
   return told(query(path, words));
@@ -76,6 +77,11 @@ export async function marks(run) {
 export async function markRow(run, name, isMarked) {
   const body = JSON.stringify({ rows: [name.split(".").map(Number)], note: isMarked ? "" : null });
   await told(`/api/runs/${run}/marks`, { method: "POST", body });
+}
+
+/** Has a run paused, resumed, scaled or stopped; tells what came of it. */
+export function control(run, what, numWorkers = null) {
+  return told(`/api/runs/${run}/control`, { method: "POST", body: JSON.stringify({ what, num_workers: numWorkers }) });
 }
 
 const known = new Map();

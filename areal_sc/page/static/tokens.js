@@ -1,17 +1,25 @@
-// The tokens of recorded rows: coloured by version, log-probability or mask, with every number of the one under the pointer.
+// The tokens of recorded rows: coloured by what is known of them, with every number of the one under the pointer.
 
+import { linkTo } from "./address.js";
 import { choice, el, field, notes, number, short, shown } from "./dom.js";
 import { get } from "./source.js";
 
 export const NUM_HUES = 12;
-const COLORS = ["version", "log-probability", "mask"];
-const LOGPROBS = [-0.01, -0.1, -0.5, -1, -2, -4, -8]; // nats: where a colour ends, and the next one begins
+const TRACED_EVERY = 16; // groups of whose tokens train ranks record numbers
+// numbers that give a token its colour: where one ends and the next one begins; p: from good to bad, d: from low to high
+const SCALES = {
+  "log-probability": { of: ({ logprobs }) => logprobs, ends: [-8, -4, -2, -1, -0.5, -0.1, -0.01], name: (place) => `p${7 - place}` },
+  "gap of trainer and sampler": { of: ({ trained }) => trained?.gaps, ends: [-0.5, -0.1, -0.02, -0.005, 0.005, 0.02, 0.1, 0.5], name: (place) => `d${place}` },
+  weight: { of: ({ trained }) => trained?.weights, ends: [0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2], name: (place) => `d${place}` },
+  advantage: { of: ({ trained }) => trained?.advantages, ends: [-2, -1, -0.3, -0.001, 0.001, 0.3, 1, 2], name: (place) => `d${place}` },
+  entropy: { of: ({ trained }) => trained?.entropies, ends: [0.01, 0.1, 0.3, 0.7, 1.5, 3, 5], name: (place) => `p${place}` },
+};
 let color = "version"; // kept from row to row
 
 /** The recorded rows of a group, and the tokens of the one whose `reward` and `num_tokens` are wanted, or the name. */
 export async function recordedRows(run, group, wanted = {}) {
   const { attempts, damage } = await get(`/api/runs/${run.index}/recorded/${group}`);
-  const rows = attempts.flatMap((attempt) => attempt.rows.map((row) => ({ ...row, attempt: attempt.attempt, name: `${attempt.attempt}.${row.episode}.${row.row}` })));
+  const rows = attempts.flatMap((attempt) => attempt.rows.map((row) => ({ ...row, run: run.name, group: Number(group), attempt: attempt.attempt, name: `${attempt.attempt}.${row.episode}.${row.row}` })));
   const alike = rows.filter((row) => row.reward === wanted.reward && row.num_tokens === wanted.num_tokens);
   const first = rows.find((row) => row.name === wanted.name) || alike[0] || rows[0];
   const doubt = wanted.num_tokens === undefined || alike.length === 1 ? null : alike.length ? `${short(alike.length)} recorded rows of the group have this reward and length: which one it is is not known` : "this row is not recorded; these are others of its group";
@@ -64,7 +72,9 @@ export function tokenArea(row, tokens, load) {
   return area;
 }
 
-function tokenBox(row, { ids, mask, logprobs, versions, texts, first, num_tokens: numTokens }) {
+function tokenBox(row, told) {
+  const { ids, mask, logprobs, versions, texts, first, num_tokens: numTokens, trained } = told;
+  const colors = ["version", ...Object.keys(SCALES).filter((it) => SCALES[it].of(told)), "mask"];
   const under = el("p", { class: "under", role: "status" }, "point at a token, or go along them with ← and →");
   const box = el("div", { class: "tokens text", tabindex: "0", dir: "ltr", role: "group", "aria-label": "tokens" });
   const marks = ids.map((id, index) => {
@@ -75,8 +85,7 @@ function tokenBox(row, { ids, mask, logprobs, versions, texts, first, num_tokens
   });
   const legend = el("p", { class: "legend" });
   const paint = (by) => {
-    color = by;
-    marks.forEach((mark, index) => (mark.className = mask[index] ? classOf(by, versions[index], logprobs[index]) : "given"));
+    marks.forEach((mark, index) => (mark.className = mask[index] ? classOf(by, told, index) : "given"));
     legend.replaceChildren(...legendOf(by, row));
   };
   let at = -1;
@@ -92,7 +101,8 @@ function tokenBox(row, { ids, mask, logprobs, versions, texts, first, num_tokens
     mask[index] ? `, sampled by version ${short(versions[index])}, log-probability ` : ", given: not trained",
     ...(mask[index] ? [number(logprobs[index]), `, probability ${short(Math.exp(logprobs[index]))}`] : []),
     mask[index] && row.step ? `, staleness ${short(row.step - 1 - versions[index])}` : "",
-    mask[index] && typeof row.advantage === "number" ? `, advantage ${short(row.advantage)}` : "",
+    mask[index] && !trained && typeof row.advantage === "number" ? `, advantage ${short(row.advantage)}` : "",
+    mask[index] && trained ? trainedNumbers(trained, index) : "",
   ].flat();
   box.addEventListener("pointerover", (event) => event.target !== box && point(event.target.closest(".tokens > span").index));
   box.addEventListener("keydown", (event) => {
@@ -105,11 +115,13 @@ function tokenBox(row, { ids, mask, logprobs, versions, texts, first, num_tokens
     marks[next].scrollIntoView({ block: "nearest" });
   });
   box.append(...marks);
-  paint(color);
+  const chosen = colors.includes(color) ? color : "version";
+  paint(chosen);
   return el(
     "div",
     {},
-    el("div", { class: "controls" }, field("colour", choice("colour", COLORS.map((it) => [it, it]), color, paint)), legend),
+    el("div", { class: "controls" }, field("colour", choice("colour", colors.map((it) => [it, it]), chosen, (by) => paint((color = by)))), legend),
+    trained ? null : untraced(row),
     texts ? null : el("p", { class: "dim" }, "ids, as the tokenizer of the run's model is not on this machine"),
     under,
     box,
@@ -121,15 +133,25 @@ function textOf(text) {
   return text === "" ? ["▫"] : shown(text.replaceAll("\n", "⏎\n"));
 }
 
-function classOf(by, version, logprob) {
-  if (by === "mask") return "trained";
-  if (by === "version") return `hue${version % NUM_HUES}`;
-  return `p${logprobPlace(logprob)}`;
+/** What the trainer says of a token. */
+function trainedNumbers({ step, minibatch, gaps, entropies, advantages, weights }, index) {
+  if (gaps[index] === null) return `, advantage ${short(advantages[index])}; step ${short(step)} sent it through no forward`;
+  const weight = weights ? [", weight ", number(weights[index]), weights[index] === 0 ? " (left out of the loss)" : ""] : "";
+  return [", trainer less sampler ", number(gaps[index]), " nats", weight, ", entropy ", number(entropies[index]), ", advantage ", number(advantages[index]), `, trained by step ${short(step)}, minibatch ${minibatch + 1}`].flat();
 }
 
-function logprobPlace(logprob) {
-  const place = LOGPROBS.findIndex((end) => logprob >= end);
-  return place < 0 ? LOGPROBS.length : place;
+function untraced({ run, group }) {
+  const nearest = group - (group % TRACED_EVERY);
+  const of = nearest === group ? "none are recorded of this row" : ["the nearest before is ", el("a", { href: linkTo("group", { run, group: nearest }) }, `group ${short(nearest)}`)];
+  return el("p", { class: "dim" }, `The trainer's numbers of each token are recorded of every ${TRACED_EVERY}th group, once it is trained; `, of, ".");
+}
+
+function classOf(by, told, index) {
+  if (by === "mask") return "trained";
+  if (by === "version") return `hue${told.versions[index] % NUM_HUES}`;
+  const { of, ends, name } = SCALES[by];
+  const value = of(told)[index];
+  return value === null ? "given" : name(ends.filter((end) => value >= end).length);
 }
 
 function legendOf(by, row) {
@@ -139,6 +161,7 @@ function legendOf(by, row) {
     const versions = [...new Set(row.versions.map(([version]) => version))].slice(-NUM_HUES);
     return [...versions.flatMap((version) => [el("span", { class: `hue${version % NUM_HUES}` }, `version ${version}`), " "]), given];
   }
-  const names = LOGPROBS.map((end) => `≥ ${end}`).concat(`< ${LOGPROBS.at(-1)}`);
-  return [...names.flatMap((name, place) => [el("span", { class: `p${place}` }, name), " "]), given];
+  const { ends, name } = SCALES[by];
+  const names = [`< ${ends[0]}`, ...ends.map((end) => `≥ ${end}`)];
+  return [...names.flatMap((text, place) => [el("span", { class: name(place) }, text), " "]), given];
 }

@@ -1,8 +1,8 @@
 // Who works for a run, in which state, what is waited for, and the ends of the logs.
 
 import { change, linkTo } from "./address.js";
-import { choice, duration, el, field, notes, number, short, shown, table, tile } from "./dom.js";
-import { get, steps } from "./source.js";
+import { bytes, choice, duration, el, field, notes, number, short, shown, table, tile } from "./dom.js";
+import { control, get, isFile, steps } from "./source.js";
 import { stateBadge } from "./view_run.js";
 
 export const fleetParts = ["fleet", "steps"];
@@ -35,8 +35,9 @@ export async function showFleet({ run, words }) {
         : null,
       fleet.snapshots.length ? tile("newest snapshot", shown(fleet.snapshots.at(-1))) : null,
       roles.map(([name, role]) => tile(`policy version of ${name}`, number(role.version), role.lineage ? el("span", { class: "dim" }, `  lineage ${role.lineage}`) : "")),
-      roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open)} open, ${short(role.num_finished)} finished`)),
+      roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open - (role.num_running || 0))} queued, ${short(role.num_running)} running, ${short(role.num_finished)} finished`)),
     ),
+    run.can_control && !isFile ? controls(run, fleet, roles) : null,
     waits(roles, ago),
     workers(run, roles, fleet, held, ago),
     nodes(roles, ago),
@@ -57,6 +58,30 @@ export async function showFleet({ run, words }) {
   return root;
 }
 
+/** Buttons that ask the run's script, where the page was started with `--control`. */
+function controls(run, { status }, roles) {
+  const said = el("span", { class: "dim", role: "status" });
+  const ask = async (what, numWorkers) => {
+    said.textContent = `${what} …`;
+    try {
+      said.replaceChildren(...shown((await control(run.index, what, numWorkers)).text));
+    } catch (error) {
+      said.replaceChildren(...shown(error.message));
+    }
+  };
+  const button = (what, go = () => ask(what)) => el("button", { type: "button", on: { click: go } }, what);
+  const number = el("input", { name: "workers", type: "number", min: 1, value: (roles.find(([name]) => name === "rollout")?.[1].workers || []).length || 1 });
+  return el(
+    "form",
+    { class: "controls", "aria-label": "control", on: { submit: (event) => (event.preventDefault(), ask("scale", number.valueAsNumber)) } },
+    button(status?.wishes?.pause ? "resume" : "pause"),
+    field("rollout workers", number),
+    el("button", {}, "scale"),
+    button("stop", () => confirm(`End the run ${run.name}?`) && ask("stop")),
+    said,
+  );
+}
+
 function waits(roles, ago) {
   const all = roles.flatMap(([, role]) => role.waits);
   return all.length
@@ -71,13 +96,14 @@ function workers(run, roles, { have_workers_ended: haveEnded, logs }, held, ago)
   return [
     el("h2", {}, "Workers"),
     table(
-      ["worker", "state", "version", "restarts", "heard", "process", "host", "log"],
+      ["worker", "state", "version", "restarts", "heard", "tensor store", "process", "host", "log"],
       all.map((worker) => [
         shown(worker.name),
         el("span", { class: `state ${haveEnded ? "ended" : worker.state.replaceAll(" ", "-")}` }, haveEnded ? "ended" : shown(worker.state)),
         number(held[worker.name]),
         number(worker.restarts),
         `${ago(worker.heard)} ago`,
+        worker.store_bytes ? `${bytes(worker.held_bytes)} of ${bytes(worker.store_bytes)}` : "–",
         String(worker.pid),
         shown(worker.host),
         logOf(worker)
@@ -96,8 +122,13 @@ function nodes(roles, ago) {
     ? [
         el("h2", {}, "Nodes"),
         table(
-          ["node", "heard", "workers"],
-          [...all.values()].map((agent) => [shown(agent.host), `${ago(agent.heard)} ago`, shown(workersOn(agent.host).map((it) => it.name).join(", ") || "–")]),
+          ["node", "heard", "memory of its stores", "workers"],
+          [...all.values()].map((agent) => {
+            const its = workersOn(agent.host);
+            const held = its.reduce((sum, worker) => sum + (worker.held_bytes || 0), 0);
+            const room = Math.max(0, ...its.map((worker) => worker.node_bytes || 0));
+            return [shown(agent.host), `${ago(agent.heard)} ago`, `${bytes(held)}${room ? ` of ${bytes(room)}` : ""}`, shown(its.map((it) => it.name).join(", ") || "–")];
+          }),
           { label: "nodes" },
         ),
       ]

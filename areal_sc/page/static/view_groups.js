@@ -156,7 +156,7 @@ export async function showGroup({ run, words }) {
       ? el("div", { class: "rows" }, kept.rows.map((row) => recordedCard(run, row)))
       : rows.length
         ? el("div", { class: "rows" }, rows.map((row) => rowCard(run, row)))
-        : el("p", { class: "dim" }, "none: not recorded (records.keep), or gone (records.max_bytes)"),
-    await recorded,
+        : el("p", { class: "dim" }, finished ? "none: not recorded (records.keep), or gone (records.max_bytes)" : "none: no attempt has come to its end, when its rows are recorded"),
+    finished || kept.attempts.length ? await recorded : null,
   );
 }

@@ -2,7 +2,7 @@
 
 import { linkTo } from "./address.js";
 import { el, notes, number, short, shown, table, textBox, tile } from "./dom.js";
-import { get, marks } from "./source.js";
+import { get, isFile, marks } from "./source.js";
 import { recordedRows, tokenArea } from "./tokens.js";
 import { listed, nameOf, rowNumbers, star } from "./view_rows.js";
 import { span } from "./view_run.js";
@@ -32,8 +32,9 @@ async function showRecorded(run, words) {
   const to = (one) => linkTo("row", { ...asked, run: run.name, name: nameOf(one) });
   const ofGroup = recorded.rows.filter((one) => one.episode >= 0 && one.attempt === chosen.attempt);
   const place = ofGroup.indexOf(chosen);
-  const rejected = recorded.attempts.filter((it) => it.attempt === chosen.attempt).flatMap((it) => it.rejected);
-  const numbers = recorded.attempts.find((it) => it.attempt === chosen.attempt)?.rows.find((it) => it.episode === chosen.episode && it.row === chosen.row);
+  const ofAttempt = recorded.attempts.find((it) => it.attempt === chosen.attempt);
+  const rejected = ofAttempt?.rejected || [];
+  const numbers = ofAttempt?.rows.find((it) => it.episode === chosen.episode && it.row === chosen.row);
   const neighbours = neighboursOf(run, ofGroup[place - 1] && to(ofGroup[place - 1]), ofGroup[place + 1] && to(ofGroup[place + 1]));
   const ways = {
     ...neighbours,
@@ -41,7 +42,7 @@ async function showRecorded(run, words) {
     p: linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index }),
     Escape: linkTo("rows", { run: run.name, ...asked }),
   };
-  const button = star(run, name, stars);
+  const button = isFile ? null : star(run, name, stars);
   const root = el(
     "article",
     {},
@@ -49,9 +50,10 @@ async function showRecorded(run, words) {
     el("h2", {}, `Group ${short(chosen.group)}, answer ${chosen.episode + 1}${chosen.row ? `.${chosen.row + 1}` : ""} `, button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
+    ofAttempt ? [el("h2", {}, `Row ${short(chosen.index)} of the data`), textBox(ofAttempt.prompt, "row of the data")] : null,
     found.failure ? [el("p", { class: "failure", role: "alert" }, shown(found.failure)), textsOf(chosen)] : turnsOf(chosen, found.tokens.turns),
     found.failure ? null : branches(ofGroup, chosen, found.tokens.branches, to),
-    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
+    found.failure || !numbers ? null : [el("h2", {}, "Tokens"), tokenArea({ ...chosen, run: run.name, versions: numbers.versions }, found.tokens, (first) => get(path, { first }))],
     ofGroup.length > 1 || rejected.length ? el("h2", {}, "The group side by side") : null,
     rejected.map((it) => el("p", { class: "complaint" }, `${short(it.num_episodes)} answers were rejected: `, shown(`${it.cause}: ${it.message}`))),
     ofGroup.length > 1
@@ -71,7 +73,7 @@ async function showRecorded(run, words) {
       : null,
   );
   root.onKey = (event) => {
-    if (event.key === "b") button.click();
+    if (event.key === "b") button?.click();
     if (!ways[event.key]) return;
     event.preventDefault();
     location.hash = ways[event.key];

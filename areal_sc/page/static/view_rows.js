@@ -49,11 +49,11 @@ export const listed = { run: "", links: [] };
 export async function showRows({ run, words, again }) {
   const { run: _, of, ...asked } = words;
   const base = `/api/runs/${run.index}`;
-  let table = isFile || of === "samples" ? SAMPLES : RECORDED;
+  let table = of === "samples" ? SAMPLES : RECORDED;
   let first = await get(`${base}/${table.path}`, { ...asked, at: 0, limit: 50 });
   if (table === RECORDED && of === undefined && first.num_rows === 0) {
     const { num_bytes: numBytes } = await get(`${base}/reading`);
-    if (numBytes === 0) table = SAMPLES; // an old run, or one that records nothing
+    if (!numBytes) table = SAMPLES; // an old run, or one that records nothing
     first = await get(`${base}/${table.path}`, { ...(table === SAMPLES ? known(asked) : asked), at: 0, limit: 50 });
   }
   const stars = table === RECORDED ? await marks(run.index) : new Set();
@@ -209,7 +209,7 @@ export function recordedCard(run, row, asked = {}, stars = new Set()) {
   const title = [`group ${short(row.group)}`, isRejected ? "" : `, answer ${row.episode + 1}${row.row ? `.${row.row + 1}` : ""}`];
   const outcome = row.outcome ? el("span", { class: `outcome ${row.outcome}` }, shown(row.cause ? `${row.outcome}: ${row.cause}` : row.outcome)) : "";
   const rest = [row.step ? ` step ${short(row.step)} ` : " ", outcome];
-  return card(row, link, title, rest, asked.text, isRejected ? null : star(run, name, stars));
+  return card(row, link, title, rest, asked.text, isRejected || isFile ? null : star(run, name, stars));
 }
 
 export function nameOf(row) {

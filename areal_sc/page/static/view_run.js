@@ -1,12 +1,13 @@
 // Runs, one or several over each other: is it learning, and what bounds it?
 
-import { change } from "./address.js";
+import { change, linkTo } from "./address.js";
 import { color } from "./charts.js";
 import { choice, duration, el, field, notes, number, percent, short, shown, table, tile } from "./dom.js";
 import { X_NAMES, runCharts } from "./run_charts.js";
 import { get, steps } from "./source.js";
 
 const NEWEST = 20; // steps that tell what bounds a run now
+const known = new Map(); // run -> what its episodes spent their time on, when it was asked last
 
 export const runParts = ["steps", "fleet"];
 
@@ -76,7 +77,8 @@ export function stateBadge(fleet) {
   return el("span", { class: `state ${fleet.state}` }, fleet.state);
 }
 
-function summary({ name, index, about, told, fleet }, several) {
+function summary(run, several) {
+  const { name, index, about, told, fleet } = run;
   const { columns } = told;
   const last = (column) => columns[column]?.at(-1);
   const step = told.num_steps ? last("step") : 0;
@@ -96,12 +98,31 @@ function summary({ name, index, about, told, fleet }, several) {
       tile("tokens/s generated", number(last("generated_tokens_per_s"))),
       tile("tokens/s trained", number(last("trained_tokens_per_s"))),
       told.num_steps ? tile(`bound by, last ${Math.min(NEWEST, told.num_steps)} steps`, ...bound(columns)) : null,
+      told.num_steps ? episodeTile(run) : null,
       told.num_steps ? tile("newest step", duration(fleet.now - last("time")), " ago") : tile("steps", "none yet"),
     ),
     fleet.warnings.length
       ? el("details", { "data-name": `warnings ${name}` }, el("summary", {}, `${fleet.warnings.length} warnings in the script's log`), notes(fleet.warnings, "warnings"))
       : null,
   );
+}
+
+/** What the episodes of the newest steps spent their time on; it comes later, as all spans are read for it. */
+function episodeTile({ name, index, told }) {
+  const box = el("span", {}, known.get(name) || "…");
+  const first = told.columns.time.at(-NEWEST - 1);
+  get(`/api/runs/${index}/time`, { first, width: 1 }).then(
+    ({ processes }) => {
+      const sums = {};
+      for (const [kind, [, seconds]] of processes.flatMap(({ totals }) => Object.entries(totals))) sums[kind] = (sums[kind] || 0) + seconds;
+      const parts = Object.entries(sums).filter(([kind]) => kind === "generation" || kind.startsWith("the ")).sort((a, b) => b[1] - a[1]);
+      const told = parts.slice(0, 3).map(([kind, seconds], place) => [place ? ", " : "", shown(kind), ` ${percent(seconds / sums.episode)}`]);
+      box.replaceChildren(...(told.length ? told.flat(2) : ["not recorded"]));
+      known.set(name, box.textContent);
+    },
+    () => box.replaceChildren("not recorded"),
+  );
+  return tile("an episode's time", el("a", { href: linkTo("time", { run: name }) }, box));
 }
 
 /** What most of the newest steps are bound by, and where their time went. */

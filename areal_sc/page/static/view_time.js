@@ -303,7 +303,8 @@ function colorOf(by, kind, version) {
 
 function newColor(by, kind, version) {
   if (by === "version" && version >= 0) return `hsl(${(version % NUM_HUES) * (360 / NUM_HUES)} 60% 58%)`;
-  const hue = KINDS[kind] ?? (kind.startsWith("the reward") ? 280 : kind.startsWith("computing") ? 250 : 0);
+  const ofName = 235 + [...kind].reduce((sum, it) => (31 * sum + it.charCodeAt(0)) % 97, 0); // several rewards differ
+  const hue = KINDS[kind] ?? (kind.startsWith("the reward") ? ofName : kind.startsWith("computing") ? 250 : 0);
   return `hsl(${hue} ${kind === "wait" || kind === "pulling rows" ? 12 : 60}% 58%)`;
 }
 

@@ -16,6 +16,7 @@ from areal_sc.errors import RunFolderError
 from areal_sc.page.recorded_advantages import advantages_by
 from areal_sc.page.recorded_groups import RecordedGroups, texts_of, tokenizer_of
 from areal_sc.page.row_index import RowIndex
+from areal_sc.page.trained_numbers import TrainedNumbers
 from areal_sc.records.recorded_rows import RecordedRejection
 
 
@@ -31,7 +32,7 @@ class Followed(RecordedGroups):
 
     def __init__(self, run: Path) -> None:
         self.index = RowIndex(run / "records", run / "rows.sqlite", lambda: None, advantages_by({}))
-        super().__init__(self.index)
+        super().__init__(self.index, TrainedNumbers(run / "records", None))
         self.follow()
 
     def follow(self) -> None:

@@ -346,3 +346,44 @@ async def test_whatever_lies_in_the_folder_each_view_answers(
     ]
     for view in ("steps", "rows", "groups", "fleet", "time", "recorded/0"):
         assert (await get(session, f"/api/runs/0/{view}"))["damage"], view
+
+
+@pytest.fixture
+async def controlling(folder: RunFolder) -> AsyncIterator[ClientSession]:
+    runs = [FollowedRun(folder.path, "run")]
+    server = PageServer(runs, Access(KEY, ()), can_control=True)
+    address = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    async with ClientSession(address, headers={"Origin": address}) as session:
+        yield session
+    await server.close()
+
+
+async def control(session: ClientSession, body: str, key: str = KEY, **headers: str) -> Any:
+    path = f"/api/runs/0/control?key={key}"
+    async with session.post(path, data=body, headers=headers) as response:
+        return response.status, await response.text()
+
+
+async def test_who_may_control_a_run(session: ClientSession, controlling: ClientSession) -> None:
+    pause = '{"what": "pause"}'
+    assert (await control(session, pause))[0] == 404, "not without --control"
+    assert not (await get(session, "/api/runs"))[0]["can_control"]
+    assert (await get(controlling, "/api/runs"))[0]["can_control"]
+    assert (await control(controlling, pause, key="wrong"))[0] == 401
+    assert (await control(controlling, pause, Origin="http://evil.example"))[0] == 403
+    assert (await control(controlling, pause, Origin="null"))[0] == 403
+    async with controlling.get(f"/api/runs/0/control?key={KEY}") as response:
+        assert response.status == 405
+    address = f"http://127.0.0.1:{controlling._base_url.port}"  # type: ignore[union-attr]
+    async with (
+        ClientSession(address) as nameless,
+        nameless.post(f"/api/runs/0/control?key={KEY}", data=pause) as response,
+    ):
+        assert response.status == 403
+        assert "has to name its origin" in await response.text()
+    for wrong in ("", "{}", '{"what": "rm"}', '{"what": "scale", "num_workers": 0}', "\xff"):
+        assert (await control(controlling, wrong))[0] == 400, wrong
+    for what in ('"pause"', '"resume"', '"scale", "num_workers": 2', '"scale"'):
+        status, said = await control(controlling, f'{{"what": {what}}}')
+        assert status == 409, said
+        assert any(it in said for it in ("no run goes on", "is not paused", "workers from 1"))

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_groups import MEBI, played, recorder_of, trajectory
+from recorded_groups import MEBI, add_trained, played, recorder_of, trajectory
 
 from areal_sc.config.follow_settings import RecordsConfig
 from areal_sc.records import record_files as record_files_module
 from areal_sc.records import recorder as recorder_module
-from areal_sc.records.reading import rows, spans, trace_events
+from areal_sc.records.reading import rows, spans, trace_events, trained_rows
 from areal_sc.records.record_files import Series, record_files
 from areal_sc.records.recorded_rows import RecordedRejection
 from areal_sc.records.recorder import Recorder
@@ -52,6 +52,16 @@ def test_a_group_without_rows_tells_why(tmp_path: Path) -> None:
     recorder.add_group(played(32, [trajectory(3)]))
     recorder.close()
     assert [(it.group, it.num_rejected) for it in rows(tmp_path)] == [(2, 2), (32, 0)]
+
+
+def test_numbers_of_trained_rows_come_back(tmp_path: Path) -> None:
+    given = add_trained(tmp_path, 16, {(0, 0): 34, (0, 1): 3, (2, 0): 1}, rank=1)
+    assert list(rows(tmp_path)) == list(spans(tmp_path)) == []
+    for (row, tokens), (name, was) in zip(trained_rows(tmp_path), given.items(), strict=True):
+        assert (row.worker, row.group, row.attempt, row.step) == ("train/1", 16, 0, 5)
+        assert (row.episode, row.row) == name
+        for back, values in zip(tokens, was, strict=True):
+            np.testing.assert_array_equal(back, np.float16(values).astype(np.float32))
 
 
 def test_spans_come_back_also_as_a_trace(tmp_path: Path) -> None:

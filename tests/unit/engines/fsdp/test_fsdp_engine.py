@@ -22,6 +22,7 @@ from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
+from areal_sc.engines.training.update_trace import UpdateTrace
 from areal_sc.errors import (
     CheckpointError,
     ConfigError,
@@ -29,6 +30,7 @@ from areal_sc.errors import (
     WorkerStartError,
     WorkflowError,
 )
+from areal_sc.metadata import RowMetadata
 from areal_sc.transport.packed_rows import PackedRows
 
 VOCABULARY = 30
@@ -386,6 +388,43 @@ def test_nan_stands_for_what_the_first_minibatch_makes(engine: FSDPEngine, tmp_p
         found.append(weights(engine))
     for name, values in found[0].items():
         torch.testing.assert_close(found[1][name], values, atol=1e-6, rtol=0)
+
+
+def test_a_trace_has_the_numbers_of_the_tokens_of_chosen_rows(
+    engine: FSDPEngine, model_folder: Path
+) -> None:
+    rows = make_rows()
+    groups = (3, 3, 3, 16, 16, 3)
+    episodes = (0, 0, 1, 0, 0, 2)
+    rows = replace(
+        rows,
+        metadata=tuple(
+            RowMetadata(group, 0, length, 0.0, 0, (), episode)
+            for group, length, episode in zip(groups, LENGTHS, episodes, strict=True)
+        ),
+    )
+    own = plain_logprobs(reference_model(model_folder), rows)
+    first = replace(rows, fields={k: v for k, v in rows.fields.items() if k[:3] != "pro"})
+    second = replace(rows, advantages=(0.0,) * 4 + rows.advantages[4:])  # type: ignore[index]
+    trace = UpdateTrace(lambda row: row.group_id == 16)
+    ppo_update(engine, [first, second], step=0, trace=trace)
+    traced = list(trace.rows())
+    assert [(it.minibatch, it.metadata.episode, it.row) for it in traced] == [
+        *((0, 0, 0), (0, 0, 1)),
+        *((1, 0, 0), (1, 0, 1)),
+    ]
+    for it, number in zip(traced, (3, 4, 3, 4), strict=True):
+        fields = rows.take([number]).fields
+        mask = fields["loss_mask"]
+        proximal = fields["proximal_logprobs"] if it.minibatch else own[number].float()
+        expected = (proximal - fields["behavior_logprobs"])[mask]
+        if (it.minibatch, number) == (1, 3):  # without an advantage it goes through no forward
+            expected = torch.full_like(expected, torch.nan)
+        torch.testing.assert_close(it.gaps, expected, atol=1e-5, rtol=0, equal_nan=True)
+        assert torch.equal(it.entropies.isnan(), expected.isnan())
+        advantage = (second if it.minibatch else rows).advantages[number]  # type: ignore[index]
+        assert it.advantages.tolist() == pytest.approx([advantage] * int(mask.sum()))
+    assert traced[0].entropies.max() <= math.log(VOCABULARY)
 
 
 def test_trainer_and_sampler_are_compared_on_tokens_of_the_same_weights(
