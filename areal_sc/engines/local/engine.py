@@ -65,6 +65,8 @@ class LocalEngine(GenerationThread):
     ) -> None:
         """Loads model and tokenizer from `config.path`, unless they are given.
 
+        A weight update changes the parameters of a given model, too.
+
         Raises: ModelError: the folder or the model cannot be used. ConfigError: an impossible
             limit or device.
         """
@@ -93,16 +95,6 @@ class LocalEngine(GenerationThread):
         )
         generator = SlotGenerator(local_model, table, config.max_context_tokens)
         super().__init__(generator, config.num_threads, config.step_timeout_s)
-
-    @classmethod
-    def from_model(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
-    ) -> LocalEngine:
-        """Generates with a loaded model, on its device and in its dtype.
-
-        The engine shares the model's parameters: a weight update changes both.
-        """
-        return cls(config, (model, tokenizer))
 
     @property
     def version(self) -> int:

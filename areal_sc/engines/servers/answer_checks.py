@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from msgspec import ValidationError, convert
 
 from areal_sc.errors import EngineFailed, ProtocolError
+
+T = TypeVar("T")
+
+ABORTED: Final = "abort"
+_FINISHES: Final = ("stop", "length", ABORTED)
 
 
 class Span(Protocol):
@@ -18,6 +25,20 @@ class Span(Protocol):
     def start(self) -> int: ...
     @property
     def end(self) -> int: ...
+
+
+def read_as(kind: type[T], answer: Mapping[str, Any], program: str) -> T:
+    """An answer with the fields of a struct. Raises: ProtocolError: it has not got them."""
+    try:
+        return convert(answer, kind, strict=False)
+    except ValidationError as error:
+        raise ProtocolError(f"an answer of {program} cannot be read: {error}") from error
+
+
+def check_finish(finish: str, program: str) -> None:
+    """Raises: ProtocolError: an answer ended so, for an unknown reason."""
+    if finish not in _FINISHES:
+        raise ProtocolError(f"an answer of {program} ended for an unknown reason: {finish!r}")
 
 
 def versions_of(spans: Sequence[Span], num_tokens: int, program: str) -> list[int]:

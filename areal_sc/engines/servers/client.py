@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from areal_sc.weights import BucketLayout, WeightGroup
 
-ABORTED = "abort"
 
 MAX_ANSWER_BYTES = 256 << 20
 _CONNECT_TIMEOUT_S = 10.0
@@ -173,7 +172,7 @@ class ServerClient:
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Returns when the server has generated a token."""
-        raise NotImplementedError
+        await self.request("GET", "/health", None, timeout_s)
 
     async def probe(self, *, timeout_s: float) -> None:
         """Returns when the process that computes has answered, which it does while paused too."""
@@ -263,7 +262,7 @@ class ServerClient:
 
     async def loaded_adapters(self) -> set[str]:
         """Names of the adapters that requests may name, and of the model."""
-        models = await self.request("GET", "/v1/models", None, self._control_timeout_s)
+        models = await self._get("/v1/models")
         try:
             return {str(model["id"]) for model in models["data"]}
         except (KeyError, TypeError) as error:
@@ -332,6 +331,12 @@ class ServerClient:
         if status != 200:
             raise self.refusal(path, status, content)
         return self._object(path, content)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self.request("GET", path, None, self._control_timeout_s)
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return await self.request("POST", path, body, self._control_timeout_s)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The objects of a `text/event-stream`, as they come.

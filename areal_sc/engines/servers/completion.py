@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_sc.engines.base import Completion
-from areal_sc.engines.servers.client import ABORTED
+from areal_sc.engines.servers.answer_checks import ABORTED
 from areal_sc.engines.servers.replica import Replica
 from areal_sc.engines.servers.replicas import ReplicaSet
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest

@@ -230,7 +230,7 @@ def check_generation(
     tokenizer: Any = Tokenizer()
     config = RolloutConfig(path="", max_context_tokens=MAX_CONTEXT, seed=0)
     try:
-        LocalEngine.from_model(model, tokenizer, config)
+        LocalEngine(config, (model, tokenizer))
     except (ModelError, ConfigError) as refusal:
         return str(refusal)
     table = SlotTable(10, MAX_CONTEXT, 2 * LIMIT, seed=5)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Struct
 
-from areal_sc.engines.servers.answer_checks import finite_logprobs, versions_of
-from areal_sc.engines.servers.client import ABORTED
+from areal_sc.engines.servers.answer_checks import (
+    check_finish,
+    finite_logprobs,
+    read_as,
+    versions_of,
+)
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ProtocolError
-
-_FINISHED = ("stop", "length")
 
 
 class _FinishReason(Struct):
@@ -108,17 +110,14 @@ def read_part(answer: dict[str, Any], num_known: int, *, is_truncated: bool) -> 
 
 
 def _meta_of(answer: dict[str, Any]) -> _MetaInfo:
-    try:
-        return convert(answer, _SGLangAnswer, strict=False).meta_info
-    except ValidationError as error:
-        raise ProtocolError(f"an answer of SGLang cannot be read: {error}") from error
+    return read_as(_SGLangAnswer, answer, "SGLang").meta_info
 
 
 def _part_of(meta: _MetaInfo, num_known: int, num_tokens: int, *, is_truncated: bool) -> AnswerPart:
     """The last of its tokens; its lists may have the known ones, too."""
     finish = meta.finish_reason
-    if finish is not None and finish.type not in (*_FINISHED, ABORTED):
-        raise ProtocolError(f"an answer of SGLang ended for an unknown reason: {finish.type!r}")
+    if finish is not None:
+        check_finish(finish.type, "SGLang")
     # the lists may be missing where nothing is new: an answer was held, and then aborted
     entries = (num_tokens and meta.output_token_logprobs) or []
     logprobs = [entry[0] for entry in entries]
@@ -151,10 +150,7 @@ def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]
 
     Raises: ProtocolError: something is missing.
     """
-    try:
-        entries = convert(answer, _SGLangAnswer, strict=False).meta_info.input_token_logprobs or []
-    except ValidationError as error:
-        raise ProtocolError(f"an answer of SGLang cannot be read: {error}") from error
+    entries = _meta_of(answer).input_token_logprobs or []
     if len(entries) != num_tokens:
         raise ProtocolError(
             f"an answer of SGLang has {len(entries)} log-probabilities for a prompt of "

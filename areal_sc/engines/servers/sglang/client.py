@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import (
     rebuild_typed_storage,
 )
 
-from areal_sc.engines.servers.client import ABORTED, ServerAbilities, ServerClient, reason_of
+from areal_sc.engines.servers.answer_checks import ABORTED
+from areal_sc.engines.servers.client import ServerAbilities, ServerClient, reason_of
 from areal_sc.engines.servers.command_line import check_version
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.engines.servers.sglang.answers import (
@@ -55,9 +56,6 @@ class SGLangClient(ServerClient):
     section: ClassVar[str] = "sglang"
     _has_update_session = True
 
-    async def check_health(self, *, timeout_s: float) -> None:
-        await self.request("GET", "/health", None, timeout_s)
-
     async def probe(self, *, timeout_s: float) -> None:
         await self._server_info(timeout_s)
 
@@ -66,7 +64,7 @@ class SGLangClient(ServerClient):
         info = await self._server_info(self._control_timeout_s)
         version = str(info.get("version", ""))
         check_version(version, OLDEST_VERSION, self.url, "SGLang")
-        model = await self._model_info()
+        model = await self._get("/model_info")
         plain = await self._post("/generate", _probe())
         route = "/begin_weight_update"  # takes POST alone, so it is not called here
         status, _ = await self.send("GET", route, None, self._control_timeout_s)
@@ -85,7 +83,7 @@ class SGLangClient(ServerClient):
             raise ProtocolError(f"{self.url} does not tell what it can do: {error!r}") from error
 
     async def served_weights(self) -> tuple[int | None, str]:
-        info = await self._model_info()
+        info = await self._get("/model_info")
         name = str(info.get("weight_version"))
         version = int(name) if name.isdecimal() else _INITIAL_VERSIONS.get(name)
         return version, str(info.get("model_path"))
@@ -226,12 +224,6 @@ class SGLangClient(ServerClient):
     async def _server_info(self, timeout_s: float) -> dict[str, Any]:
         """The server's arguments and limits. Its scheduler answers this, also while paused."""
         return await self.request("GET", "/server_info", None, timeout_s)
-
-    async def _model_info(self) -> dict[str, Any]:
-        return await self.request("GET", "/model_info", None, self._control_timeout_s)
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self.request("POST", path, body, self._control_timeout_s)
 
     async def _update(self, path: str, body: Mapping[str, Any]) -> None:
         answer = await self.request("POST", path, body, self._step_timeout_s)

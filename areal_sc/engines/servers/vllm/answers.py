@@ -6,17 +6,20 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Struct
 
-from areal_sc.engines.servers.answer_checks import finite_logprobs, versions_of
-from areal_sc.engines.servers.client import ABORTED
+from areal_sc.engines.servers.answer_checks import (
+    check_finish,
+    finite_logprobs,
+    read_as,
+    versions_of,
+)
 from areal_sc.engines.servers.requests import AnswerPart, CompletionRequest
 from areal_sc.errors import ConfigError, ProtocolError
 
 INITIAL_VERSION = "default"
 """Name of weights that a server has before any were given to it."""
 
-_FINISHED = ("stop", "length")
 _LEAST_TEMPERATURE = 0.01
 """vLLM takes this one for every lower temperature that is not 0."""
 
@@ -121,10 +124,10 @@ def read_answer(answer: dict[str, Any]) -> AnswerPart:
     Raises: ProtocolError: something is missing, or lengths differ. EngineFailed: a
         log-probability is not finite.
     """
+    whole = read_as(_VLLMAnswer, answer, "vLLM")
     try:
-        whole = convert(answer, _VLLMAnswer, strict=False)
         (choice,) = whole.choices
-    except (ValidationError, ValueError) as error:
+    except ValueError as error:
         raise ProtocolError(f"an answer of vLLM cannot be read: {error}") from error
     if choice.finish_reason is None:
         raise ProtocolError("an answer of vLLM cannot be read: it does not tell why it ended")
@@ -143,10 +146,7 @@ class StreamReader:
 
         Raises: as `read_answer`.
         """
-        try:
-            part = convert(answer, _VLLMPart, strict=False)
-        except ValidationError as error:
-            raise ProtocolError(f"an answer of vLLM cannot be read: {error}") from error
+        part = read_as(_VLLMPart, answer, "vLLM")
         for choice in part.choices:
             read = _part_of(choice, self._num_known)
             self._num_known += len(read.token_ids)
@@ -168,9 +168,8 @@ def _part_of(choice: _Choice, num_known: int) -> AnswerPart:
             f"{len(entries)}, which are not those"
         )
     finish, versions = choice.finish_reason or "", list[int]()
-    if finish and finish not in (*_FINISHED, ABORTED):
-        raise ProtocolError(f"an answer of vLLM ended for an unknown reason: {finish!r}")
     if finish:
+        check_finish(finish, "vLLM")
         spans = [_numbered(span) for span in choice.weight_versions or ()]
         versions = versions_of(spans, num_known + len(token_ids), "vLLM")
     told = [entry.logprob if entry.logprob > _NOT_FINITE else None for entry in entries]
@@ -188,13 +187,13 @@ def read_prompt_logprobs(answer: dict[str, Any], token_ids: list[int]) -> list[f
 
     Raises: ProtocolError: something is missing.
     """
+    entries = read_as(_VLLMAnswer, answer, "vLLM").prompt_logprobs or []
     try:
-        entries = convert(answer, _VLLMAnswer, strict=False).prompt_logprobs or []
         told = [
             of_place[token].logprob  # type: ignore[index]  # only the first place has nothing
             for token, of_place in zip(token_ids[1:], entries[1:], strict=True)
         ]
-    except (ValidationError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ProtocolError(f"an answer of vLLM cannot be read: {error!r}") from error
     return [value if value > _NOT_FINITE else math.nan for value in told]
 

@@ -41,9 +41,6 @@ class VLLMClient(ServerClient):
 
     section: ClassVar[str] = "vllm"
 
-    async def check_health(self, *, timeout_s: float) -> None:
-        await self.request("GET", "/health", None, timeout_s)
-
     async def probe(self, *, timeout_s: float) -> None:
         # The core answers this between two steps. Workers are not asked: each question would keep
         # an idle one spinning for a second. One that hangs holds up the core in the next step.
@@ -197,12 +194,6 @@ class VLLMClient(ServerClient):
                 f"{self.url} gives log-probabilities of another distribution than it samples from: "
                 "start it with --logprobs-mode processed_logprobs"
             )
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        return await self.request("GET", path, None, self._control_timeout_s)
-
-    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return await self.request("POST", path, body, self._control_timeout_s)
 
     async def _change(self, path: str, body: Mapping[str, Any]) -> None:
         """A change of adapters, which vLLM answers with plain words."""

@@ -81,7 +81,7 @@ async def running(
             **settings,
         }
     )
-    engine = LocalEngine.from_model(model, Tokenizer(eos_token_id), config)
+    engine = LocalEngine(config, (model, Tokenizer(eos_token_id)))
     await engine.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -519,7 +519,7 @@ async def test_an_engine_that_was_not_started_says_so(
     long_model: Callable[..., PreTrainedModel],
 ) -> None:
     config = RolloutConfig(path="", max_context_tokens=64, seed=0)
-    engine = LocalEngine.from_model(long_model(), Tokenizer(), config)
+    engine = LocalEngine(config, (long_model(), Tokenizer()))
     with pytest.raises(WorkerError, match="not been started"):
         await engine.generate([1], tokens(1))
     await engine.close()

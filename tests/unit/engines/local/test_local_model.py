@@ -170,7 +170,7 @@ def test_a_window_that_the_attention_is_not_told_of_is_noticed() -> None:
             max_running_sequences=4,
             seed=0,
         )
-        LocalEngine.from_model(model, NoEos(), settings)
+        LocalEngine(settings, (model, NoEos()))
 
     start(32)  # never longer than the window
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM: log-prob.* in a way that"):
@@ -190,7 +190,7 @@ def test_half_precision_does_not_hide_a_wrong_attention() -> None:
     model = BlenderbotSmallForCausalLM(config).to(torch.bfloat16)
     settings = RolloutConfig(path="", max_context_tokens=64, max_prefill_tokens=16, seed=0)
     with pytest.raises(ModelError, match=r"BlenderbotSmallForCausalLM: log-prob.* most 0\.0003"):
-        LocalEngine.from_model(model, NoEos(), settings)
+        LocalEngine(settings, (model, NoEos()))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 

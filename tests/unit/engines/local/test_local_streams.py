@@ -37,7 +37,7 @@ async def running(random_model: Models) -> AsyncIterator[LocalEngine]:
     )
     model = random_model(max_position_embeddings=MAX_CONTEXT)
     tokenizer: Any = Tokenizer()
-    engine = LocalEngine.from_model(model, tokenizer, config)
+    engine = LocalEngine(config, (model, tokenizer))
     await engine.start()
     try:
         async with asyncio.timeout(60):
