@@ -42,6 +42,11 @@ class TrainedNumbers:
         self._lock = Lock()
         self._places: dict[tuple[int, int, int, int], tuple[float, Path, int, int]] = {}
 
+    @property
+    def damage(self) -> list[str]:
+        """What could not be read, or is gone, in sentences."""
+        return self._blocks.damage
+
     def of_row(
         self, name: tuple[int, int, int, int], mask: np.ndarray, told: slice
     ) -> dict[str, Any] | None:
