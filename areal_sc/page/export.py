@@ -122,7 +122,7 @@ def _recorded(run: FollowedRun, base: str) -> Iterator[tuple[str, Any]]:
     room = MAX_TEXT_BYTES
     for row in found["rows"]:
         group, name = row["group"], (row["attempt"], row["episode"], row["row"])
-        its = {f"{base}/recorded/{group}": run.recorded(group)}
+        its: dict[str, Any] = {f"{base}/recorded/{group}": run.recorded(group)}
         if row["episode"] >= 0:
             path = f"{base}/tokens/{group}/{'/'.join(map(str, name))}"
             its[path] = run.tokens(group, *name)

@@ -78,9 +78,8 @@ class FollowedRun:
         )
         self._search = RowSearch(self.index)
         self._bookmarks = Bookmarks(cache, path)
-        self._recorded = RecordedGroups(
-            self.index, TrainedNumbers(self.folder.records, weights_by(self._settings()[0]))
-        )
+        self._trained = TrainedNumbers(self.folder.records, weights_by(self._settings()[0]))
+        self._recorded = RecordedGroups(self.index, self._trained)
         self._fates_of = 0  # which reading of the ledger the index knows
         self._time_line = TimeLine(self.folder.records)
         self._script: tuple[list[RecordedSpan], int] = (
@@ -196,7 +195,7 @@ class FollowedRun:
         """`attempts`, as `RecordedGroups.of_group` tells them, `rows` with texts, and `damage`."""
         # the ledger, whose reading may take long, is read anew when the list of rows is seen
         progress = self.index.follow(READ_S) if self._fates_of else self.read_rows(READ_S)
-        damage = self.index.damage
+        damage = [*self.index.damage, *self._trained.damage]
         if not progress["is_whole"]:
             share = progress["num_read_bytes"] / progress["num_bytes"]
             damage = [*damage, f"the rows are still being read: {share:.0%} so far"]

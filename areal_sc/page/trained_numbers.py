@@ -42,6 +42,11 @@ class TrainedNumbers:
         self._lock = Lock()
         self._places: dict[tuple[int, int, int, int], tuple[float, Path, int, int]] = {}
 
+    @property
+    def damage(self) -> list[str]:
+        """What could not be read, or is gone, in sentences."""
+        return self._blocks.damage
+
     def of_row(
         self, name: tuple[int, int, int, int], mask: np.ndarray, told: slice
     ) -> dict[str, Any] | None:
@@ -61,14 +66,12 @@ class TrainedNumbers:
         with suppress(OSError, ValueError), path.open("rb") as file:
             found = next(read_blocks(file.fileno(), begin, end), None)
             if isinstance(found, RecordBlock):
-                row, tokens = (
-                    unpack_trained(found.head),
-                    unpack_trained_tokens(read_body(file.fileno(), found)),
-                )
+                row = unpack_trained(found.head)
+                tokens = unpack_trained_tokens(read_body(file.fileno(), found))
                 columns = tokens._asdict()
                 if self._weights is not None:
                     columns["weights"] = self._weights(tokens.gaps)
-                numbers = {name: _spread(its, mask)[told] for name, its in columns.items()}
+                numbers = {of: _spread(its, mask)[told] for of, its in columns.items()}
                 return {"step": row.step, "minibatch": row.minibatch, **numbers}
         return None
 

@@ -79,12 +79,16 @@ class Tab:
             await self.call("Input.dispatchKeyEvent", type="keyDown", **known, **text)
             await self.call("Input.dispatchKeyEvent", type="keyUp", **known)
 
-    async def complaints(self) -> list[str]:
-        """What axe-core finds that keeps people from using what is shown, each with an example."""
+    async def complaints(self, *rules: str) -> list[str]:
+        """What axe-core finds that keeps people from using what is shown, each with an example.
+
+        Args: rules: of axe-core; none: all.
+        """
+        only = f"runOnly: {json.dumps(rules)}, " if rules else ""
         if not await self.value("typeof axe === 'object'"):
             await self.call("Runtime.evaluate", expression=AXE.read_text())
         found = await self.value(
-            "axe.run(document, {resultTypes: ['violations']}).then(it => it.violations"
+            f"axe.run(document, {{{only}resultTypes: ['violations']}}).then(it => it.violations"
             ".filter(it => ['serious', 'critical'].includes(it.impact))"
             ".map(it => `${it.id}: ${it.nodes.length}, ${it.nodes[0].html} "
             "${it.nodes[0].failureSummary}`))"

@@ -15,6 +15,7 @@ from recorded_groups import add_trained
 from areal_sc.algorithms.behavior_weights import bounded_weights
 from areal_sc.config.ppo_settings import PPOConfig
 from areal_sc.page.trained_numbers import TrainedNumbers, weights_by
+from areal_sc.records.blocks import block
 
 MASK = np.array([False, True, True, False, True])
 ALL = slice(0, 5)
@@ -46,6 +47,12 @@ def test_the_newest_numbers_of_a_row_count(tmp_path: Path) -> None:
         path.write_bytes(content)
     numbers = TrainedNumbers(tmp_path / "records", None)
     assert numbers.of_row((32, 0, 1, 0), MASK, ALL) is None, "it is damaged"
+    for path in (tmp_path / "records").glob("train-1.trained.*"):
+        path.write_bytes(block(b"?", b""))
+    numbers = TrainedNumbers(tmp_path / "records", None)
+    assert numbers.of_row((32, 0, 1, 0), MASK, ALL) is None
+    (told,) = numbers.damage
+    assert told.startswith("train-1.trained.000001: the head of a trained row cannot be read")
 
 
 @pytest.mark.parametrize(
