@@ -62,6 +62,7 @@ def run_in_bubblewrap(path: list[str], user: int, request: dict[str, Any]) -> No
     import site
 
     def confine() -> None:
+        os.setsid()
         if user:
             import ctypes
 
@@ -71,7 +72,6 @@ def run_in_bubblewrap(path: list[str], user: int, request: dict[str, Any]) -> No
             os.setresuid(user, user, user)  # with it go all capabilities
             ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # its /proc/self is its own
 
-    os.setsid()
     sys.path[:] = path
     site.setquit()
     _begin(request, _BOX, confine, 0 if user else 2)
