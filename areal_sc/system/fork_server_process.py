@@ -35,13 +35,13 @@ from msgspec import msgpack
 from areal_sc.errors import ArealError
 from areal_sc.system.durable import own_file
 from areal_sc.system.process import (
-    become_subreaper,
     children_of,
     die_with,
     leave_signals_to_script,
     name_process,
     outlive_parent,
 )
+from areal_sc.system.sandbox.kernel import become_subreaper
 from areal_sc.system.stacks import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)

@@ -49,7 +49,6 @@ _POLL_S: Final = 0.02
 _ABOVE_LIMITS: Final = 1 << 21 | 1 << 24
 """CAP_SYS_ADMIN and CAP_SYS_RESOURCE: processes are not counted for who has one of them."""
 _PR_SET_PDEATHSIG: Final = 1
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_NAME_CHARS: Final = 15
 
 IS_STOPPED: Final = "is stopped (SIGSTOP)"
@@ -211,13 +210,6 @@ def num_killed_for_memory() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
-
-
-def become_subreaper() -> None:
-    """Makes this process the parent of what its descendants leave, daemons too, until it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def children_of(parent_pid: int) -> list[int]:

@@ -60,18 +60,18 @@ class Bubblewrap:
             become()
         return pid
 
-    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
+    def enter(self, request: dict[str, Any]) -> None:
         """Executes bwrap, and in it Python, which reads its code from a descriptor."""
         kernel.close_from(4)
         rules = kernel.sealed_file(self._filter)
         user = any_user() if self._is_root else 0
-        content: Any = self._code, (sys.path, user, header, files)
-        request = kernel.sealed_file(marshal.dumps(content))
+        content: Any = self._code, (sys.path, user, request)
+        given = kernel.sealed_file(marshal.dumps(content))
         options = ["--seccomp", str(rules), "--size", str(self._file_bytes)]
         options += ["--tmpfs", BOX, "--remount-ro", "/", "--chdir", BOX, "--", sys.executable]
-        options += ["-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(request)]
+        options += ["-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(given)]
         # the program of an ordinary user can write to the memory of bwrap's own first process
-        start_program.limit(header["limits"], None)
+        start_program.limit(request["limits"])
         os.execv(self._program, [self._program, *self._options, *options])
 
     def confine(self) -> None:

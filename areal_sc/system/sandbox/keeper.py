@@ -10,6 +10,7 @@ Standard library alone.
 
 from __future__ import annotations
 
+import marshal
 import os
 import select
 import socket
@@ -18,7 +19,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from areal_sc.system.sandbox import kernel
-from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
+from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.layers import ProgramLayer
 from areal_sc.system.sandbox.program import CLOCK_FACTOR
 from areal_sc.system.sandbox.start_program import start_program
@@ -37,8 +38,7 @@ _CHUNK: Final = 1 << 16
 def keep(connection: socket.socket, layer: ProgramLayer) -> None:
     """Runs the program that is asked for, and answers, unless the connection ends before."""
     try:
-        header, parts = _request(connection)
-        answer = _Keeping(connection, layer, header, parts).run()
+        answer = _Keeping(connection, layer, _request(connection)).run()
     except OSError as error:
         answer = packed({"failed": str(error)})
     if answer:
@@ -46,28 +46,24 @@ def keep(connection: socket.socket, layer: ProgramLayer) -> None:
             connection.sendall(answer)
 
 
-def _request(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
+def _request(connection: socket.socket) -> dict[str, Any]:
     prefix = connection.recv(LENGTH.size, socket.MSG_WAITALL)
     length = LENGTH.unpack(prefix)[0] if len(prefix) == LENGTH.size else 0
     body = connection.recv(length, socket.MSG_WAITALL) if length else b""
     if not body or len(body) < length:
         raise ConnectionError("who asked is gone")
-    return unpacked(body)
+    request: dict[str, Any] = marshal.loads(body)
+    return request
 
 
 class _Keeping:
     def __init__(
-        self,
-        connection: socket.socket,
-        layer: ProgramLayer,
-        header: dict[str, Any],
-        parts: list[bytes],
+        self, connection: socket.socket, layer: ProgramLayer, request: dict[str, Any]
     ) -> None:
         self._connection = connection
         self._layer = layer
-        self._header = header
-        self._limits: dict[str, Any] = header["limits"]
-        self._stdin, *self._files = parts
+        self._request = request
+        self._limits: dict[str, Any] = request["limits"]
         self._output: dict[int, bytearray] = {}
         self._end = "exited"
         self._is_over = False
@@ -78,18 +74,17 @@ class _Keeping:
         layer, limits = self._layer, self._limits
         try:
             layer.begin(limits["file_bytes"])
-            stdin = kernel.sealed_file(self._stdin)  # judges have it in a file, too
+            stdin = kernel.sealed_file(self._request.pop("stdin"))  # judges have it in a file, too
             stdout, theirs_out = os.pipe()
             stderr, theirs_err = os.pipe()
             starting, theirs_start = os.pipe()
             for fd in (theirs_out, theirs_err):
                 os.fchmod(fd, 0o666)  # another user opens /dev/stdout
             self._output = {stdout: bytearray(), stderr: bytearray()}
-            files = list(zip(self._header["files"], self._files, strict=True))
 
             def become() -> None:
                 ends = (stdin, theirs_out, theirs_err)
-                start_program(layer, self._header, files, ends, theirs_start)
+                start_program(layer, self._request, ends, theirs_start)
 
             pid = layer.start(become)
             for fd in (theirs_out, theirs_err, theirs_start):
@@ -106,7 +101,8 @@ class _Keeping:
             return b""
         out, err = map(bytes, self._output.values())
         end = self._named_end(code, err)
-        return packed({"end": end, "exit_code": code, "seconds": seconds}, (out, err))
+        told = {"end": end, "exit_code": code, "seconds": seconds}
+        return packed({**told, "stdout": out, "stderr": err})
 
     def _await_start(self, starting: int) -> None:
         """Returns when the program begins. Raises: OSError: it could not be started."""

@@ -65,25 +65,21 @@ def readable_paths(more: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(found) if os.path.exists(path)]
 
 
-class StartedLayer(Protocol):
-    """A layer as the process sees it that becomes the program."""
+class ProgramLayer(Protocol):
+    """One way to keep programs apart, used as this module says."""
 
     folder: str
     """The program's private folder, from `begin` on."""
 
-    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None: ...
+    def prepare(self) -> None: ...
+    def begin(self, file_bytes: int) -> None: ...
+    def start(self, become: Callable[[], None]) -> int: ...
+    def enter(self, request: dict[str, Any]) -> None: ...
     def confine(self) -> None: ...
     def num_processes_beside(self) -> int:
         """Processes that count as the program's for the kernel, and are not."""
         ...
 
-
-class ProgramLayer(StartedLayer, Protocol):
-    """One way to keep programs apart, used as this module says."""
-
-    def prepare(self) -> None: ...
-    def begin(self, file_bytes: int) -> None: ...
-    def start(self, become: Callable[[], None]) -> int: ...
     def pids(self) -> list[int]: ...
     def has_written_more(self, limit: int) -> bool:
         """Whether it has more bytes of files; False where the kernel holds the limit."""
@@ -203,7 +199,7 @@ class Namespaces:
         """Raises: PermissionError: in a container whose own hides a part: nothing is measured."""
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
-    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
+    def enter(self, request: dict[str, Any]) -> None:
         kernel.close_from(4)
 
     def confine(self) -> None:
@@ -288,7 +284,7 @@ class Landlock:
             become()
         return self._program
 
-    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
+    def enter(self, request: dict[str, Any]) -> None:
         kernel.close_from(4)
 
     def confine(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import marshal
 import os
 import signal
 import socket
@@ -18,12 +19,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 from areal_sc.errors import SandboxError
-from areal_sc.system.sandbox.frames import LENGTH, packed, unpacked
+from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.isolation import BIND_NOW, CHECK, LAYERS, way_out
 from areal_sc.system.sandbox.program import CLOCK_FACTOR, End, Ended, Limits, Program
 from areal_sc.system.sandbox.trees import remove
@@ -204,14 +204,10 @@ class _WarmServer:
                 socket.send_fds(self._connection, [b"x"], [theirs.fileno()])
             await loop.sock_sendall(ours, request)
             (length,) = LENGTH.unpack(await _received(ours, LENGTH.size))
-            header, (stdout, stderr) = _answer(await _received(ours, length))
-        return Ended(
-            end=End(header["end"]),
-            exit_code=header["exit_code"],
-            stdout=stdout,
-            stderr=stderr,
-            seconds=header["seconds"],
-        )
+            answer = marshal.loads(await _received(ours, length))
+        if why := answer.get("failed"):
+            raise SandboxError(f"a program could not be begun: {why}")
+        return Ended(**{**answer, "end": End(answer["end"])})
 
     async def close(self) -> None:
         """Ends it and all its programs."""
@@ -227,13 +223,6 @@ class _WarmServer:
     def _remove_left(self) -> None:
         if self._folder and os.path.exists(self._folder):  # the server was killed
             remove(self._folder)
-
-
-def _answer(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    header, parts = unpacked(body)
-    if why := header.get("failed"):
-        raise SandboxError(f"a program could not be begun: {why}")
-    return header, parts
 
 
 async def _received(connection: socket.socket, length: int) -> bytes:
@@ -253,10 +242,4 @@ def _request(program: Program, limits: Limits) -> bytes:
     for path in program.files:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not path:
             raise ValueError(f"a program's file {path!r}: expected a path inside its folder")
-    header = {
-        "source": program.source,
-        "command": list(program.command),
-        "files": list(program.files),
-        "limits": asdict(limits),
-    }
-    return packed(header, (program.stdin, *program.files.values()))
+    return packed({**vars(program), "files": dict(program.files), "limits": vars(limits)})

@@ -49,17 +49,8 @@ def check_sandbox(settings: SandboxConfig) -> None:
 
     Raises: ConfigError: as `open_sandbox`. SandboxError: what a model wrote would not be run.
     """
-    sandbox = open_sandbox(settings)
-
-    async def check(sandbox: LocalSandbox) -> None:
-        try:
-            await sandbox.layer()
-        finally:
-            await sandbox.close()
-
-    if isinstance(sandbox, LocalSandbox):
-        with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
-            thread.submit(asyncio.run, check(sandbox)).result()
+    with ThreadPoolExecutor(1) as thread:  # a notebook's has a loop that runs
+        thread.submit(asyncio.run, _tried(settings)).result()
 
 
 async def describe_sandbox(settings: SandboxConfig) -> str:
@@ -68,12 +59,16 @@ async def describe_sandbox(settings: SandboxConfig) -> str:
     Raises: ConfigError: as `open_sandbox`.
     """
     try:
-        sandbox = open_sandbox(settings)
-        if not isinstance(sandbox, LocalSandbox):
-            return settings.runner
-        try:
-            return await sandbox.layer()
-        finally:
-            await sandbox.close()
+        return await _tried(settings)
     except SandboxError as error:
         return f"nothing, so it is refused: {error}"
+
+
+async def _tried(settings: SandboxConfig) -> str:
+    sandbox = open_sandbox(settings)
+    if not isinstance(sandbox, LocalSandbox):
+        return settings.runner
+    try:
+        return await sandbox.layer()
+    finally:
+        await sandbox.close()

@@ -15,29 +15,26 @@ import sys
 
 TYPE_CHECKING = False  # as of `typing`; that and `signal` take as long as Python's own start
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
     from typing import Any, Final, NoReturn
 
-    from areal_sc.system.sandbox.layers import StartedLayer
+    from areal_sc.system.sandbox.layers import ProgramLayer
 
 _OPEN_FILES: Final = 128
 """More than programs need; each may be a socket with 0.2 MB in it, which no limit counts."""
 _NAME: Final = "program.py"
+_BOX: Final = "/box"
 _TELLING: Final = 3
 _PR_SET_DUMPABLE: Final = 4
 
 
 def start_program(
-    layer: StartedLayer,
-    header: dict[str, Any],
-    files: Sequence[tuple[str, bytes]],
-    ends: tuple[int, int, int],
-    telling: int,
+    layer: ProgramLayer, request: dict[str, Any], ends: tuple[int, int, int], telling: int
 ) -> NoReturn:
     """Becomes the program; never comes back.
 
     Args:
-        files: relative path and content of what lies in its folder.
+        request: `source` or `command`, `files` by relative path, and `limits`.
         ends: standard input, output and error.
         telling: a pipe that gets the reason where it cannot begin, and ends when it begins.
     """
@@ -49,38 +46,62 @@ def start_program(
         for number, fd in enumerate(ends):
             os.dup2(fd, number)
         telling = os.dup2(telling, _TELLING)
-        layer.enter(header, files)
+        layer.enter(request)
     except BaseException as error:
         _fail(error, telling)
-    _begin(layer, header, files)
+    _begin(request, layer.folder, layer.confine, layer.num_processes_beside())
+
+
+def run_in_bubblewrap(path: list[str], user: int, request: dict[str, Any]) -> NoReturn:
+    """What bwrap executes; standard input, output and error are the program's.
+
+    Args:
+        path: for `sys.path`, which Python has not been allowed to make itself.
+        user: whom root becomes; 0: this is not root.
+    """
+    import site
+
+    def confine() -> None:
+        os.setsid()
+        if user:
+            import ctypes
+
+            os.chown(_BOX, user, user)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)  # with it go all capabilities
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # its /proc/self is its own
+
+    sys.path[:] = path
+    site.setquit()
+    _begin(request, _BOX, confine, 0 if user else 2)
 
 
 def _begin(
-    layer: StartedLayer, header: dict[str, Any], files: Sequence[tuple[str, bytes]]
+    request: dict[str, Any], folder: str, confine: Callable[[], None], num_beside: int
 ) -> NoReturn:
     try:
-        os.chdir(layer.folder)
-        layer.confine()
-        for path, content in files:
-            if folder := os.path.dirname(path):
-                os.makedirs(folder, exist_ok=True)
+        os.chdir(folder)
+        confine()
+        for path, content in request["files"].items():
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(path, "wb") as file:
                 file.write(content)
-        limit(header["limits"], layer.num_processes_beside())
-        os.environ.update(HOME=layer.folder, TMPDIR=layer.folder)
-        if header["command"]:
+        limit(request["limits"], num_beside)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        if command := request["command"]:
             import signal
 
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.set_inheritable(_TELLING, False)
-            os.execvpe(header["command"][0], header["command"], os.environ)
+            os.execvpe(command[0], command, os.environ)
         os.close(_TELLING)
     except BaseException as error:
         _fail(error, _TELLING)
     code = 1
     try:
-        code = _run(header["source"], layer.folder)
+        code = _run(request["source"], folder)
     finally:
         os._exit(code)
 
@@ -92,58 +113,11 @@ def _fail(error: BaseException, telling: int) -> NoReturn:
         os._exit(1)
 
 
-class _InBubblewrap:
-    """The layer as the Python that bwrap has started sees it.
-
-    Args: user: whom root becomes; 0: this is not root.
-    """
-
-    folder = "/box"
-
-    def __init__(self, user: int) -> None:
-        self._user = user
-
-    def enter(self, header: dict[str, Any], files: Sequence[tuple[str, bytes]]) -> None:
-        pass
-
-    def confine(self) -> None:
-        if user := self._user:
-            import ctypes
-
-            os.chown(self.folder, user, user)
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)  # with it go all capabilities
-            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # its /proc/self is its own
-
-    def num_processes_beside(self) -> int:
-        return 0 if self._user else 2
-
-
-def run_in_bubblewrap(
-    path: list[str], user: int, header: dict[str, Any], files: Sequence[tuple[str, bytes]]
-) -> NoReturn:
-    """What bwrap executes; standard input, output and error are the program's.
-
-    Args:
-        path: for `sys.path`, which Python has not been allowed to make itself.
-        user: as of `_InBubblewrap`.
-    """
-    import site
-
-    os.setsid()
-    sys.path[:] = path
-    site.setquit()
-    _begin(_InBubblewrap(user), header, files)
-
-
-def limit(limits: dict[str, Any], num_beside: int | None) -> None:
+def limit(limits: dict[str, Any], num_beside: int | None = None) -> None:
     """Limits this process for good.
 
     Args: num_beside: as of a layer; None: of processes there may be any number.
     """
-    if num_beside is not None:
-        _limit(resource.RLIMIT_NPROC, limits["num_processes"] + num_beside)
     for what, most in (
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
@@ -151,15 +125,12 @@ def limit(limits: dict[str, Any], num_beside: int | None) -> None:
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_CORE, 1),  # with 0 programs that collect dumps would get one
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_NPROC, limits["num_processes"] + (num_beside or 0)),
     ):
-        _limit(what, most)
-
-
-def _limit(what: int, most: int) -> None:
-    _, highest = resource.getrlimit(what)
-    if highest != resource.RLIM_INFINITY:
-        most = min(most, highest)
-    resource.setrlimit(what, (most, most))
+        if what != resource.RLIMIT_NPROC or num_beside is not None:
+            _, highest = resource.getrlimit(what)
+            most = min(most, highest) if highest != resource.RLIM_INFINITY else most
+            resource.setrlimit(what, (most, most))
 
 
 def _run(source: str, folder: str) -> int:
