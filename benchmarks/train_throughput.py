@@ -95,7 +95,9 @@ def engine_step(engine: FSDPEngine, workload: Workload) -> Step:
 class FixedRowsEngine(FSDPEngine):
     """Equal numbers of rows a micro-batch, in the order of the rows, safe for any rows."""
 
-    def _pack(self, rows: PackedRows, chosen: Sequence[int], count: int) -> list[list[int]]:
+    def _pack(
+        self, rows: PackedRows, chosen: Sequence[int], count: int, *, keeps_groups: bool
+    ) -> list[list[int]]:
         size = self.rows_a_micro_batch(rows, chosen)
         return [list(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 

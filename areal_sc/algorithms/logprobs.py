@@ -11,10 +11,10 @@ import torch.distributed as dist
 from areal_sc.algorithms.vocabulary_sums import fused, gradient_of_logits, is_fused, sums_over
 
 _LEAST_BIAS: Final = -1e30
-"""Least bias that is added: finite in float32 and bfloat16, also over a small temperature."""
+"""Least bias that is added: finite in float32, also over a small temperature."""
 
-_HALF: Final = (torch.bfloat16, torch.float16)
-"""Types that the tensor cores multiply, and sum in float32."""
+_OF_TENSOR_CORES: Final = (torch.bfloat16, torch.float16)
+"""Types that are multiplied there and summed in float32."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def output_logits(
     else:
         logits = _at_least_float32(hidden) @ _at_least_float32(weight).t()
     # -inf leaves a token out: probability 0 times a finite logit is 0, and times -inf it is NaN
-    return logits if bias is None else logits.add_(bias.clamp(min=_LEAST_BIAS))
+    return logits if bias is None else logits.add_(_at_least_float32(bias).clamp(min=_LEAST_BIAS))
 
 
 def float32_linear(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -358,7 +358,7 @@ def entropy_gradient(
 
 def _multiplies_rounded(other: torch.Tensor) -> bool:
     """Whether what is multiplied with it is rounded before, for the tensor cores."""
-    return other.is_cuda and other.dtype in _HALF
+    return other.is_cuda and other.dtype in _OF_TENSOR_CORES
 
 
 def part_of(values: torch.Tensor | None, part: slice) -> torch.Tensor | None:

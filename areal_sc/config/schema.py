@@ -229,15 +229,11 @@ class ActorConfig(Section):
     parallel: ParallelConfig = setting(ParallelConfig)
     device: Device = setting(Device.auto)
     dtype: Dtype = setting(
-        Dtype.float32,
-        "type of parameters in computation, with a scaled loss in float16; optimizer state is "
-        "float32",
+        Dtype.float32, "type of parameters in computation; optimizer state is float32"
     )
     max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
     activation_checkpointing: bool | str = setting(
-        False,
-        "recompute activations of layers in the backward pass; offload: and keep their inputs in "
-        "host memory",
+        False, "recompute activations in the backward pass; offload: from host memory"
     )
     cpu_offload: bool = setting(
         False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"

@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 GROWTH_INTERVAL: Final = 2000
 """Updates in a row without overflow after which the scale is doubled."""
 
+_LEAST: Final = 2.0**-24
+"""Gradients that are not finite even so are not so by their scale."""
+
 
 class LossScale(NamedTuple):
     """A factor of the loss, which gradients are divided by; a power of two, so it rounds nothing.
@@ -25,7 +28,7 @@ class LossScale(NamedTuple):
     def after(self, norm: float) -> LossScale:
         """The scale of the next update, by the norm of this one's gradients."""
         if not math.isfinite(norm):
-            return LossScale(self.value / 2)
+            return LossScale(max(self.value / 2, _LEAST))
         if self.num_good + 1 == GROWTH_INTERVAL:
             return LossScale(self.value * 2)
         return LossScale(self.value, self.num_good + 1)

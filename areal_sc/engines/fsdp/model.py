@@ -188,7 +188,7 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
         )
     is_offloaded = config.activation_checkpointing == OFFLOAD
     if is_offloaded and device.type == "cpu":
-        logger.warning("actor.activation_checkpointing=offload is true on a CPU: all is there")
+        logger.warning("actor.activation_checkpointing=offload does what true does on a CPU")
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,

@@ -234,14 +234,18 @@ def test_tokens_that_a_model_rules_out_add_nothing_to_the_entropy() -> None:
     assert (logits.grad[:, 6:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [10, 1000])
-def test_a_bias_that_rules_tokens_out_leaves_the_others_as_they_are(chunk_tokens: int) -> None:
+def test_a_bias_that_rules_tokens_out_leaves_the_others_as_they_are(
+    chunk_tokens: int, dtype: torch.dtype
+) -> None:
     hidden, weight, targets = inputs()
     inside, targets = weight.detach()[:-3].clone().requires_grad_(), targets.clamp(max=9)
     expected = chunked_logprobs(hidden, inside, targets, chunk_tokens=chunk_tokens)
     weighed(*expected).backward()
     of_hidden, hidden.grad = hidden.grad, None
-    bias = torch.zeros(VOCABULARY).index_fill(0, torch.arange(-3, 0) % VOCABULARY, -torch.inf)
+    bias = torch.zeros(VOCABULARY, dtype=dtype)
+    bias[-3:] = -torch.inf
     found = chunked_logprobs(hidden, weight, targets, bias=bias, chunk_tokens=chunk_tokens)
     weighed(*found).backward()
     torch.testing.assert_close(found, expected)

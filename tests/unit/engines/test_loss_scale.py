@@ -31,3 +31,10 @@ def test_a_scale_is_that_of_torch() -> None:
     assert scale.value == scaler.get_scale()
     assert scale.num_good == scaler._get_growth_tracker()
     assert len(seen) > 3, "it has changed"
+
+
+def test_a_scale_stays_above_zero() -> None:
+    scale = LossScale()
+    for _ in range(2000):
+        scale = scale.after(math.nan)
+    assert scale.value > 0

@@ -74,6 +74,7 @@ def test_settings_reach_the_server() -> None:
         "--api-key=secret",
         "--device=cpu",
     } <= set(arguments)
+    assert "--dtype=float16" in server_arguments(rollout(dtype=Dtype.float16), PLACE)
 
 
 def test_a_float32_output_layer_is_asked_for_where_it_changes_something() -> None:

@@ -53,6 +53,7 @@ def test_settings_reach_the_server() -> None:
         "--api-key=secret",
         "--enforce-eager",
     } <= set(arguments)
+    assert "--dtype=float16" in server_arguments(rollout(dtype=Dtype.float16), PLACE)
 
 
 def test_arguments_of_the_user_come_first() -> None:
