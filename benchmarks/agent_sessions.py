@@ -3,6 +3,9 @@
     python benchmarks/agent_sessions.py               1,000 agents of 8 turns, 2,000 tokens a call
     python benchmarks/agent_sessions.py --quick       50 agents of 3 turns
 
+Then 20,000 episodes of 2 turns, and what memory the process has after a tenth of them and after
+all.
+
 Clients are a process of their own. The engine takes a fixed time and answers what it is told to, so
 that what is measured is the worker's own work: HTTP, JSON, messages, tokens, rows.
 """
@@ -12,16 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import random
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import aiohttp
 import chat_turns
 import report
+from planes_role import resident_bytes
 
 from areal_sc.agents.server import AgentServer, OpenSession
 from areal_sc.agents.session import SessionSettings
@@ -31,6 +35,7 @@ from areal_sc.engines.base import Completion
 DELAY_S = 0.2
 THINK_S = (0.2, 2.0)
 LOOK_S = 0.02
+PARTS = 20
 
 
 class DelayedEngine:
@@ -59,7 +64,12 @@ async def lateness(found: list[float]) -> None:
 
 
 async def play(
-    server: AgentServer, engine: DelayedEngine, num_agents: int, turns: int, think: bool
+    pool: Executor,
+    server: AgentServer,
+    engine: DelayedEngine,
+    num_agents: int,
+    turns: int,
+    think: bool,
 ) -> report.Metrics:
     """What the calls of so many agents cost, from the first to the last, and their rows then."""
     sampling = GenerationConfig(max_new_tokens=100)
@@ -73,14 +83,8 @@ async def play(
         late = list[float]()
         watch = asyncio.create_task(lateness(late))
         begun_s = time.process_time()
-        clients = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *(__file__, "--clients"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        output, _ = await clients.communicate(json.dumps(told).encode())
-        assert clients.returncode == 0
+        clients = asyncio.get_running_loop().run_in_executor(pool, be_clients, told)
+        num_refused = await clients
         calls_s = time.process_time() - begun_s
         watch.cancel()
         late.sort()
@@ -91,7 +95,7 @@ async def play(
     num_calls = sum(int(row.metrics["agent/calls"]) for row in rows)
     return {
         "calls": num_calls,
-        "refused": json.loads(output),
+        "refused": num_refused,
         "call_cpu_ms": 1e3 * calls_s / num_calls,
         "rows_cpu_a_call_ms": 1e3 * rows_s / num_calls,
         "late_p99_ms": 1e3 * late[int(0.99 * len(late))],
@@ -99,7 +103,12 @@ async def play(
     }
 
 
-async def be_clients(url: str, keys: Sequence[str], turns: int, think: bool) -> int:
+def be_clients(told: dict[str, Any]) -> int:
+    """In the clients' process."""
+    return asyncio.run(ask_all(**told))
+
+
+async def ask_all(url: str, keys: Sequence[str], turns: int, think: bool) -> int:
     """Plays one agent a key; returns how many of their calls were refused."""
     text = " ".join(random.Random(0).choices(WORDS, k=400))
     pool = aiohttp.TCPConnector(limit=0)
@@ -129,7 +138,21 @@ WORDS = [
 ]
 
 
-async def measure(num_agents: int, turns: int) -> report.Metrics:
+async def growth(
+    pool: Executor, server: AgentServer, engine: DelayedEngine, num_episodes: int
+) -> report.Metrics:
+    """The memory of this process after so many episodes, and over that after a tenth of them."""
+    found = list[int]()
+    for _ in range(PARTS):
+        await play(pool, server, engine, num_episodes // PARTS, turns=2, think=False)
+        found.append(resident_bytes())
+    return {
+        "resident_bytes": float(found[-1]),
+        "resident_growth": found[-1] / found[PARTS // 10 - 1],
+    }
+
+
+async def measure(pool: Executor, num_agents: int, turns: int, num_episodes: int) -> report.Metrics:
     tokenizer = chat_turns.make_tokenizer(" ".join(WORDS))
     answer = " ".join(random.Random(1).choices(WORDS, k=60)) + "<|end|>"
     engine, server = DelayedEngine(tokenizer, answer), AgentServer("rollout/0")
@@ -137,21 +160,23 @@ async def measure(num_agents: int, turns: int) -> report.Metrics:
     gc.freeze()  # as the fork server of workers does it after its imports
     metrics: report.Metrics = {}
     for name, num_turns, think in (("thinking", turns, True), ("at_once", 1, False)):
-        found = await play(server, engine, num_agents, num_turns, think)
+        found = await play(pool, server, engine, num_agents, num_turns, think)
         metrics |= {f"{name}_{metric}": value for metric, value in found.items()}
+    metrics |= await growth(pool, server, engine, num_episodes)
     await server.close()
     return metrics
 
 
 def main() -> None:
-    if "--clients" in sys.argv:
-        print(asyncio.run(be_clients(**json.load(sys.stdin))))
-        return
     parser = report.make_parser(__doc__)
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=8)
-    arguments = report.parse(parser, agents=50, turns=3)
-    metrics = asyncio.run(measure(arguments.agents, arguments.turns))
+    parser.add_argument("--episodes", type=int, default=20_000)
+    arguments = report.parse(parser, agents=50, turns=3, episodes=40)
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        pool.submit(gc.collect).result()  # its process begins while this one has no threads
+        how = arguments.agents, arguments.turns, arguments.episodes
+        metrics = asyncio.run(measure(pool, *how))
     settings = {"agents": arguments.agents, "turns": arguments.turns}
     report.print_metrics("Agents beside each other", settings, metrics)
     report.write(metrics, arguments.json)

@@ -31,7 +31,7 @@ import chat_templates
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from areal_sc.agents.calls import CallRefused, ModelCall
+from areal_sc.agents.calls import ModelCall
 from areal_sc.agents.session import Session
 from areal_sc.config.schema import GenerationConfig
 from areal_sc.engines.base import Completion
@@ -52,8 +52,14 @@ TOOL: Final = {
 _SPECIAL: Final = re.compile(
     r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|<[a-z_]+(?:_of_turn|_turn)>|\[/?[A-Z_]+\]|</?s>"
 )
+_ROLES: Final = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+"""Marks that templates make of a role."""
 _TAGS: Final = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 _MARK: Final = "zqanswerqz"
+MEASURED: Final = (
+    *("has_tools", "thinks", "calls", "rows", "drifted_by_template"),
+    *("rows_with_split", "drifted_by_split"),
+)
 
 
 class TemplateModel:
@@ -68,10 +74,11 @@ class TemplateModel:
         self._splits = splits
         self._rng = random.Random(0)
         asked: Message = {"role": "user", "content": "hello"}
-        behind = self._text([asked, {"role": "assistant", "content": _MARK}]).partition(_MARK)[2]
-        ids = self._encode(behind)
-        specials = set(self.tokenizer.all_special_ids)
-        self._end = next((it for it in ids if it in specials), self.tokenizer.eos_token_id)
+        answer: Message = {"role": "assistant", "content": _MARK}
+        behind = self._text([asked, answer, asked]).partition(_MARK)[2]
+        if not (ends := _SPECIAL.findall(behind)):
+            raise SystemExit("what ends an answer is not known here")
+        self._end = self.tokenizer.convert_tokens_to_ids(ends[0])
         self.end_token_ids = (self._end,)
         self.next_message: Message = {}
         self.history: list[Message] = []
@@ -144,7 +151,7 @@ def tokenizer_for(template: str) -> Any:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    specials = sorted({"<s>", "</s>", *_SPECIAL.findall(template)})
+    specials = sorted({"<s>", "</s>", *_ROLES, *_SPECIAL.findall(template)})
     trainer = trainers.BpeTrainer(
         vocab_size=1500,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -178,7 +185,7 @@ async def play(model: TemplateModel, told: Sequence[Message]) -> report.Metrics:
     """What the session, and a history that is tokenized again, make of a conversation."""
     session = Session(model, GenerationConfig())
     messages = list[Message]()
-    num_drifted = num_tokens = 0
+    num_drifted = 0
     for message in told:
         if message["role"] != "assistant":
             messages.append(message)
@@ -187,12 +194,7 @@ async def play(model: TemplateModel, told: Sequence[Message]) -> report.Metrics:
         if model.wrote:
             before = [*model.read[-1], *model.wrote[-1][:-1]]  # GLM ends with who speaks next
             again = model.again(messages)
-            same = next(
-                (n for n, (a, b) in enumerate(zip(before, again, strict=False)) if a != b),
-                len(before),
-            )
-            num_drifted += same < len(before)
-            num_tokens += len(before) - same
+            num_drifted += again[: len(before)] != before
         answer = await session.answer(ModelCall(tuple(messages), tuple(model.tools)))
         messages = [*messages, answer.turn.message]
     rows = session.trajectories(1.0)
@@ -217,7 +219,7 @@ def measure(template: str) -> report.Metrics:
                 asyncio.run(play(TemplateModel(template, tools, splits=it), told))
                 for it in (False, True)
             )
-        except (CallRefused, Exception) as error:  # a template raises what it likes
+        except Exception as error:  # a template raises what it likes
             refused = error
             continue
         return {
@@ -235,7 +237,11 @@ def measure(template: str) -> report.Metrics:
 def templates_of(folder: Path | None) -> Mapping[str, str]:
     if folder is None:
         found = vars(chat_templates).items()
-        return {name: it for name, it in found if name.isupper() and isinstance(it, str)}
+        return {
+            name: it
+            for name, it in found
+            if name.isupper() and name[0] != "_" and isinstance(it, str)
+        }
     return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
 
 
@@ -245,14 +251,16 @@ def main() -> None:
     arguments = report.parse(parser)
     logging.disable(logging.CRITICAL)
     metrics: report.Metrics = {}
+    rows = list[list[object]]()
     for name, template in templates_of(arguments.folder).items():
         try:
             found = measure(template)
         except SystemExit as refused:
             report.say(f"{name}: {refused}")
             continue
-        report.say(f"{name}: {found}")
+        rows.append([name, *(found[it] for it in MEASURED)])
         metrics |= {f"{name}_{what}": float(value) for what, value in found.items()}
+    report.print_table("Drift", {}, ["template", *MEASURED], rows)
     report.write(metrics, arguments.json)
 
 

@@ -37,7 +37,7 @@ async def look_up(row: dict[str, Any], session: Any) -> float:
             messages.append(message)
             for call in calls:
                 key = json.loads(call["function"]["arguments"]).get("key")
-                found = row["table"].get(key, "none")
+                found = row["table"].get(str(key), "none")
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
             message = await ask()
     return float(bool(calls) and message["content"] == row["table"][row["key"]])

@@ -3,8 +3,8 @@
     python examples/closed_loop.py --config configs/tool_use.yaml run_dir=runs/loop
 
 The agents of `online.py` collect while the run trains. The model that it leaves is deployed behind
-SGLang, or what `task.deploy` names, and the same agents go on there: URL and key differ, nothing
-else. The next round begins from the deployed model:
+SGLang, or by the command of `+task.deploy=...`, and the same agents go on there: URL and key
+differ, nothing else. The next round begins from the deployed model:
 
     python examples/closed_loop.py --config configs/tool_use.yaml run_dir=runs/loop_2 \
         actor.path=runs/loop/model

@@ -38,7 +38,7 @@ async def collect(client: aiohttp.ClientSession) -> None:
         answer.raise_for_status()
         try:
             reward = await look_up(episode["row"], SimpleNamespace(**episode))
-        except Exception as error:  # an answer may be anything, a table named by a list, say
+        except Exception as error:
             end, body = "reject", {"reason": repr(error)}
         else:
             end, body = "reward", {"reward": reward}

@@ -280,7 +280,8 @@ class Session:
         messages = [checked_message(it, number) for number, it in enumerate(call.messages)]
         if not messages or messages[-1]["role"] == "assistant":
             raise WorkflowError(
-                "the last message is the assistant's: expected one that it answers to"
+                "messages: expected a last one that the assistant answers to, got "
+                f"{'its own' if messages else 'none'}"
             )
         sampling = self._sampling(call)
         place = self._history.place(messages)

@@ -26,14 +26,16 @@ LIMIT_S = 240
 
 PROMISED = {
     "admission --part doubling": {"lengths_double_just_in_time_steps_to_adapt"},
+    "agent_kills": {"inside_turns_trained", "outside_turns_trained", "outside_kills_in_a_call"},
     "agent_schedules": {"trained", "worker_deaths", "server_deaths"},
-    "agent_sessions": {"thinking_call_cpu_ms", "at_once_late_most_ms"},
+    "agent_sessions": {"thinking_call_cpu_ms", "at_once_late_most_ms", "resident_growth"},
     "algorithms": {"decoupled_ppo_0_accuracy_before", "decoupled_ppo_0_accuracy_after"},
     "against_checkout": {"cpu_s_ratio", "s_ratio_high"},
     "autoscale": {"one_less_over_best_per_worker", "three_more_over_best_per_worker"},
     "async_speedup": {"sync_over_async_s_per_step", "async_floor_s_per_step", "sync_wait_share"},
     "chaos": {"num_reattached", "num_gone_back", "controller_recovery_worst_s"},
     "chaos_models": {"num_kills", "store_growth_ref", "store_growth_sft"},
+    "chat_drift": {"QWEN_THINKING_rows", "LLAMA_drifted_by_split"},
     "chat_turns": {"turns_s", "session_s", "anew_over_turns"},
     "first_hour": {"huge_over_plain_first_step", "trackers_calls_percent"},
     "generate_throughput": {"local_over_static", "mixed_over_static"},
@@ -70,6 +72,15 @@ IN_ALLOCATION = {"slurm_start"}
 """Benchmarks that need SLURM: tests/integration/slurm/test_slurm_start.py plays them."""
 
 ZERO = {
+    "agent_kills": {
+        f"{agents}_{what}"
+        for agents in ("inside", "outside")
+        for what in (
+            *("turns_trained_twice", "episodes_trained_twice", "turns_not_delivered", "left"),
+            *("turns_left_out", "rows_lost", "rows_of_other_content", "rewards_not_of_the_agent"),
+            *("false_rewards", "sessions_left_open", "ledger_rows_lost", "ledger_trained_again"),
+        )
+    },
     "autoscale": {"rows_lost", "rows_trained_twice", "groups_missing", "staleness_over_bound"},
     "chaos_models": {"rows_lost", "rows_trained_twice", "steps_missing"},
     "chaos": {

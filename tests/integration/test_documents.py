@@ -65,7 +65,12 @@ NOT_RUN_HERE = {
     "import asyncio": "tests/unit/rewards/test_weighted.py",
     'workflow = SingleTurnWorkflow({"right"': "tests/integration/test_weighted_rewards.py",
     "# my_agent.py": "needs openai; examples/agent.py says the same in HTTP",
-    "trainer.fit(AgentWorkflow(": "examples/agent.py",
+    "# train_my_agent.py": "needs openai and a GPU; examples/agent.py has the same calls",
+    "python train_my_agent.py --config configs/one_gpu.yaml actor.path=Qwen/Qwen2.5-0.5B-Instruct "
+    "run_dir=runs/mine": "needs a GPU, and a model of the hub",
+    "python examples/closed_loop.py --config configs/tool_use.yaml run_dir=runs/loop": (
+        "tests/integration/test_tool_use.py"
+    ),
     "trainer.fit(OnlineWorkflow(": "examples/online.py",
     "# collect.py": "waits for a person; test_run_address.py makes the same requests",
     "python examples/online.py --config configs/tool_use.yaml run_dir=runs/online": (

@@ -37,7 +37,7 @@ def test_the_tool_is_learned(tmp_path: Path) -> None:
 def test_agents_outside_go_on_with_the_deployed_model(tmp_path: Path) -> None:
     few = ("rollout.train_batch_groups=4", "rollout.group_size=2", "evaluation.num_prompts=4")
     arguments = (*CONFIG, f"actor.path={tmp_path / 'model'}", "total_steps=2", *few)
-    server = f"task.deploy={sys.executable} {SCRIPTS / 'serve_model.py'} {{model}} {{port}}"
+    server = f'+task.deploy="{sys.executable} {SCRIPTS / "serve_model.py"} {{model}} {{port}}"'
     loop = EXAMPLES / "closed_loop.py"
     with started(tmp_path / "run", loop, *arguments, "task.warm_up_steps=2", server) as run:
         run.finish()

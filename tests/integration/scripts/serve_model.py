@@ -17,28 +17,36 @@ class OneEngine:
     """The embedded engine, as a session asks it."""
 
     def __init__(self, model: str) -> None:
-        self._engine = LocalEngine(RolloutConfig(path=model, max_context_tokens=128))
-        self.tokenizer, self.max_context_tokens = self._engine.tokenizer, 128
-        self.end_token_ids = self._engine.end_token_ids
+        self.engine = LocalEngine(RolloutConfig(path=model, max_context_tokens=128))
+        self.tokenizer = self.engine.tokenizer
+        self.max_context_tokens = self.engine.max_context_tokens
+        self.end_token_ids = self.engine.end_token_ids
 
     async def generate(self, input_ids: Any, sampling: Any = None, **how: Any) -> Any:
-        return await self._engine.generate(input_ids, sampling, **how)
+        return await self.engine.generate(input_ids, sampling, **how)
 
 
 def main(model: str, port: int) -> None:
-    dialect, engine = ChatCompletions(), OneEngine(model)
-    sampling = GenerationConfig(max_new_tokens=40)
+    dialect, sampling, app = (
+        ChatCompletions(),
+        GenerationConfig(max_new_tokens=40),
+        web.Application(),
+    )
+    asked = OneEngine(model)
 
     async def complete(request: web.Request) -> web.Response:
         call = dialect.read(await request.json())
-        answer = await Session(engine, sampling).answer(call)
+        answer = await Session(asked, sampling).answer(call)
         return web.json_response(dialect.write(call, answer))
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()
 
-    app = web.Application()
+    async def start(_: web.Application) -> None:
+        await asked.engine.start()
+
     app.add_routes([web.post(dialect.path, complete), web.get("/health", health)])
+    app.on_startup.append(start)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 
