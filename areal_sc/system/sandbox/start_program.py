@@ -142,7 +142,7 @@ def _run(source: str, folder: str) -> int:
             file.write(source.encode(errors="replace"))
     except OSError:  # its limit is that low: then tracebacks show no lines
         pass
-    main.__dict__.update(__builtins__=builtins, __file__=path)
+    vars(main).update(__builtins__=builtins, __file__=path)
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, folder)
@@ -159,8 +159,8 @@ def _run(source: str, folder: str) -> int:
     gc.enable()
     code = 0
     try:
-        text = source.removeprefix("\ufeff")  # of files that begin so
-        exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
+        # without the mark with which some files begin
+        exec(compile(source.removeprefix("\ufeff"), path, "exec", dont_inherit=True), vars(main))
     except BaseException as error:
         code = _told(error)
     try:  # as Python's own end does
@@ -171,7 +171,7 @@ def _run(source: str, folder: str) -> int:
         for stream in streams:
             if not getattr(stream, "closed", stream is None):
                 stream.flush()
-        main.__dict__.clear()  # what it has not closed is written
+        vars(main).clear()  # what it has not closed is written
     except BaseException as error:
         code = code or _told(error)
     return code & 0xFF
