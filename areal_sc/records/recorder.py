@@ -82,7 +82,7 @@ class PlayedGroup:
         return sum(len(row.input_ids) for its in self.episodes.values() for row in its)
 
 
-class _Trained(NamedTuple):
+class _WaitingRow(NamedTuple):
     """What an update has computed of a row."""
 
     row: TrainedRow
@@ -116,7 +116,7 @@ class Recorder:
         self.process = process
         self._keeps_all = config.keep is KeepRecords.all
         self.is_on = folder is not None and config.keep is not KeepRecords.none
-        self._waiting = deque[PlayedGroup | _Trained | RecordedSpan]()
+        self._waiting = deque[PlayedGroup | _WaitingRow | RecordedSpan]()
         self._is_closing = threading.Event()
         self._files = None if folder is None else FilesOfProcess(folder, process, max_bytes)
         self._open = dict[object, RecordedSpan]()  # of `span`
@@ -134,9 +134,9 @@ class Recorder:
     def add_trained(self, row: TrainedRow, tokens: TrainedTokens) -> None:
         """Records what an update has computed of a row."""
         if self.is_on:
-            self._add_tokens(_Trained(row, tokens))
+            self._add_tokens(_WaitingRow(row, tokens))
 
-    def _add_tokens(self, record: PlayedGroup | _Trained) -> None:
+    def _add_tokens(self, record: PlayedGroup | _WaitingRow) -> None:
         with self._counting:
             if self._num_waiting_tokens > MAX_WAITING_TOKENS:
                 logger.debug(_FAR_BEHIND)
@@ -263,7 +263,7 @@ class Recorder:
             if isinstance(record, RecordedSpan):
                 spans.append(record)
                 continue
-            if isinstance(record, _Trained):
+            if isinstance(record, _WaitingRow):
                 self._append(Series.trained, *pack_trained(record.row, record.tokens))
             else:
                 self._write_group(record)
