@@ -477,8 +477,8 @@ async def test_limits_of_calls() -> None:
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ((), "last message is the assistant's"),
-        ((user("hi"), {"role": "assistant", "content": "so"}), "last message is the assistant's"),
+        ((), "answers to, got none"),
+        ((user("hi"), {"role": "assistant", "content": "so"}), "answers to, got its own"),
         (({"role": "wizard", "content": "hi"},), "expected a role of"),
         ((user("hi \ud800"),), "surrogates not allowed"),
     ],
