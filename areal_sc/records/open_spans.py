@@ -91,4 +91,7 @@ class OpenSpans:
         for old in own[: -MAX_LIVES + 1]:
             old.path.unlink(missing_ok=True)
         number = 1 + max((it.number for it in own), default=0)
-        return self._folder / f"{self._process.replace('/', '-')}.open.{number:06d}"
+        name = f"{self._process.replace('/', '-')}.open"
+        for unfinished in self._folder.glob(f".{name}.*.partial"):  # by a life that was killed
+            unfinished.unlink(missing_ok=True)
+        return self._folder / f"{name}.{number:06d}"

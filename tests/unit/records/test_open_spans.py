@@ -80,6 +80,18 @@ def test_a_run_that_records_nothing_has_no_such_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_kill_left_half_written_goes_with_the_next_life(tmp_path: Path) -> None:
+    left, other = (
+        tmp_path / f".{name}.open.000005.partial" for name in ("rollout-1", "rollout-10")
+    )
+    left.write_bytes(b"ha")
+    other.write_bytes(b"of another process")
+    span = RecordedSpan(process="rollout/1", kind="generating", began=1.0, took_s=0.0)
+    OpenSpans(tmp_path, "rollout/1").write([span])
+    assert not left.exists()
+    assert other.exists()
+
+
 def test_lives_keep_apart_and_the_oldest_go(tmp_path: Path) -> None:
     span = RecordedSpan(process="rollout/0", kind="episode", began=1.0, took_s=0.0)
     other = OpenSpans(tmp_path, "rollout/1")
