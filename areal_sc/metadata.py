@@ -130,6 +130,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
         version_spans: (policy version, number of trained tokens sampled by it), ascending.
         episode: which of the group's episodes the trajectory is a row of, from 0.
         advantage: set by `TrainController.compute_advantages`; None before.
+        row: number within the episode, from 0.
     """
 
     group_id: int
@@ -140,6 +141,7 @@ class RowMetadata(Struct, frozen=True, array_like=True, gc=False):
     version_spans: tuple[tuple[int, int], ...]
     episode: int
     advantage: float | None = None
+    row: int = 0
 
     @property
     def num_loss_tokens(self) -> int:

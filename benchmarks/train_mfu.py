@@ -49,7 +49,8 @@ class Case:
 
     name: str
     shape: Shape
-    checkpoints: bool | str = False
+    checkpoints: bool = False
+    offloads: bool = False
     compiles: bool = False
     max_tokens: int = 8192
     dtype: Dtype = Dtype.bfloat16
@@ -62,7 +63,7 @@ CASES = [
     Case("0.5b_float16", SHAPES["0.5b"], max_tokens=WIDE, dtype=Dtype.float16),
     Case("7b_layers", LAYERS_OF_7B, checkpoints=True),
     Case("0.5b_compiled", SHAPES["0.5b"], compiles=True, max_tokens=WIDE),
-    Case("7b_layers_offload", LAYERS_OF_7B, checkpoints="offload"),
+    Case("7b_layers_offload", LAYERS_OF_7B, checkpoints=True, offloads=True),
     Case("7b_layers_compiled", LAYERS_OF_7B, checkpoints=True, compiles=True),
 ]
 """In the order of what they tell."""
@@ -76,6 +77,7 @@ def config_of(case: Case, workload: Workload, folder: Path, device: str) -> Acto
         dtype=case.dtype,
         random_init=True,
         activation_checkpointing=case.checkpoints,
+        activation_offload=case.offloads,
         compile_layers=case.compiles,
     )
 

@@ -87,11 +87,12 @@ class NamedLoss:
             return needed_fields(self.settings)
         return _FIELDS.get(self.name, ())
 
-    def search_path(self) -> str:
+    def search_path(self, setting: str = "actor.ppo.loss") -> str:
         """The folder that a process needs on `sys.path` to import the function; "" if none.
 
         It is found as the caller would import it, that is also beside a script, but not imported.
 
+        Args: setting: that names it.
         Raises: ConfigError: the caller could not import it either.
         """
         if self.name in BUILT_IN:
@@ -99,7 +100,7 @@ class NamedLoss:
         found = folder_of_module(self.name)
         if found is None:
             raise ConfigError(
-                f"actor.ppo.loss: expected {_EXPECTED}, in a file beside the script or in an "
+                f"{setting}: expected {_EXPECTED}, in a file beside the script or in an "
                 f"installed package, got {self.name!r}: there is no module "
                 f"{_package_of(self.name)!r}"
             )

@@ -43,10 +43,6 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-OFFLOAD = "offload"
-"""`actor.activation_checkpointing` in host memory."""
-
-
 class Device(StrEnum):
     """Where it computes; auto is CUDA if this machine has such a device, else the CPU."""
 
@@ -232,8 +228,9 @@ class ActorConfig(Section):
         Dtype.float32, "type of parameters in computation; optimizer state is float32"
     )
     max_tokens_per_micro_batch: int = setting(4096, "tokens of one forward and backward pass", ge=1)
-    activation_checkpointing: bool | str = setting(
-        False, "recompute activations in the backward pass; offload: from host memory"
+    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    activation_offload: bool = setting(
+        False, "with checkpointing: what it keeps, the inputs of layers, in pinned host memory"
     )
     cpu_offload: bool = setting(
         False, "parameters, gradients and optimizer state in host memory; updates run on the CPU"

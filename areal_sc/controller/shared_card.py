@@ -89,8 +89,8 @@ class SharedCard:
                 self._advance()
 
     def is_away_from(self, side: Side) -> bool:
-        """The other one has the cards, or gets them."""
-        return self.is_shared and not self._turns.may_use(side)
+        """The other one has the cards, or gets them, and nothing keeps it from giving them back."""
+        return self.is_shared and self._failure is None and not self._turns.may_use(side)
 
     @contextmanager
     def wanted_when_idle(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from areal_sc.config.parallel_settings import Placement, TrainEngineKind
 from areal_sc.config.schema import (
-    OFFLOAD,
     ActorConfig,
     Device,
     GRPOConfig,
@@ -223,7 +222,7 @@ class TrainHandle:
         num_layers = 0 if config.is_frozen else -(-layer.num_layers // parallel.pipeline)
         inputs = width * num_tokens * layer.hidden
         of_layers = num_layers * (inputs if config.activation_checkpointing else kept)
-        is_offloaded = config.activation_checkpointing == OFFLOAD and device != Device.cpu
+        is_offloaded = config.activation_offload and device != Device.cpu
         there, on_host = (min(of_layers, inputs), of_layers) if is_offloaded else (of_layers, 0)
         return there + kept + FLOAT32_BYTES * num_tokens * layer.hidden + logit_bytes, on_host
 

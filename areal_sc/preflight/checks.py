@@ -85,10 +85,10 @@ def check_config(
     _check_store(config)
     check_evaluation(config)
     is_local = config.scheduler.type == SchedulerType.local
-    for model in _trained_models(config).values():
+    for role, model in _trained_models(config).items():
         make_actor(model).check(count_devices if is_local else None)
         _check_mesh(model)
-        loss_of(model.ppo).search_path()  # raises where there is none
+        loss_of(model.ppo).search_path(f"{role}.ppo.loss")  # raises where there is none
     PromptChoice(config.rollout.choose_prompts, config.rollout.seed)  # likewise
     generator = make_generator(config.rollout)
     generator.check(config)

@@ -24,7 +24,7 @@ class TrainedRow(Struct, frozen=True, kw_only=True):
         worker: the rank.
         group, attempt, episode, row: name it, as in the other records.
         step: that trained it, as in `metrics.jsonl`.
-        minibatch: number within the step, from 0.
+        minibatch: number within its update, from 0; a step may have several updates.
         at: Unix time in seconds. Of a step that was made again, the later record counts.
     """
 

@@ -105,7 +105,7 @@ async def update(rank: Rank, args: rank_methods.Update) -> dict[str, float]:
                     group=it.metadata.group_id,
                     attempt=it.metadata.attempt,
                     episode=it.metadata.episode,
-                    row=it.row,
+                    row=it.metadata.row,
                     step=version + 1,
                     minibatch=it.minibatch,
                     at=time.time(),

@@ -420,6 +420,7 @@ class RolloutWorker(Worker):
     def _seal(self, group: calls.RunGroup, episodes: Mapping[int, Episode]) -> BatchMetadata:
         """One shard of the rows of all episodes, which are given by their numbers."""
         numbered = [(number, row) for number, episode in episodes.items() for row in episode]
+        places = [place for episode in episodes.values() for place in range(len(episode))]
         lengths = [len(row.input_ids) for _, row in numbered]
         fields = {
             name: torch.from_numpy(np.concatenate([getattr(row, name) for _, row in numbered]))
@@ -446,8 +447,9 @@ class RolloutWorker(Worker):
                 admitted_version=group.admitted_version,
                 version_spans=version_spans(row),
                 episode=number,
+                row=place,
             )
-            for (number, row), length in zip(numbered, lengths, strict=True)
+            for (number, row), place, length in zip(numbered, places, lengths, strict=True)
         )
         return BatchMetadata(
             f"g{group.group_id}.{group.attempt}",

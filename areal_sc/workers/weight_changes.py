@@ -120,13 +120,15 @@ def apply(encoded: Bytes, base: Values, values: Values) -> None:
 
 
 def _checksum(block: Values) -> int:
-    """Takes half the time of a CRC-32.
+    """Takes two thirds of the time of a CRC-32.
 
-    Other words give another sum with all but certainty, as each has a random factor.
+    Each word has a random odd factor. Its upper half goes into the lower one first: a difference in
+    the top bits alone would vanish in the sum.
     """
     num_values = len(block) - len(block) % (_WORD.itemsize // block.itemsize)
     words, rest = block[:num_values].view(_WORD), block[num_values:]
-    return int(np.dot(words, _FACTORS[: len(words)])) ^ zlib.crc32(rest.tobytes())
+    mixed = words ^ (words >> np.uint64(32))
+    return int(np.dot(mixed, _FACTORS[: len(words)])) ^ zlib.crc32(rest.tobytes())
 
 
 def apply_all(

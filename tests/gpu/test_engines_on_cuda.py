@@ -89,7 +89,7 @@ TOLERANCES = [(Dtype.float32, 1e-3), (Dtype.bfloat16, 5e-2), (Dtype.float16, 1e-
     [
         {},
         {"activation_checkpointing": True},
-        {"activation_checkpointing": "offload"},
+        {"activation_checkpointing": True, "activation_offload": True},
         {"cpu_offload": True},
         # torch's compiler warns of its own code, and of what is slow
         pytest.param({"compile_layers": True}, marks=pytest.mark.filterwarnings("default")),

@@ -178,6 +178,7 @@ class RolloutWorkers:
             await asyncio.gather(*map(self._take_memory, able))
             if any(state.has_memory for state in self._states):
                 await self._background.wait("rollout workers to give the card's memory up")
+                self._background.raise_failure()
 
     async def _take_memory(self, state: RolloutWorkerState) -> None:
         """The worker sleeps; one that is lost is killed before its next life begins."""

@@ -421,7 +421,17 @@ class Ranks:
             except ArealError as error:
                 if not await self.lose_hung(error):
                     self._fleet.lose(first, incarnation, f"has kept the card's memory: {error}")
-                await left.wait()
+                ways = [
+                    asyncio.ensure_future(way)
+                    for way in (left.wait(), self._recovery.wait_until_ready(first))
+                ]
+                try:
+                    done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    for way in done:
+                        way.result()  # the ranks were given up
+                finally:
+                    for way in ways:
+                        way.cancel()
             else:
                 self._note_left()
 

@@ -41,6 +41,7 @@ from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, Planne
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.stowed import Stowed
 from areal_sc.engines.training.whole_tensors import Values, gather_whole
+from areal_sc.errors import ConfigError
 from areal_sc.transport.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,10 @@ class FSDPEngine(RankEngine):
         self, rank: int, world_size: int, init_method: str, device: torch.device
     ) -> RankPosition:
         if self.config.flash_attention == 3:
+            if device.type != "cuda" or self.config.dtype == Dtype.float32:
+                logger.warning("actor.flash_attention=3 has no effect in float32, or on a CPU")
+            elif torch.cuda.get_device_capability(device)[0] != 9:
+                raise ConfigError("actor.flash_attention: expected 2, got 3: the GPU is no Hopper")
             attention.activate_flash_attention_impl("FA3")
         self._groups = groups = ProcessGroups.join(
             rank,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from areal_sc.config.parallel_settings import TrainEngineKind
-from areal_sc.config.schema import OFFLOAD, ActorConfig, Device, Dtype
+from areal_sc.config.schema import ActorConfig, Device, Dtype
 from areal_sc.engines.handle_base import ADAM_STATES, FLOAT32_BYTES, TrainHandle
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import Machine, resolved_device
@@ -56,10 +56,10 @@ class FSDPPPOActor(TrainHandle):
                     f"actor.parallel.{name}: expected 1 with actor.engine=fsdp, got {size}; "
                     "actor.engine=megatron has it, and more data or tensor saves as much memory"
                 )
-        allowed, kept = (False, True, OFFLOAD), self.config.activation_checkpointing
-        if kept not in allowed:
+        if self.config.activation_offload and not self.config.activation_checkpointing:
             raise ConfigError(
-                f"actor.activation_checkpointing: expected true, false or {OFFLOAD}, got {kept}"
+                "actor.activation_offload: expected false without "
+                "actor.activation_checkpointing=true, got true"
             )
         if count_devices is None:
             return

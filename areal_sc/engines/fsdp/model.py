@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from areal_sc.algorithms.logprobs import VocabularyPart
-from areal_sc.config.schema import OFFLOAD, ActorConfig, Dtype, ModelHead
+from areal_sc.config.schema import ActorConfig, Dtype, ModelHead
 from areal_sc.engines.fsdp.cuts import CutParts
 from areal_sc.engines.fsdp.gradient_reduction import InPlaceReduceScatter
 from areal_sc.engines.fsdp.handle import needs_fsdp, rounds_copies
@@ -186,9 +186,8 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
             "layers",
             type(model.causal_lm).__name__,
         )
-    is_offloaded = config.activation_checkpointing == OFFLOAD
-    if is_offloaded and device.type == "cpu":
-        logger.warning("actor.activation_checkpointing=offload does what true does on a CPU")
+    if config.activation_offload and device.type == "cpu":
+        logger.warning("actor.activation_offload has no effect on a CPU: all is in host memory")
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,
@@ -196,7 +195,7 @@ def _wrap_layers(model: PackedModel, config: ActorConfig, device: torch.device) 
             use_reentrant=False,
             preserve_rng_state=config.has_adapter and config.lora.dropout > 0,
         )
-        if is_offloaded and device.type != "cpu":
+        if config.activation_offload and device.type != "cpu":
             layer.forward = _saving_on_host(layer.forward, device)
 
 

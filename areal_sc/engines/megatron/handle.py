@@ -17,11 +17,11 @@ from areal_sc.sizing.machine import Machine, count_cuda_devices
 from areal_sc.sizing.model_folder import ModelShape, read_model_config
 from areal_sc.sizing.worker_plan import DTYPE_BYTES, WorkerPlan
 
+_LACKING: Final = ("cpu_offload", "activation_offload", "compile_layers", "is_frozen")
 _SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "dtype": (Dtype.float32, Dtype.bfloat16),
-    "activation_checkpointing": (False, True),
     "flash_attention": (2,),
-    **dict.fromkeys(("cpu_offload", "compile_layers", "is_frozen"), (False,)),
+    **dict.fromkeys(_LACKING, (False,)),
 }
 """What Megatron-core has of what the other engine has."""
 

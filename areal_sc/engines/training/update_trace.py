@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ class TracedRow(NamedTuple):
 
     Attributes:
         minibatch: number within the update, from 0.
-        row: number within the episode, from 0.
         gaps: nats, proximal log-probability less the sampler's; without a proximal one, that of the
             update's own forward. NaN: the token went through no forward.
         entropies: nats, of the update's own forward.
@@ -26,7 +24,6 @@ class TracedRow(NamedTuple):
 
     metadata: RowMetadata
     minibatch: int
-    row: int
     gaps: torch.Tensor
     entropies: torch.Tensor
     advantages: torch.Tensor
@@ -87,12 +84,9 @@ class _Minibatch(NamedTuple):
             is_given = ~(logprobs.isnan() | proximal.isnan())
             logprobs = torch.where(is_given, proximal, logprobs)
         gaps = logprobs - fields["behavior_logprobs"]
-        numbers = Counter[tuple[int, int, int]]()
         for metadata, begin in zip(rows.metadata or (), rows.starts, strict=True):
-            episode = metadata.group_id, metadata.attempt, metadata.episode
             if self.is_wanted[begin]:
                 tokens = slice(begin, begin + metadata.sequence_length)
                 mask = fields["loss_mask"][tokens].bool()
                 its = (it[tokens][mask] for it in (gaps, entropies, fields["advantages"]))
-                yield TracedRow(metadata, self.number, numbers[episode], *its)
-            numbers[episode] += 1
+                yield TracedRow(metadata, self.number, *its)

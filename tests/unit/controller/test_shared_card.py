@@ -78,5 +78,6 @@ async def test_a_side_that_could_not_leave_is_not_asked_again_before_a_later_sta
         with pytest.raises(WorkerError, match="it stays"):
             await hold(card, Side.training)
     assert num_asked == 1
+    assert not card.is_away_from(Side.training), "limits do not stand still for ever"
     await card.close()
     await hold(card, Side.training)

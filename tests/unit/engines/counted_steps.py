@@ -114,8 +114,9 @@ def main() -> None:
         for dtype in ("float32", "bfloat16", "float16"):
             found[f"few {dtype}"] = step(model, 64, dtype)
             found[f"many {dtype}"] = step(model, 20, dtype)
-        for kept in (True, "offload"):
-            found[f"kept {kept}"] = step(model, 20, "float16", activation_checkpointing=kept)
+        for name in ("checkpointing", "offload"):
+            kept = {"activation_checkpointing": True, "activation_offload": name == "offload"}
+            found[f"kept {name}"] = step(model, 20, "float16", **kept)
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
     for name, (num_tokens, width) in SHAPES.items():
         step_rows = piece_bytes("cuda", 80 << 30) // (4 * width * NUM_RANKS)

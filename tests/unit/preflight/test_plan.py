@@ -228,21 +228,22 @@ def test_inputs_of_layers_lie_in_host_memory(load: Load, tmp_path: Path) -> None
     folder = stand_in(tmp_path / "model", 100, 400, 300, 400, **sizes)
     machines = {"gpu": Machine(1 << 40, (1 << 30,)), "cpu": Machine(1 << 40)}
     needed = dict[tuple[str, str], dict[str, int]]()
-    for kept in ("true", "offload"):
-        settings = (*SIZES, "actor.dtype=float16", f"actor.activation_checkpointing={kept}")
+    for kept in ("false", "true"):
+        settings = (*SIZES, "actor.dtype=float16", "actor.activation_checkpointing=true")
+        settings += (f"actor.activation_offload={kept}",)
         config = load(f"actor.path={folder}", "actor.max_tokens_per_micro_batch=100", *settings)
         for name, machine in machines.items():
             needed[kept, name] = plan(config, lambda it=machine: it).workers[0].memory
     inputs = 2 * 100 * 64
-    on_card, on_host = needed["true", "gpu"], needed["offload", "gpu"]
+    on_card, on_host = needed["false", "gpu"], needed["true", "gpu"]
     assert on_card["cuda:0"] - on_host["cuda:0"] == 2 * inputs
     assert on_host["host"] - on_card["host"] == 3 * inputs
-    assert needed["true", "cpu"] == needed["offload", "cpu"]
+    assert needed["false", "cpu"] == needed["true", "cpu"]
 
 
-def test_a_word_that_checkpointing_does_not_know(load: Load, model: Path) -> None:
-    with pytest.raises(ConfigError, match="expected true, false or offload, got host"):
-        load(f"actor.path={model}", *SIZES, "actor.activation_checkpointing=host")
+def test_nothing_is_kept_that_could_be_offloaded(load: Load, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"without actor\.activation_checkpointing=true, got"):
+        load(f"actor.path={model}", *SIZES, "actor.activation_offload=true")
 
 
 def test_the_vocabulary_is_gathered_in_pieces(load: Load, tmp_path: Path) -> None:

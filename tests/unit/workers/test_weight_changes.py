@@ -80,6 +80,11 @@ def test_other_weights_are_noticed() -> None:
     other[np.flatnonzero(old == new)[1]] ^= 1
     with pytest.raises(ProtocolError, match="other weights"):
         apply(encoded, other, np.empty_like(old))
+    for places in ((3, 7), (3, 7, 11, 15)):  # highest bits, which no product carries on
+        signs = old.copy()
+        signs[list(places)] ^= 1 << 15
+        with pytest.raises(ProtocolError, match="other weights"):
+            apply(encoded, signs, np.empty_like(old))
     with pytest.raises(ProtocolError):
         apply(encoded, old[:-1], np.empty_like(old[:-1]))
     longer = np.append(old, old[:1])

@@ -396,11 +396,14 @@ def test_a_trace_has_the_numbers_of_the_tokens_of_chosen_rows(
     rows = make_rows()
     groups = (3, 3, 3, 16, 16, 3)
     episodes = (0, 0, 1, 0, 0, 2)
+    numbers = (0, 1, 0, 2, 1, 0)  # this rank has a part of the episodes
     rows = replace(
         rows,
         metadata=tuple(
-            RowMetadata(group, 0, length, 0.0, 0, (), episode)
-            for group, length, episode in zip(groups, LENGTHS, episodes, strict=True)
+            RowMetadata(group, 0, length, 0.0, 0, (), episode, row=number)
+            for group, length, episode, number in zip(
+                groups, LENGTHS, episodes, numbers, strict=True
+            )
         ),
     )
     own = plain_logprobs(reference_model(model_folder), rows)
@@ -409,9 +412,9 @@ def test_a_trace_has_the_numbers_of_the_tokens_of_chosen_rows(
     trace = UpdateTrace(lambda row: row.group_id == 16)
     ppo_update(engine, [first, second], step=0, trace=trace)
     traced = list(trace.rows())
-    assert [(it.minibatch, it.metadata.episode, it.row) for it in traced] == [
-        *((0, 0, 0), (0, 0, 1)),
-        *((1, 0, 0), (1, 0, 1)),
+    assert [(it.minibatch, it.metadata.episode, it.metadata.row) for it in traced] == [
+        *((0, 0, 2), (0, 0, 1)),
+        *((1, 0, 2), (1, 0, 1)),
     ]
     for it, number in zip(traced, (3, 4, 3, 4), strict=True):
         fields = rows.take([number]).fields

@@ -48,7 +48,7 @@ def test_meshes_that_fit_no_model(parallel: dict[str, int], message: str) -> Non
         MegatronPPOActor(actor(parallel=parallel)).check(None)
 
 
-@pytest.mark.parametrize("name", ["cpu_offload", "compile_layers"])
+@pytest.mark.parametrize("name", ["cpu_offload", "activation_offload", "compile_layers"])
 def test_settings_of_the_other_engine(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected false with .*=megatron"):
         MegatronPPOActor(actor(**{name: True})).check(None)
@@ -58,7 +58,6 @@ def test_settings_of_the_other_engine(name: str) -> None:
     ("name", "value", "expected"),
     [
         ("dtype", Dtype.float16, "float32 or bfloat16"),
-        ("activation_checkpointing", "offload", "false or true"),
         ("flash_attention", 3, "2"),
     ],
 )
