@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 import sysconfig
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -67,8 +66,9 @@ class EpisodeClock:
     @property
     def now_s(self) -> float:
         """From any beginning."""
-        stopped_at_s = self._stopped_at_s
-        return time.monotonic() - self._behind_s if stopped_at_s is None else stopped_at_s
+        if self._stopped_at_s is not None:
+            return self._stopped_at_s
+        return asyncio.get_running_loop().time() - self._behind_s
 
     def stop(self) -> None:
         """Stands still from now on, if it does not already."""
@@ -76,7 +76,7 @@ class EpisodeClock:
 
     def go_on(self) -> None:
         """Ends `stop`."""
-        self._behind_s = time.monotonic() - self.now_s
+        self._behind_s = asyncio.get_running_loop().time() - self.now_s
         self._stopped_at_s = None
 
     async def wait(self, work: asyncio.Future[Any], limit_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def name_of(reward: Any, part: str = "") -> str:
 
 def place_of_definition(reward: Any) -> str:
     """Where a reward is defined, "" if Python does not know."""
-    function = inspect.unwrap(reward) if inspect.isroutine(reward) else type(reward).__call__
+    function = reward if inspect.isroutine(reward) else type(reward).__call__
+    with suppress(ValueError):  # it wraps itself
+        function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""

@@ -271,23 +271,30 @@ class RewardPool:
         is_late = False
         watch: asyncio.TimerHandle | None = None
 
+        def end() -> None:
+            """A turn later, so that a reply which is there by then counts: the loop stood still."""
+            if not limit.expired():
+                limit.reschedule(loop.time())
+
         def end_at_cpu_s(end_cpu_s: float) -> None:
             nonlocal is_late, watch
             left_s = end_cpu_s - process.cpu_s()
             is_late = left_s <= 0
             if is_late:
-                limit.reschedule(loop.time())
+                end()
             else:  # it computes no faster than that
                 watch = loop.call_later(left_s, end_at_cpu_s, end_cpu_s)
 
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(None) as limit:
+                last = loop.call_later(self._timeout_s, end)
                 if declared is not None and declared.late_after_s is not None:
                     may_use_s = min(declared.late_after_s, self._timeout_s / 2)
                     end_at_cpu_s(process.cpu_s() + may_use_s)
                 try:
                     kind, *rest = await process.ask(call.request)
                 finally:
+                    last.cancel()
                     if watch is not None:
                         watch.cancel()
         except TimeoutError:

@@ -14,4 +14,4 @@ def os_errors_as(kind: type[ArealError], what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror}") from error
+        raise kind(f"{what}: {error.strerror or error}") from error

@@ -101,7 +101,7 @@ async def test_rows_that_lie_together_are_views(folder: ArenaFolder) -> None:
     async with workers(folder, "rollout/0", "train/0") as (owner, puller):
         batch = owner.put([100, 20, 7, 300])
         whole = await puller.plane.puller.pull(batch)
-        part = await puller.plane.puller.pull(batch, ["input_ids"], [1, 2])
+        part = await puller.plane.puller.pull(batch.select(["input_ids"]).take([1, 2]))
         assert whole.fields["input_ids"].tolist() == list(range(427))
         assert part.fields["input_ids"].tolist() == list(range(100, 127))
         # the same memory, twice: nothing was copied, and no socket was used
@@ -121,7 +121,7 @@ async def test_rows_that_lie_apart_are_copied_together(folder: ArenaFolder) -> N
         expected = [*range(11), *range(1000, 1015), *range(2000, 2009)]
         pulled = await puller.plane.puller.pull(batch)
         assert pulled.fields["input_ids"].tolist() == expected
-        turned = await puller.plane.puller.pull(batch, ["input_ids"], [5, 2, 0])
+        turned = await puller.plane.puller.pull(batch.select(["input_ids"]).take([5, 2, 0]))
         assert turned.fields["input_ids"].tolist() == [
             *range(2000, 2009),
             *range(1000, 1007),
@@ -158,7 +158,7 @@ async def test_a_view_outlives_the_sweep_of_its_shard(folder: ArenaFolder) -> No
     async with workers(folder, "rollout/0", "train/0") as (owner, puller):
         size = STORE_BYTES // 32
         batch = owner.put([size])
-        view = (await puller.plane.puller.pull(batch, ["input_ids"])).fields["input_ids"]
+        view = (await puller.plane.puller.pull(batch.select(["input_ids"]))).fields["input_ids"]
         owner.plane.store.sweep([], owner.plane.store.last_sequence)
         with pytest.raises(ShardGone, match=r"life-of-rollout-0\.1 on rollout/0"):
             await puller.plane.puller.pull(batch)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import select
 import signal
 import sys
 import time
@@ -364,6 +365,23 @@ async def test_waiting_for_a_process_is_no_part_of_a_calls_time(
     pool = make_pool(server, tmp_path, timeout_s=3.0)
     calls = [pool.score(user.sleeps, {"s": 0.1}, "") for _ in range(40)]
     assert await asyncio.gather(*calls) == [1.0] * 40
+    await pool.close()
+
+
+async def test_a_reply_that_is_there_counts_though_the_loop_has_stood_still(
+    server: ForkServer, user: ModuleType, tmp_path: Path
+) -> None:
+    """As in a machine that was suspended."""
+    gate, loop = tmp_path / "gate", asyncio.get_running_loop()
+    pool = make_pool(server, tmp_path, timeout_s=100.0)
+    asking = asyncio.create_task(pool.score(user.waits_for, {"gate": str(gate)}, ""))
+    await asyncio.to_thread(wait_until_begun, tmp_path)
+    (process,) = pool._own._running
+    gate.touch()
+    assert select.select([process.child.connection], [], [], 30.0)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "time", lambda: time.monotonic() + 1000.0)
+        assert await asking == 0.5
     await pool.close()
 
 
