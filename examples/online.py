@@ -48,7 +48,7 @@ async def collect(client: aiohttp.ClientSession) -> None:
 
 
 async def collect_all(told: dict[str, str]) -> bool:
-    """Many agents, until nobody answers; False: nobody did. Args: told: by a run's `agents.json`."""
+    """Many agents until nobody answers; False: nobody did. Args: told: by `agents.json`."""
     url, headers = told["url"].removesuffix("/v1"), {"Authorization": f"Bearer {told['key']}"}
     async with aiohttp.ClientSession(url, headers=headers) as client:
         try:
