@@ -223,8 +223,8 @@ class _PromptLives:
                 self._note([group], "rejected", cause=reason, returns_prompt=returns)
             case kinds.Consume(group_ids=ids, step=step, lineage=lineage):
                 self._place(ids)
-                for place, row in self._batch.items():
-                    row.step, row.place = step + 1, place
+                for number, row in self._batch.items():
+                    row.step, row.place = step + 1, number
                 self._consumed = ids
                 self._note(ids, "consumed", step=step + 1, lineage=lineage)
             case kinds.TakeBack(step=step):
