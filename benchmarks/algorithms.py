@@ -10,7 +10,7 @@ is told, in the mean of the steps 11 to 40. `distillation` sees no reward: its t
 decoupled_ppo has learned. With `--staleness` rows are about so many versions old: generation runs
 ahead as far as it may.
 Where there is a KL to a reference, its mean over the last 10 steps is told. `--folder` keeps the
-runs: the same command goes on with what it has not played yet.
+runs: the same command goes on with what it has not played yet; one with other settings is refused.
 """
 
 from __future__ import annotations
@@ -86,6 +86,15 @@ def measured(run_dir: Path, steps: int) -> report.Metrics:
     return found
 
 
+def is_of(folder: Path, settings: dict[str, object]) -> bool:
+    """Whether the runs of a folder have these settings; an empty one gets them."""
+    path = folder / "settings.json"
+    if not path.exists() and not any(folder.glob("*")):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings))
+    return path.exists() and json.loads(path.read_text()) == settings
+
+
 def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME")
@@ -98,6 +107,9 @@ def main() -> None:
     given: list[str] = arguments.settings
     if arguments.staleness is not None:
         given += ["rollout.admission=eager", f"rollout.max_staleness={arguments.staleness}"]
+    settings = {"steps": arguments.steps, "settings": " ".join(given) or "the job's"}
+    if arguments.folder and not is_of(arguments.folder, settings):
+        parser.error(f"--folder {arguments.folder}: its runs have other settings than {settings}")
     records: dict[tuple[str | int, ...], report.Metrics] = {}
     kept = arguments.folder and nullcontext(str(arguments.folder.absolute()))
     with kept or TemporaryDirectory(prefix="areal-sc-benchmark-") as name:
@@ -110,7 +122,6 @@ def main() -> None:
                 records[preset, seed] = found = measured(run_dir, arguments.steps)
                 report.say(f"{preset} seed={seed} accuracy_after={found['accuracy_after']:.3f}")
                 report.write(report.flat(records), arguments.json)
-    settings = {"steps": arguments.steps, "settings": " ".join(given) or "the job's"}
     report.print_records("Presets", settings, ("preset", "seed"), records)
 
 

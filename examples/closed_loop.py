@@ -31,7 +31,7 @@ from tool_use import Keys, LookUp, train
 from areal_sc import GRPOConfig, OnlineWorkflow, load_config, run_script
 
 DEPLOY = (
-    "python -m sglang.launch_server --model-path {model} --port {port} "
+    "{python} -m sglang.launch_server --model-path {model} --port {port} "
     "--served-model-name policy --tool-call-parser qwen"
 )
 NUM_QUESTIONS = 64
@@ -42,7 +42,8 @@ def deployed(command: str, model: Path) -> Iterator[str]:
     """URL of the model behind a server of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen(shlex.split(command.format(model=model, port=port)))
+    names = {"model": shlex.quote(str(model)), "python": shlex.quote(sys.executable)}
+    server = subprocess.Popen(shlex.split(command.format(port=port, **names)))
     try:
         while True:
             try:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,8 @@ async def collect(client: aiohttp.ClientSession) -> None:
     while True:
         async with client.post("/episodes") as answer:
             episode: dict[str, Any] = await answer.json()
-        if answer.status == 429:  # the run admits none before it has trained
-            await asyncio.sleep(float(answer.headers["Retry-After"]))
+        if answer.status in (429, 503):  # it admits none before it has trained; no worker is there
+            await asyncio.sleep(float(answer.headers.get("Retry-After", 1)))
             continue
         answer.raise_for_status()
         try:
@@ -46,22 +47,35 @@ async def collect(client: aiohttp.ClientSession) -> None:
         await (await client.post(f"/episodes/{episode['id']}/{end}", json=body)).read()
 
 
-async def collect_all(told: dict[str, str]) -> None:
-    """Many agents at the address of a run. Args: told: by `agents.json` of its folder."""
+async def collect_all(told: dict[str, str]) -> bool:
+    """Many agents until nobody answers; False: nobody did. Args: told: by `agents.json`."""
     url, headers = told["url"].removesuffix("/v1"), {"Authorization": f"Bearer {told['key']}"}
     async with aiohttp.ClientSession(url, headers=headers) as client:
         try:
-            await asyncio.gather(*(collect(client) for _ in range(AGENTS)))
+            (await client.get("/")).close()
         except aiohttp.ClientConnectionError:
-            print("the run has ended")
+            return False
+        with suppress(aiohttp.ClientConnectionError):
+            await asyncio.gather(*(collect(client) for _ in range(AGENTS)))
+        return True
+
+
+def collect_until_the_end(path: Path) -> None:
+    """Collects from a run until it has ended: its `agents.json` is gone then.
+
+    Before it has begun there is none, or one of a script that was killed, where nobody answers.
+    """
+    has_collected = False
+    while path.exists() or not has_collected:
+        with suppress(FileNotFoundError):
+            has_collected |= asyncio.run(collect_all(json.loads(path.read_text())))
+        time.sleep(0.5)
+    print("the run has ended")
 
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["collect"]:
-        path = Path(argv[1], "agents.json")
-        while not path.exists():  # the run has no address yet
-            time.sleep(0.1)
-        asyncio.run(collect_all(json.loads(path.read_text())))
+        collect_until_the_end(Path(argv[1], "agents.json"))
     else:
         train(argv, OnlineWorkflow(), evaluation_workflow=LookUp())
 

@@ -25,7 +25,11 @@ from areal_sc import (
     load_config,
     run_script,
 )
+from areal_sc.errors import ConfigError
 from areal_sc.workflows.base import EpisodeEngine
+
+SETTINGS = ("url", "action", "max_steps")
+"""What this script reads of `task`; a YAML may have more there, for another script."""
 
 
 class PlayAtUrl(Workflow):
@@ -69,10 +73,21 @@ class PlayAtUrl(Workflow):
         return conversation.trajectories(total, {"steps": num_steps})
 
 
+def workflow_of(task: dict[str, Any]) -> PlayAtUrl:
+    """Raises: ConfigError: a setting is missing."""
+    if missing := [f"task.{name}" for name in SETTINGS if name not in task]:
+        raise ConfigError(
+            f"{', '.join(missing)}: not set; the command at the top of examples/openenv_task.py "
+            "names all of them"
+        )
+    return PlayAtUrl(**{name: task[name] for name in SETTINGS})
+
+
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
+    workflow = workflow_of(config.task)
     rows = [{"seed": seed} for seed in range(4096)]
-    PPOTrainer(config).fit(PlayAtUrl(**config.task), rows[:-64], evaluation_prompts=rows[-64:])
+    PPOTrainer(config).fit(workflow, rows[:-64], evaluation_prompts=rows[-64:])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     if not config.agents.python and find_spec("verifiers") is None:
         raise ConfigError("agents.python: expected an interpreter in which verifiers is installed")
+    if missing := [f"task.{it}" for it in ("taskset", "num_tasks") if it not in config.task]:
+        raise ConfigError(
+            f"{', '.join(missing)}: not set; the command at the top of examples/verifiers_task.py "
+            "names both"
+        )
     taskset, num_tasks = config.task["taskset"], config.task["num_tasks"]
     rows = [{"taskset": taskset, "number": number} for number in range(num_tasks)]
     PPOTrainer(config).fit(AgentWorkflow(AGENT), rows)

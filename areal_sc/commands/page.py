@@ -24,8 +24,9 @@ from areal_sc.system.os_errors import os_errors_as
 COMMAND: Final = dict(
     help="show runs in a browser: is it learning, what bounds it, what became of each prompt",
     description="Serves a page that shows runs in a browser, until Ctrl-C: their numbers, "
-    "what the model writes, what became of each prompt, and who works. It only reads their "
-    "folders; the runs may go on meanwhile, or have died. It asks no other host for anything.",
+    "what the model writes, what became of each prompt, and who works. Without --control it only "
+    "reads their folders; the runs may go on meanwhile, or have died. It asks no other host for "
+    "anything.",
 )
 
 
@@ -63,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises: CommandError: there is no such run, or the address or the file cannot be had."""
+    if arguments.control and arguments.export is not None:
+        raise CommandError(
+            "--control: a file asks no run for anything; leave out one of --control and --export"
+        )
     runs = named_runs(arguments.run_dirs)
     if arguments.export is None:
         asyncio.run(_serve(runs, arguments.bind, arguments.port, arguments.control))

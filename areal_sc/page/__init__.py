@@ -1,1 +1,1 @@
-"""The page that shows runs in a browser: it reads their folders, and changes nothing."""
+"""The page that shows runs in a browser: it reads their folders, and changes none."""

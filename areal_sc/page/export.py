@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -115,21 +116,26 @@ def _answers(runs: Sequence[FollowedRun]) -> Iterator[tuple[str, Any]]:
 
 
 def _recorded(run: FollowedRun, base: str) -> Iterator[tuple[str, Any]]:
-    """The newest recorded rows with their groups and tokens."""
+    """The newest recorded rows with their groups and tokens, as many as there is room for."""
     while not run.read_rows(READ_S)["is_whole"]:
         pass
     found = run.recorded_rows(recorded_query({}), 0, NUM_ROWS)
-    room = MAX_TEXT_BYTES
+    recorded = cache(run.recorded)
+    room, told, kept = MAX_TEXT_BYTES, set[int](), []
     for row in found["rows"]:
         group, name = row["group"], (row["attempt"], row["episode"], row["row"])
-        its: dict[str, Any] = {f"{base}/recorded/{group}": run.recorded(group)}
+        its: dict[str, Any] = {}
+        if group not in told:
+            its[f"{base}/recorded/{group}"] = recorded(group)
         if row["episode"] >= 0:
             path = f"{base}/tokens/{group}/{'/'.join(map(str, name))}"
             its[path] = run.tokens(group, *name)
         if (num_bytes := len(to_json(its))) <= room:
             room -= num_bytes
+            told.add(group)
+            kept.append(row)
             yield from its.items()
-    yield f"{base}/recorded", {**found, "next": None}
+    yield f"{base}/recorded", {**found, "rows": kept, "next": None}
     yield f"{base}/reading", {"is_whole": True, "num_changes": found["num_changes"]}
     yield f"{base}/marks", []
 

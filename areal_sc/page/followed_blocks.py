@@ -12,6 +12,7 @@ from msgspec import Struct
 from areal_sc.page.stamps import Stamp, stamp_of
 from areal_sc.records.blocks import Gap, RecordBlock, read_blocks
 from areal_sc.records.record_files import RecordFile, Series, record_files
+from areal_sc.records.recorder import RANK_BYTES
 
 _MAX_TOLD: Final = 5
 _HEAD_BYTES: Final = 256
@@ -80,7 +81,8 @@ class FollowedBlocks:
                 )
         if num_gone := self._num_gone():
             told.append(
-                f"records: the oldest {num_gone} files are gone, as records.max_bytes wants it"
+                f"records: the oldest {num_gone} files are gone: rollout workers keep "
+                f"records.max_bytes, each other process {RANK_BYTES >> 20} MiB"
             )
         return [*told, self._failure] if self._failure else told
 

@@ -121,7 +121,7 @@ class GroupBook:
         """
         self.follow()
         accounts = {it.group: it for it in self._groups if it.group in groups}
-        lives = read_lives(self._ledger, self._disk) if accounts else {}
+        lives = read_lives(self._ledger, self._disk, accounts.keys()) if accounts else {}
         return {
             group: {"account": _told(account), "events": lives[group].events}
             for group, account in accounts.items()

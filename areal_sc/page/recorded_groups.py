@@ -126,7 +126,7 @@ class RecordedGroups:
             "turns": _turns(tokens, tokenizer),
             "branches": branches,
             "trained": self._trained.of_row(
-                (number, attempt, episode, row), tokens.loss_mask, told
+                (number, attempt, episode, row), tokens.loss_mask, told, group.began
             ),
         }
 

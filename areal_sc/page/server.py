@@ -38,7 +38,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -82,6 +82,7 @@ class _Control(msgspec.Struct):
     num_workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
 
 
+_T = TypeVar("_T", _Marks, _Control)
 View = Callable[[FollowedRun, web.Request], Any]
 
 
@@ -97,6 +98,7 @@ class PageServer:
     ) -> None:
         self._runs = runs
         self._can_control = can_control
+        self._asked = set[Path]()  # runs, while a command on them goes on
         self._is_ending = asyncio.Event()
         app = web.Application(middlewares=[access.middleware, _errors_told])
         app.router.add_get("/", self._index)
@@ -165,10 +167,7 @@ class PageServer:
 
     async def _mark(self, request: web.Request) -> web.StreamResponse:
         run = self._run(request)
-        try:
-            wanted = msgspec.json.decode(await request.read(), type=_Marks)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(f"marks: {error}") from error
+        wanted = await _sent(request, "marks", _Marks)
         return answer(await asyncio.to_thread(run.mark, wanted.rows, wanted.note))
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
@@ -176,22 +175,20 @@ class PageServer:
         run = self._run(request)
         if "Origin" not in request.headers:  # which every browser sends; `Access` has compared it
             return refusal(403, "a request that changes a run has to name its origin")
-        try:
-            wanted = msgspec.json.decode(await request.read(), type=_Control)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(f"control: {error}") from error
-        words = [wanted.what, str(run.folder.path)]
+        wanted = await _sent(request, "control", _Control)
+        path = run.folder.path
+        words = [wanted.what, str(path)]
         if wanted.what == "scale":
-            words.append(f"rollout={wanted.num_workers or 0}")
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal_sc", *words),
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        said, _ = await process.communicate()
-        text = said.decode(errors="replace").strip()
-        return refusal(409, text) if process.returncode else answer({"text": text})
+            if wanted.num_workers is None:
+                raise ValueError("control: scale: expected num_workers, from 1 on")
+            words.append(f"rollout={wanted.num_workers}")
+        if path in self._asked:  # a second `stop` would end the run at once
+            return refusal(409, "an earlier request to this run goes on; wait for its answer")
+        self._asked.add(path)
+        try:
+            return await _said(words)
+        finally:
+            self._asked.remove(path)
 
     async def _recorded_lines(self, request: web.Request) -> web.StreamResponse:
         run, query = self._run(request), recorded_query(request.query)
@@ -261,6 +258,26 @@ class PageServer:
 
     async def _stamps(self) -> list[dict[str, Stamp]]:
         return await asyncio.to_thread(lambda: [run.stamps() for run in self._runs])
+
+
+async def _sent(request: web.Request, what: str, kind: type[_T]) -> _T:
+    """Raises: ValueError: the body is something else."""
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+async def _said(words: Sequence[str]) -> web.StreamResponse:
+    """What a command of `areal_sc` says."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "areal_sc", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    text = said.decode(errors="replace").strip()
+    return refusal(409, text) if process.returncode else answer({"text": text})
 
 
 @web.middleware

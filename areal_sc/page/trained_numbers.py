@@ -45,10 +45,11 @@ class TrainedNumbers:
     @property
     def damage(self) -> list[str]:
         """What could not be read, or is gone, in sentences."""
-        return self._blocks.damage
+        with self._lock:
+            return self._blocks.damage
 
     def of_row(
-        self, name: tuple[int, int, int, int], mask: np.ndarray, told: slice
+        self, name: tuple[int, int, int, int], mask: np.ndarray, told: slice, began: float
     ) -> dict[str, Any] | None:
         """The newest numbers of a row.
 
@@ -56,13 +57,17 @@ class TrainedNumbers:
             name: group, attempt, episode, row.
             mask: [T] bool, the row's trained tokens.
             told: of the T tokens, those that are asked for.
+            began: Unix time in seconds, of the group. Older numbers are of another group that had
+                its number, before its journal was lost.
         Returns: `step` and `minibatch`, and with one value a token `gaps`, `entropies`,
             `advantages` and, where they are known, `weights`; None where the trainer has none.
-            None: they are not recorded, are damaged, or gone.
+            None: they are not recorded, are damaged, gone, or older than the group.
         """
         with self._lock:
             self._follow()
-            _, path, begin, end = self._places.get(name, (0.0, Path(), 0, 0))
+            at, path, begin, end = self._places.get(name, (-math.inf, Path(), 0, 0))
+        if at < began:
+            return None
         with suppress(OSError, ValueError), path.open("rb") as file:
             found = next(read_blocks(file.fileno(), begin, end), None)
             if isinstance(found, RecordBlock):

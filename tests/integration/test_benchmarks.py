@@ -245,6 +245,20 @@ def run_gpu_script(
     )
 
 
+def test_kept_runs_are_those_of_the_same_settings(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    from algorithms import is_of
+
+    folder, steps = tmp_path / "runs", {"steps": 80, "settings": "actor.ppo.clip_low=0.1"}
+    assert is_of(folder, steps)
+    assert is_of(folder, steps)
+    said = refused("algorithms", "--folder", str(folder), "--steps", "40", "actor.ppo.clip_low=0.1")
+    assert f"--folder {folder}: its runs have other settings" in said
+    (tmp_path / "old" / "grpo-0").mkdir(parents=True)
+    assert not is_of(tmp_path / "old", steps), "nobody knows of which settings they are"
+
+
 def test_a_missing_sglang_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     said = refused("weight_update", "--quick", "--sglang-python", str(tmp_path / "python"))
     assert f"no SGLang at {tmp_path / 'python'}" in said

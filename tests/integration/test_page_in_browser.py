@@ -338,6 +338,8 @@ async def test_an_exported_file_shows_rows_and_tokens(
     for view in ("rows?run=sound", "row?name=1.0.0.1", "group?group=0", "rows?run=tiny", "fleet"):
         shown = await shows(browser, f"#/{view}")
         assert "not in the exported file" not in shown, view
+        for link in ("this prompt over the run", "rows of step", "groups of the same step"):
+            assert link not in shown, "it would filter"
     await shows(browser, "#/row?name=0.0.0.1")
     classes = await browser.value("[...document.querySelector('.tokens').children].length")
     assert classes == len(
@@ -351,6 +353,23 @@ async def test_an_exported_file_shows_rows_and_tokens(
     await browser.value(f"{later}.click()")
     await browser.wait_for("/is not in the exported file/.test(document.body.innerText)")
     assert browser.errors == []
+
+
+async def test_what_a_run_answers_is_shown_in_a_view_that_is_made_anew(
+    runs: list[Path], browser: Tab
+) -> None:
+    with page_of(runs[0], options=["--control"]) as page:
+        await browser.open(page.link)
+        await shows(browser, "#/fleet")
+        await browser.value("document.querySelector('main > *').setAttribute('data-old', '')")
+        pause = "[...document.querySelectorAll('button')].find(it => it.innerText === 'pause')"
+        await browser.value(f"{pause}.click()")
+        said = "document.querySelector('main > :not([data-old]) [role=status]')?.innerText"
+        await browser.wait_for(f"{said}?.includes('no run goes on')")
+        await shows(browser, "#/groups")
+        assert "no run goes on" in await shows(browser, "#/fleet")
+    assert all("409" in it for it in browser.errors), browser.errors
+    browser.errors.clear()
 
 
 async def test_the_time_line_is_zoomed_by_keys(runs: list[Path], page: Page, tab: Tab) -> None:

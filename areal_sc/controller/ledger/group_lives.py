@@ -18,7 +18,7 @@ them by the one that they begin from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -143,11 +143,15 @@ def group_lives(run: str | Path, disk: Disk | None = None) -> Iterator[PromptLif
     yield from read_lives(RunFiles(run).ledger, disk or Disk()).values()
 
 
-def read_lives(ledger: Path, disk: Disk) -> dict[int, PromptLife]:
-    """The same by their ids, from the folder of the journal."""
+def read_lives(ledger: Path, disk: Disk, groups: Set[int] | None = None) -> dict[int, PromptLife]:
+    """The same by their ids, from the folder of the journal.
+
+    Args:
+        groups: whose lives are kept; None: all of them.
+    """
     lives: _PromptLives | None = None
     for _, segment, _ in read_segments(ledger, disk):
-        lives = lives or _PromptLives(segment.state)
+        lives = lives or _PromptLives(segment.state, groups)
         for record in segment.records:
             lives.read(record)
     return {} if lives is None else lives.groups
@@ -156,32 +160,49 @@ def read_lives(ledger: Path, disk: Disk) -> dict[int, PromptLife]:
 class _PromptLives:
     """Follows the records from a first state on.
 
+    Args:
+        wanted: groups whose lives are kept; None: all of them.
+
     Attributes:
         groups: by their ids.
     """
 
-    def __init__(self, state: LedgerState) -> None:
+    def __init__(self, state: LedgerState, wanted: Set[int] | None) -> None:
         self.groups: dict[int, PromptLife] = {}
+        self._wanted = wanted
+        self._num_rows = dict[int, int]()  # of other groups, for the places of rows in batches
         self._lineage = state.lineage
         self._open = dict[int, None]()  # groups that were not rejected, nor undone
-        self._batch: list[RowLife] = []  # of the newest step
+        self._batch = dict[int, RowLife]()  # of the newest step, by their places
         self._consumed: Iterable[int] = ()  # groups of that
         self._trained: Iterable[int] = ()  # those of them that make the next version
         kept = [group for step in state.kept for group in step.groups]
         for group in [*kept, *state.unconsumed]:  # of before there was a journal
             self._admit(group.group_id, group.prompt, group.admitted_version)
-            if group.worker is not None:
+            if group.group_id not in self.groups:
+                self._num_rows[group.group_id] = len(group.batch.rows) if group.batch else 0
+            elif group.worker is not None:
                 rows = _rows_of(group.batch) if group.batch else []
                 attempt = AttemptLife(group.attempt, group.worker, rows)
                 self.groups[group.group_id].attempts.append(attempt)
 
     def _admit(self, group: int, prompt: PromptReference, version: int) -> None:
-        self.groups[group] = PromptLife(group, self._lineage, prompt.dataset, prompt.index, version)
-        self._open[group] = None
+        if self._wanted is None or group in self._wanted:
+            place = prompt.dataset, prompt.index
+            self.groups[group] = PromptLife(group, self._lineage, *place, version)
+            self._open[group] = None
 
     def read(self, record: kinds.Record) -> None:
         """Goes on by the next one."""
         match record:
+            case kinds.Finish(group_id=group, batch=batch) if group not in self.groups:
+                self._num_rows[group] = len(batch.rows)
+            case (
+                kinds.Start(group_id=group)
+                | kinds.Requeue(group_id=group)
+                | kinds.Reject(group_id=group)
+            ) if group not in self.groups:
+                pass
             case kinds.Admit(group_id=group, prompt=prompt, version=version):
                 self._admit(group, prompt, version)
                 place = {"dataset": prompt.dataset, "index": prompt.index, "seed": prompt.seed}
@@ -201,22 +222,22 @@ class _PromptLives:
                 self._reject(group, reason)
                 self._note([group], "rejected", cause=reason, returns_prompt=returns)
             case kinds.Consume(group_ids=ids, step=step, lineage=lineage):
-                self._batch = [row for group in ids for row in self.groups[group].rows]
-                for number, row in enumerate(self._batch):
+                self._place(ids)
+                for number, row in self._batch.items():
                     row.step, row.place = step + 1, number
                 self._consumed = ids
                 self._note(ids, "consumed", step=step + 1, lineage=lineage)
             case kinds.TakeBack(step=step):
-                for row in self._batch:
+                for row in self._batch.values():
                     row.step = row.place = None
-                self._batch = []
+                self._batch = {}
                 self._note(self._consumed, "taken back", step=step + 1)
             case kinds.Trained(num_rows=num_rows, splits=splits, step=step):
                 self._train(num_rows, splits)
                 self._trained = num_rows
                 self._note(num_rows, "trained", step=step + 1)
             case kinds.Publish(version=version):
-                for row in self._batch:
+                for row in self._batch.values():
                     if row.fate is RowFate.trained:
                         row.version = version
                 self._note(self._trained, "published", version=version)
@@ -226,7 +247,19 @@ class _PromptLives:
 
     def _note(self, groups: Iterable[int], what: str, **values: Any) -> None:
         for group in groups:
-            self.groups[group].note(what, **values)
+            if group in self.groups:
+                self.groups[group].note(what, **values)
+
+    def _place(self, groups: Iterable[int]) -> None:
+        """The rows of these groups, in this order, are a batch."""
+        self._batch, first = {}, 0
+        for group in groups:
+            if group in self.groups:
+                rows = self.groups[group].rows
+                self._batch.update(enumerate(rows, first))
+                first += len(rows)
+            else:
+                first += self._num_rows[group]
 
     def _reject(self, group: int, reason: str) -> None:
         self._open.pop(group, None)
@@ -238,24 +271,24 @@ class _PromptLives:
         for split in splits:
             for rank, minibatches in enumerate(split):
                 for number, places in enumerate(minibatches):
-                    for place in places:
+                    for place in self._batch.keys() & places:
                         row = self._batch[place]
                         row.rank, row.minibatch = rank, first + number
             first += max(map(len, split), default=0)
-        for group, count in num_rows.items():
-            rows = self.groups[group].rows
+        for group in num_rows.keys() & self.groups.keys():
+            count, rows = num_rows[group], self.groups[group].rows
             for row in rows:
                 if row.rank is not None or count >= len(rows):
                     row.fate = RowFate.trained
                 elif not splits:
                     row.fate, row.why = RowFate.lost, f"{count} rows of its group were trained"
-        for row in self._batch:
+        for row in self._batch.values():
             if row.fate is RowFate.waiting:
                 row.fate, row.why = RowFate.lost, "its step was trained without it"
 
     def _go_back(self, state: LedgerState) -> None:
         """Nothing counts that was done since that state."""
-        self._lineage, self._batch, self._trained = state.lineage, [], ()
+        self._lineage, self._batch, self._trained = state.lineage, {}, ()
         why = f"the run went back to version {state.version}"
         for group in list(self._open):
             rows = self.groups[group].rows

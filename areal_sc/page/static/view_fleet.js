@@ -7,7 +7,7 @@ import { stateBadge } from "./view_run.js";
 
 export const fleetParts = ["fleet", "steps"];
 
-export async function showFleet({ run, words }) {
+export async function showFleet({ run, words, again }) {
   const base = `/api/runs/${run.index}`;
   const [fleet, told, held] = await Promise.all([get(`${base}/fleet`), steps(run.index), get(`${base}/held`)]);
   const names = fleet.logs.map((log) => log.name);
@@ -37,7 +37,7 @@ export async function showFleet({ run, words }) {
       roles.map(([name, role]) => tile(`policy version of ${name}`, number(role.version), role.lineage ? el("span", { class: "dim" }, `  lineage ${role.lineage}`) : "")),
       roles.filter(([, role]) => role.num_open !== null).map(([, role]) => tile("groups", `${short(role.num_open - (role.num_running || 0))} queued, ${short(role.num_running)} running, ${short(role.num_finished)} finished`)),
     ),
-    run.can_control && !isFile ? controls(run, fleet, roles) : null,
+    run.can_control && !isFile ? controls(run, fleet, roles, again) : null,
     waits(roles, ago),
     workers(run, roles, fleet, held, ago),
     nodes(roles, ago),
@@ -58,9 +58,12 @@ export async function showFleet({ run, words }) {
   return root;
 }
 
+const answers = new Map(); // name of a run -> the element of what it last answered, which outlives a view
+
 /** Buttons that ask the run's script, where the page was started with `--control`. */
-function controls(run, { status }, roles) {
-  const said = el("span", { class: "dim", role: "status" });
+function controls(run, { status }, roles, again) {
+  if (!answers.has(run.name)) answers.set(run.name, el("span", { class: "dim", role: "status" }));
+  const said = answers.get(run.name);
   const ask = async (what, numWorkers) => {
     said.textContent = `${what} …`;
     try {
@@ -68,6 +71,7 @@ function controls(run, { status }, roles) {
     } catch (error) {
       said.replaceChildren(...shown(error.message));
     }
+    if (said.isConnected) again(); // "pause" becomes "resume"
   };
   const button = (what, go = () => ask(what)) => el("button", { type: "button", on: { click: go } }, what);
   const number = el("input", { name: "workers", type: "number", min: 1, value: (roles.find(([name]) => name === "rollout")?.[1].workers || []).length || 1 });

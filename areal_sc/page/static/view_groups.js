@@ -131,7 +131,7 @@ export async function showGroup({ run, words }) {
       "nav",
       { class: "ways", "aria-label": "from this group" },
       el("a", { href: linkTo("groups", { run: run.name }) }, "all groups"),
-      account.step !== null ? el("a", { href: linkTo("groups", { run: run.name, step: account.step }) }, "groups of the same step") : null,
+      account.step !== null && !isFile ? el("a", { href: linkTo("groups", { run: run.name, step: account.step }) }, "groups of the same step") : null,
     ),
     el("h2", {}, `Group ${short(account.group)}: `, shown(outcomeOf(account))),
     el("ol", { class: "life" }, events.map((event) => el("li", {}, shown((SAID[event.what] || JSON.stringify)(event))))),

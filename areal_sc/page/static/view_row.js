@@ -39,14 +39,14 @@ async function showRecorded(run, words) {
   const ways = {
     ...neighbours,
     g: linkTo("group", { run: run.name, group: chosen.group }),
-    p: linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index }),
+    p: isFile ? null : linkTo("rows", { run: run.name, dataset: chosen.dataset, index: chosen.index }),  // a file has no other rows
     Escape: linkTo("rows", { run: run.name, ...asked }),
   };
   const button = isFile ? null : star(run, name, stars);
   const root = el(
     "article",
     {},
-    navOf(run, chosen, ways, "← →, b, g, p, Esc"),
+    navOf(run, chosen, ways, isFile ? "← →, g, Esc" : "← →, b, g, p, Esc"),
     el("h2", {}, `Group ${short(chosen.group)}, answer ${chosen.episode + 1}${chosen.row ? `.${chosen.row + 1}` : ""} `, button),
     notes(recorded.damage, "damage"),
     tilesOf(chosen),
@@ -99,7 +99,7 @@ function navOf(run, row, ways, keys) {
     way("all rows", ways.Escape),
     way(`life of group ${short(row.group)}`, ways.g),
     ways.p ? way("this prompt over the run", ways.p) : null,
-    row.step ? way(`rows of step ${short(row.step)}`, linkTo("rows", { run: run.name, step: row.step })) : null,
+    row.step && !isFile ? way(`rows of step ${short(row.step)}`, linkTo("rows", { run: run.name, step: row.step })) : null,
     el("span", { class: "dim" }, `keys: ${keys}`),
   );
 }

@@ -76,5 +76,7 @@ def test_it_is_exported_to_a_file(run_dir: Path, tmp_path: Path, capsys: Told) -
     assert call(run_dir, "--export", path) == 0
     assert f"{path}: {path.stat().st_size:,} bytes" in capsys.readouterr().out
     assert path.read_text().startswith("<!doctype html>")
+    assert call(run_dir, "--export", path, "--control") == 2
+    assert "--control: a file asks no run for anything" in " ".join(capsys.readouterr().err.split())
     assert call(run_dir, "--export", tmp_path / "none" / "page.html") == 2
     assert "cannot be written: No such file" in " ".join(capsys.readouterr().err.split())

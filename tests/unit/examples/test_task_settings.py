@@ -8,8 +8,11 @@ from typing import Any
 
 import jsonl_math
 import letter_sort
+import openenv_task
 import pytest
+import verifiers_task
 
+from areal_sc.config.schema import GRPOConfig
 from areal_sc.errors import ConfigError
 from areal_sc.preflight.load import load_config
 
@@ -46,3 +49,31 @@ def test_shipped_yamls_name_settings_that_the_script_knows(script: Any, pattern:
     for path in CONFIGS.glob(pattern):
         argv = ["--config", str(path), "actor.path=m"]
         load_config(argv, script.Config, count_devices=lambda: 2)
+
+
+ON_CPUS = (
+    *("--config", str(CONFIGS / "one_gpu.yaml"), "actor.path=m", "actor.device=cpu"),
+    *("actor.activation_checkpointing=false", "rollout.device=cpu", "rollout.engine=local"),
+)
+
+
+def test_an_environment_is_named_beside_what_the_yaml_says_of_another_task() -> None:
+    config = load_config([*ON_CPUS, "task={url: ws://h/ws, action: say, max_steps: 8}"], GRPOConfig)
+    workflow = openenv_task.workflow_of(config.task)
+    assert (workflow.url, workflow.action, workflow.max_steps) == ("ws://h/ws", "say", 8)
+
+
+@pytest.mark.parametrize(
+    ("main", "changes", "missing"),
+    [
+        (openenv_task.main, [], "task.url, task.action, task.max_steps"),
+        (openenv_task.main, ["task={url: ws://h/ws, max_steps: 8}"], "task.action"),
+        (verifiers_task.main, [], "task.taskset, task.num_tasks"),
+        (verifiers_task.main, ["task={taskset: t}"], "task.num_tasks"),
+    ],
+)
+def test_what_the_yaml_does_not_say_of_a_task_is_asked_for(
+    main: Callable[[list[str]], None], changes: list[str], missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{missing}: not set; the command at the top of"):
+        main([*ON_CPUS, "agents.python=python", *changes])

@@ -6,17 +6,21 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from contextlib import closing
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
+from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
+from areal_sc.page import export
 from areal_sc.page.export import STATIC, exported, script
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.run.run_folder import RunFolder
-from areal_sc.system.json_lines import JsonLines
+from areal_sc.system.json_lines import JsonLines, to_json
 
 TESTS = Path(__file__).parents[2]
 MARKUP = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"
@@ -78,3 +82,42 @@ def test_no_script_of_the_page_makes_markup_of_texts() -> None:
     for path in STATIC.glob("*.js"):
         if path.stem != "uPlot.iife.min":
             assert not re.search(ways, path.read_text()), path.name
+
+
+def test_a_group_is_charged_once_and_each_listed_row_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.open(config_text="seed: 1\n")
+    recorder = recorder_of(folder.path)
+    for number in range(4):
+        recorder.add_group(played(number, *[[trajectory(seed)] for seed in range(8)]))
+    recorder.close()
+    run = FollowedRun(folder.path, "run", tmp_path / "cache")
+    num_read = Counter[int]()
+
+    def recorded(group: int) -> dict[str, Any]:
+        num_read[group] += 1
+        return FollowedRun.recorded(run, group)
+
+    def names(answer: dict[str, Any]) -> list[str]:
+        of_row = ("group", "attempt", "episode", "row")
+        return ["/".join(str(it[of]) for of in of_row) for it in answer["rows"]]
+
+    def opened(answers: dict[str, Any]) -> list[str]:
+        return [path.partition("/tokens/")[2] for path in answers if "/tokens/" in path]
+
+    monkeypatch.setattr(run, "recorded", recorded)
+    whole = dict(export._recorded(run, "/api/runs/0"))
+    assert names(whole["/api/runs/0/recorded"]) == opened(whole)
+    assert len(opened(whole)) == 32
+    assert num_read == dict.fromkeys(range(4), 1)
+    num_bytes = sum(len(to_json(whole[it])) for it in whole if re.search(r"/\d+$", it))
+    monkeypatch.setattr(export, "MAX_TEXT_BYTES", num_bytes // 2)
+    half = dict(export._recorded(run, "/api/runs/0"))
+    listed = names(half["/api/runs/0/recorded"])
+    assert listed == opened(half)
+    assert 12 <= len(opened(half)) <= 16
+    for name in listed:
+        group = half[f"/api/runs/0/recorded/{name.split('/')[0]}"]
+        assert name in names(group)

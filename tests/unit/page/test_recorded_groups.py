@@ -124,7 +124,10 @@ def test_what_is_gone_is_told(tmp_path: Path) -> None:
         groups.tokens(1, 0, 0, 0, None)
     assert groups.of_group(1) == []
     groups.follow()
-    assert groups.damage == ["records: the oldest 1 files are gone, as records.max_bytes wants it"]
+    assert groups.damage == [
+        "records: the oldest 1 files are gone: rollout workers keep records.max_bytes, each other "
+        "process 256 MiB"
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

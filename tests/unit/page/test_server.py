@@ -6,19 +6,21 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientResponse, ClientSession, CookieJar
+from aiohttp import ClientResponse, ClientSession, CookieJar, web
 from ledger_history import History, a_run
 from recorded_groups import played, recorder_of, trajectory
 from sample_rows import sample
 
 from areal_sc.page import row_index
+from areal_sc.page import server as page_server
 from areal_sc.page.access import Access
+from areal_sc.page.answers import answer
 from areal_sc.page.followed_run import FollowedRun
 from areal_sc.page.server import STATIC, PageServer
 from areal_sc.records.metrics import EvaluationResult, StepMetrics
@@ -280,7 +282,9 @@ async def test_rows_are_marked(session: ClientSession) -> None:
     found = await get(session, "/api/runs/0/recorded?marked=yes")
     assert [(it["group"], it["episode"]) for it in found["rows"]] == [(0, 1)]
     too_large = b'{"rows": [[0, 0, 1, %d]], "note": ""}' % 2**63
-    for wrong in (b"", b"[]", b'{"rows": [[0, 0, 1]]}', b'{"rows": [["a"]]}', b"\xff", too_large):
+    deep = b'{"rows": ' + b"[" * 200_000
+    short = (b"", b"[]", b'{"rows": [[0, 0, 1]]}', b'{"rows": [["a"]]}', b"\xff", too_large)
+    for wrong in (*short, deep):
         status, told = await mark(wrong)
         assert status == 400
         assert told["error"].startswith("marks: ")
@@ -381,9 +385,34 @@ async def test_who_may_control_a_run(session: ClientSession, controlling: Client
     ):
         assert response.status == 403
         assert "has to name its origin" in await response.text()
-    for wrong in ("", "{}", '{"what": "rm"}', '{"what": "scale", "num_workers": 0}', "\xff"):
-        assert (await control(controlling, wrong))[0] == 400, wrong
-    for what in ('"pause"', '"resume"', '"scale", "num_workers": 2', '"scale"'):
+    deep = f'{{"what": "pause", "x": {"[" * 200_000}{"]" * 200_000}}}'
+    of_scale = ('{"what": "scale"}', '{"what": "scale", "num_workers": 0}')
+    for wrong in ("", "{}", '{"what": "rm"}', *of_scale, "\xff", deep):
+        assert (await control(controlling, wrong))[0] == 400, wrong[:40]
+    for what in ('"pause"', '"resume"', '"scale", "num_workers": 2'):
         status, said = await control(controlling, f'{{"what": {what}}}')
         assert status == 409, said
-        assert any(it in said for it in ("no run goes on", "is not paused", "workers from 1"))
+        assert any(it in said for it in ("no run goes on", "is not paused"))
+
+
+async def test_a_run_is_asked_for_one_thing_at_a_time(
+    controlling: ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second `stop` beside the first one would end the run at once."""
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def said(words: Sequence[str]) -> web.StreamResponse:
+        asked.set()
+        await may_answer.wait()
+        return answer({"text": words[0]})
+
+    monkeypatch.setattr(page_server, "_said", said)
+    first = asyncio.create_task(control(controlling, '{"what": "stop"}'))
+    await asked.wait()
+    for what in ("stop", "pause"):
+        status, told = await control(controlling, f'{{"what": "{what}"}}')
+        assert status == 409
+        assert "an earlier request to this run goes on" in told
+    may_answer.set()
+    assert await first == (200, '{"text":"stop"}')
+    assert (await control(controlling, '{"what": "pause"}'))[0] == 200

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from ledger_history import History, a_run
 
-from areal_sc.controller.ledger.group_lives import PromptLife, RowFate, RowLife, group_lives
+from areal_sc.controller.ledger.group_lives import (
+    PromptLife,
+    RowFate,
+    RowLife,
+    group_lives,
+    read_lives,
+)
 from areal_sc.controller.ledger.ledger_account import GroupAccount, read_account
 from areal_sc.errors import RunFolderError
 from areal_sc.system.disk import Disk
@@ -66,6 +72,7 @@ def test_the_rank_and_the_minibatch_of_a_row_are_told(tmp_path: Path) -> None:
     found = {
         row.place: (row.rank, row.minibatch, row.version) for g in (0, 1) for row in lives[g].rows
     }
+    assert read_lives(tmp_path / "ledger", Disk(), {0}) == {0: lives[0]}, "in their places"
     # the second update trains row 0 again
     assert found == {3: (0, 0, 1), 0: (1, 2, 1), 1: (1, 1, 1), 2: (0, 2, 1)}
 
@@ -132,6 +139,8 @@ def test_lives_and_accounts_say_the_same(tmp_path: Path) -> None:
                 state = ledger.snapshot()
 
     lives = lives_of(tmp_path, play)
+    some = set(lives) & set(range(0, 10_000, 7))
+    assert read_lives(tmp_path / "ledger", Disk(), some) == {it: lives[it] for it in some}
     accounts: list[GroupAccount] = []
     read_account(tmp_path / "ledger", accounts.append)
     assert sorted(it.group for it in accounts) == list(lives)
