@@ -22,7 +22,7 @@ from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.layers import ProgramLayer
 from areal_sc.system.sandbox.program import CLOCK_FACTOR
-from areal_sc.system.sandbox.start_program import start_program
+from areal_sc.system.sandbox.start_program import BEGUN, start_program
 from areal_sc.system.sandbox.trees import use_of
 
 LOOK_S: Final = 0.05
@@ -108,11 +108,17 @@ class _Keeping:
         """Returns when the program begins. Raises: OSError: it could not be started."""
         ready = select.poll()
         ready.register(starting, select.POLLIN)
-        if not ready.poll(_START_LIMIT_S * 1000):
+        told = b""
+        while ready.poll(_START_LIMIT_S * 1000):
+            if not (part := os.read(starting, _CHUNK)):
+                break
+            told += part
+        else:
             raise OSError(f"the program had not begun after {_START_LIMIT_S:g} s")
-        if why := os.read(starting, _CHUNK):
-            raise OSError(why.decode(errors="replace"))
         os.close(starting)
+        if told != BEGUN:
+            why = told.removeprefix(BEGUN).decode(errors="replace")
+            raise OSError(why or "its process ended before the program began")
 
     def _watch(self, pid: int, begun_s: float) -> None:
         ended = os.pidfd_open(pid)

@@ -26,6 +26,8 @@ _NAME: Final = "program.py"
 _BOX: Final = "/box"
 _TELLING: Final = 3
 _PR_SET_DUMPABLE: Final = 4
+BEGUN: Final = b"+"
+"""What the keeper gets last before the program begins."""
 
 
 def start_program(
@@ -36,7 +38,8 @@ def start_program(
     Args:
         request: `source` or `command`, `files` by relative path, and `limits`.
         ends: standard input, output and error.
-        telling: a pipe that gets the reason where it cannot begin, and ends when it begins.
+        telling: a pipe that gets `BEGUN` and ends when the program begins; where it cannot begin,
+            the pipe gets the reason.
     """
     import signal
 
@@ -95,7 +98,9 @@ def _begin(
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.set_inheritable(_TELLING, False)
+            os.write(_TELLING, BEGUN)
             os.execvpe(command[0], command, os.environ)
+        os.write(_TELLING, BEGUN)
         os.close(_TELLING)
     except BaseException as error:
         _fail(error, _TELLING)
