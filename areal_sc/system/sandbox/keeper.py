@@ -32,6 +32,7 @@ _BESIDE_PROGRAM: Final = 4
 """Most processes among those of a layer that are not the program's own."""
 
 _START_LIMIT_S: Final = 20.0
+_BLOCK_BYTES: Final = 4096
 _CHUNK: Final = 1 << 16
 
 
@@ -56,6 +57,14 @@ def _request(connection: socket.socket) -> dict[str, Any]:
     return request
 
 
+def _given_bytes(request: dict[str, Any]) -> int:
+    """Most bytes of the disk that its files and its source take, with the folders above them."""
+    num_blocks = len(request["source"].encode(errors="replace")) // _BLOCK_BYTES + 1
+    for path, content in request["files"].items():
+        num_blocks += len(content) // _BLOCK_BYTES + 1 + path.count("/")
+    return num_blocks * _BLOCK_BYTES
+
+
 class _Keeping:
     def __init__(
         self, connection: socket.socket, layer: ProgramLayer, request: dict[str, Any]
@@ -64,6 +73,7 @@ class _Keeping:
         self._layer = layer
         self._request = request
         self._limits: dict[str, Any] = request["limits"]
+        self._room_bytes = self._limits["file_bytes"] + _given_bytes(request)
         self._output: dict[int, bytearray] = {}
         self._end = "exited"
         self._is_over = False
@@ -71,9 +81,9 @@ class _Keeping:
 
     def run(self) -> bytes:
         """The answer; empty: nobody waits for it any more."""
-        layer, limits = self._layer, self._limits
+        layer = self._layer
         try:
-            layer.begin(limits["file_bytes"])
+            layer.begin(self._room_bytes)
             stdin = kernel.sealed_file(self._request.pop("stdin"))  # judges have it in a file, too
             stdout, theirs_out = os.pipe()
             stderr, theirs_err = os.pipe()
@@ -182,7 +192,7 @@ class _Keeping:
             self._stop("timeout")
         elif use.resident_bytes - use.num_processes * own_bytes > limits["memory_bytes"]:
             self._stop("memory")
-        elif self._layer.has_written_more(limits["file_bytes"]):
+        elif self._layer.has_written_more(self._room_bytes):
             self._stop("files")
 
     def _has_ended(self, pid: int) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _OPEN_FILES: Final = 128
 """More than programs need; each may be a socket with 0.2 MB in it, which no limit counts."""
-_NAME: Final = "program.py"
+_NAME: Final = "__main__.py"
 _BOX: Final = "/box"
 _TELLING: Final = 3
 _PR_SET_DUMPABLE: Final = 4
@@ -143,9 +143,9 @@ def _run(source: str, folder: str) -> int:
     main = type(sys)("__main__")
     path = os.path.join(folder, _NAME)
     try:
-        with open(path, "wb") as file:
+        with open(path, "xb") as file:
             file.write(source.encode(errors="replace"))
-    except OSError:  # its limit is that low: then tracebacks show no lines
+    except OSError:  # its limit is that low, or it has such a file: then tracebacks show no lines
         pass
     vars(main).update(__builtins__=builtins, __file__=path)
     sys.modules["__main__"] = main

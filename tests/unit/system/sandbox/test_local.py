@@ -115,6 +115,15 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
         ("kept = open(1, 'w'); kept.write('i')", {}, End.exited, 0, "i"),
         ("import sys; print('j'); sys.stdout.close()", {}, End.exited, 0, "j\n"),
         ("\ufeffprint('k')", {}, End.exited, 0, "k\n"),
+        ("import program; print(program.value)", {}, End.exited, 0, "6\n"),
+        (  # what it was given is not what it has written
+            "open('f', 'wb').write(bytes(60_000)); import time; time.sleep(0.3); print('l')\n"
+            f"# {'x' * 100_000}",
+            {"file_bytes": 1 << 16},
+            End.exited,
+            0,
+            "l\n",
+        ),
         (
             "import inspect, tempfile\ndef f(): pass\n"
             "with tempfile.TemporaryFile() as file: print(inspect.getsource(f), end='')",
@@ -128,11 +137,16 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
 async def test_an_end_has_its_name(
     sandbox: LocalSandbox, source: str, limits: dict[str, Any], end: End, code: int, says: str
 ) -> None:
-    files = {"in/x.txt": b"x", "helper.py": b"value = 5"}
+    files = {"in/x.txt": b"x", "helper.py": b"value = 5", "program.py": b"value = 6"}
     program = Program(source=source, stdin=b"y\n", files=files)
     ended = await sandbox.run(program, Limits(**{"time_s": 60.0, **limits}))
     assert (ended.end, ended.stdout.decode()) == (end, says), ended
     assert code is None or ended.exit_code == code
+
+
+async def test_a_given_file_is_never_replaced(sandbox: LocalSandbox) -> None:
+    program = Program(source="print(open(__file__).read())", files={"__main__.py": b"given"})
+    assert (await sandbox.run(program, LONG)).stdout == b"given\n"
 
 
 async def test_a_command_runs_in_the_folder(sandbox: LocalSandbox) -> None:
