@@ -176,7 +176,10 @@ def _run(source: str, folder: str) -> int:
         for stream in streams:
             if not getattr(stream, "closed", stream is None):
                 stream.flush()
-        vars(main).clear()  # what it has not closed is written
+        for name in reversed(list(vars(main))):  # what it has not closed is written
+            vars(main).pop(name, None)  # the newest first: `__del__` may use what was there before
+        if not getattr(sys.__stdout__, "closed", True):
+            sys.__stdout__.flush()
     except BaseException as error:
         code = code or _told(error)
     return code & 0xFF

@@ -113,6 +113,13 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
         ("input(); input()", {}, End.exited, 1, ""),
         ("print('h', end=''); quit()", {}, End.exited, 0, "h"),
         ("kept = open(1, 'w'); kept.write('i')", {}, End.exited, 0, "i"),
+        (
+            "import sys\nclass N:\n    def __del__(self): sys.stdout.write('n')\nkept = N()",
+            {},
+            End.exited,
+            0,
+            "n",
+        ),
         ("import sys; print('j'); sys.stdout.close()", {}, End.exited, 0, "j\n"),
         ("\ufeffprint('k')", {}, End.exited, 0, "k\n"),
         ("import program; print(program.value)", {}, End.exited, 0, "6\n"),
