@@ -78,6 +78,8 @@ class _Keeping:
         self._end = "exited"
         self._is_over = False
         self._is_wanted = True
+        # each process has the warm server's pages, too; a layer may hide this one from `/proc` later
+        self._own_bytes = use_of([os.getpid()]).resident_bytes
 
     def run(self) -> bytes:
         """The answer; empty: nobody waits for it any more."""
@@ -185,12 +187,11 @@ class _Keeping:
 
     def _look(self) -> None:
         use, limits = use_of(self._layer.pids()), self._limits
-        own_bytes = use_of([os.getpid()]).resident_bytes  # each fork has the warm server's too
         if use.num_threads > limits["num_processes"] + _BESIDE_PROGRAM:
             self._stop("crashed")
         elif use.cpu_s > limits["time_s"]:
             self._stop("timeout")
-        elif use.resident_bytes - use.num_processes * own_bytes > limits["memory_bytes"]:
+        elif use.resident_bytes - use.num_processes * self._own_bytes > limits["memory_bytes"]:
             self._stop("memory")
         elif self._layer.has_written_more(self._room_bytes):
             self._stop("files")

@@ -177,6 +177,18 @@ async def test_a_traceback_is_the_programs_own(sandbox: LocalSandbox) -> None:
     assert "areal_sc" not in ended.stderr.decode()
 
 
+async def test_pages_of_the_server_are_not_the_programs(sandbox: LocalSandbox) -> None:
+    """Each of its processes has them, which together are more than its limit."""
+    source = (
+        "import os, time\n"
+        "for _ in range(30):\n"
+        "    if os.fork() == 0: time.sleep(0.5); os._exit(0)\n"
+        "time.sleep(0.5); print('m')"
+    )
+    ended = await sandbox.run(Program(source=source), Limits(time_s=60.0, memory_bytes=200 << 20))
+    assert (ended.end, ended.stdout) == (End.exited, b"m\n"), ended
+
+
 async def test_large_input_and_output_pass(sandbox: LocalSandbox) -> None:
     source = "import sys; data = sys.stdin.buffer.read(); sys.stdout.buffer.write(data[::-1])"
     content = os.urandom(1 << 20)
