@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.errors import ConfigError, SandboxError
+from areal_sc.system.sandbox import local
 from areal_sc.system.sandbox.local import LocalSandbox
 from areal_sc.system.sandbox.opening import describe_sandbox, open_sandbox
 from areal_sc.system.sandbox.program import End, Limits, Program
@@ -219,6 +222,50 @@ async def test_a_killed_keeper_and_a_killed_server_are_no_verdict(sandbox: Local
     os.kill(pid, signal.SIGKILL)
     assert (await sandbox.run(program, LONG)).stdout == b"late\n"
     assert server_pid(sandbox) != pid
+
+
+THIRD_FORK_FAILS = """
+import os
+fork, server, forks = os.fork, os.getpid(), []
+def may_fork():
+    forks.append(os.getpid() == server)
+    if sum(forks) == 3 and forks[-1]:
+        raise BlockingIOError(11, "there are too many processes")
+    return fork()
+os.fork = may_fork
+"""
+
+
+async def test_a_fork_that_fails_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_BOOT", THIRD_FORK_FAILS + local._BOOT)
+    sandbox = LocalSandbox(2)
+    try:
+        await sandbox.layer()
+    except SandboxError as error:
+        pytest.skip(f"no layer works here: {error}")
+    pid = server_pid(sandbox)
+    for _ in range(3):
+        assert (await sandbox.run(Program(source="print(1)"), LONG)).stdout == b"1\n"
+    assert server_pid(sandbox) == pid
+    await sandbox.close()
+
+
+async def test_a_server_begins_anew_where_no_thread_can_be_started(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def have_none(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "there are too many processes")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    os.kill(server_pid(sandbox), signal.SIGKILL)
+    assert (await sandbox.run(Program(source="print(1)"), LONG)).stdout == b"1\n"
+    os.kill(server_pid(sandbox), signal.SIGKILL)
+    monkeypatch.setattr(subprocess, "Popen", have_none)
+    with pytest.raises(SandboxError, match="too many processes"):
+        await sandbox.run(Program(source="print(1)"), LONG)
 
 
 async def test_a_killed_server_leaves_no_folder(tmp_path: Path) -> None:
