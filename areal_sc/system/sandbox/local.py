@@ -249,4 +249,11 @@ def _request(program: Program, limits: Limits) -> bytes:
     for path in program.files:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not path:
             raise ValueError(f"a program's file {path!r}: expected a path inside its folder")
-    return packed({**vars(program), "files": dict(program.files), "limits": vars(limits)})
+    request = {
+        "source": str(program.source),  # subclasses, as numpy has them, would go as raw bytes
+        "command": tuple(map(str, program.command)),
+        "stdin": bytes(program.stdin),
+        "files": {str(path): bytes(content) for path, content in program.files.items()},
+    }
+    most = {name: int(value) for name, value in vars(limits).items() if name != "time_s"}
+    return packed({**request, "limits": {**most, "time_s": float(limits.time_s)}})

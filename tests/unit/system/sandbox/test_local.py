@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
@@ -166,6 +167,16 @@ async def test_a_command_runs_in_the_folder(sandbox: LocalSandbox) -> None:
     assert (ended.exit_code, ended.stdout, ended.stderr) == (4, b"file in", b"no\n")
     with pytest.raises(SandboxError, match="no-such-program"):
         await sandbox.run(Program(command=("no-such-program",)), LONG)
+
+
+async def test_a_program_may_be_of_numpys_types(sandbox: LocalSandbox) -> None:
+    program = Program(
+        source=np.str_("print(input(), open('x').read())"),
+        stdin=np.bytes_(b"y"),
+        files={np.str_("x"): np.bytes_(b"z")},
+    )
+    ended = await sandbox.run(program, Limits(time_s=np.float64(60), file_bytes=np.int64(99_999)))
+    assert (ended.end, ended.stdout) == (End.exited, b"y z\n"), ended
 
 
 async def test_a_traceback_is_the_programs_own(sandbox: LocalSandbox) -> None:
