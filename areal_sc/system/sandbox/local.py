@@ -166,17 +166,21 @@ class _WarmServer:
         self._connection.setblocking(False)
         self._folder = ""
         package = str(Path(__file__).parents[3])
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-B", "-X", "utf8", "-c", _BOOT),
-                    *(str(theirs.fileno()), layer, json.dumps(list(read)), package),
-                ],
-                stdin=subprocess.DEVNULL,
-                env={**environment, BIND_NOW: "1"},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-B", "-X", "utf8", "-c", _BOOT),
+                        *(str(theirs.fileno()), layer, json.dumps(list(read)), package),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    env={**environment, BIND_NOW: "1"},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except OSError:
+            self._connection.close()
+            raise
 
     @property
     def has_ended(self) -> bool:
