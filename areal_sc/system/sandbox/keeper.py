@@ -78,7 +78,7 @@ class _Keeping:
         self._end = "exited"
         self._is_over = False
         self._is_wanted = True
-        # each process has the warm server's pages, too; a layer may hide this one from `/proc` later
+        # each process has the warm server's, too; later a layer may hide this one from `/proc`
         self._own_bytes = use_of([os.getpid()]).resident_bytes
 
     def run(self) -> bytes:

@@ -227,9 +227,12 @@ class _WarmServer:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._wait()
+        with suppress(RuntimeError):  # there is no thread: the folder is left
+            await asyncio.to_thread(self._remove_left)
+
+    def _remove_left(self) -> None:
         if self._folder and os.path.exists(self._folder):  # the server was killed
-            with suppress(RuntimeError):  # no thread: it is left
-                await asyncio.to_thread(remove, self._folder)
+            remove(self._folder)
 
     async def _wait(self) -> None:
         while self._process.poll() is None:  # noqa: ASYNC110

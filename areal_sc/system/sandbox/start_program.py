@@ -178,8 +178,8 @@ def _run(source: str, folder: str) -> int:
                 stream.flush()
         for name in reversed(list(vars(main))):  # what it has not closed is written
             vars(main).pop(name, None)  # the newest first: `__del__` may use what was there before
-        if not getattr(sys.__stdout__, "closed", True):
-            sys.__stdout__.flush()
+        if (stdout := sys.__stdout__) and not stdout.closed:
+            stdout.flush()
     except BaseException as error:
         code = code or _told(error)
     return code & 0xFF
