@@ -175,7 +175,8 @@ async def test_a_program_may_be_of_numpys_types(sandbox: LocalSandbox) -> None:
         stdin=np.bytes_(b"y"),
         files={np.str_("x"): np.bytes_(b"z")},
     )
-    ended = await sandbox.run(program, Limits(time_s=np.float64(60), file_bytes=np.int64(99_999)))
+    limits: dict[str, Any] = {"time_s": np.float64(60), "file_bytes": np.int64(99_999)}
+    ended = await sandbox.run(program, Limits(**limits))
     assert (ended.end, ended.stdout) == (End.exited, b"y z\n"), ended
 
 
