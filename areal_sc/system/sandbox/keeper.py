@@ -22,7 +22,7 @@ from areal_sc.system.sandbox import kernel
 from areal_sc.system.sandbox.frames import LENGTH, packed
 from areal_sc.system.sandbox.layers import ProgramLayer
 from areal_sc.system.sandbox.program import CLOCK_FACTOR
-from areal_sc.system.sandbox.start_program import start_program
+from areal_sc.system.sandbox.start_program import BEGUN, start_program
 from areal_sc.system.sandbox.trees import use_of
 
 LOOK_S: Final = 0.05
@@ -32,6 +32,7 @@ _BESIDE_PROGRAM: Final = 4
 """Most processes among those of a layer that are not the program's own."""
 
 _START_LIMIT_S: Final = 20.0
+_BLOCK_BYTES: Final = 4096
 _CHUNK: Final = 1 << 16
 
 
@@ -56,6 +57,14 @@ def _request(connection: socket.socket) -> dict[str, Any]:
     return request
 
 
+def _given_bytes(request: dict[str, Any]) -> int:
+    """Most bytes of the disk that its files and its source take, with the folders above them."""
+    num_blocks = len(request["source"].encode(errors="replace")) // _BLOCK_BYTES + 1
+    for path, content in request["files"].items():
+        num_blocks += len(content) // _BLOCK_BYTES + 1 + path.count("/")
+    return num_blocks * _BLOCK_BYTES
+
+
 class _Keeping:
     def __init__(
         self, connection: socket.socket, layer: ProgramLayer, request: dict[str, Any]
@@ -64,16 +73,19 @@ class _Keeping:
         self._layer = layer
         self._request = request
         self._limits: dict[str, Any] = request["limits"]
+        self._room_bytes = self._limits["file_bytes"] + _given_bytes(request)
         self._output: dict[int, bytearray] = {}
         self._end = "exited"
         self._is_over = False
         self._is_wanted = True
+        # each process has the warm server's, too; later a layer may hide this one from `/proc`
+        self._own_bytes = use_of([os.getpid()]).resident_bytes
 
     def run(self) -> bytes:
         """The answer; empty: nobody waits for it any more."""
-        layer, limits = self._layer, self._limits
+        layer = self._layer
         try:
-            layer.begin(limits["file_bytes"])
+            layer.begin(self._room_bytes)
             stdin = kernel.sealed_file(self._request.pop("stdin"))  # judges have it in a file, too
             stdout, theirs_out = os.pipe()
             stderr, theirs_err = os.pipe()
@@ -108,11 +120,17 @@ class _Keeping:
         """Returns when the program begins. Raises: OSError: it could not be started."""
         ready = select.poll()
         ready.register(starting, select.POLLIN)
-        if not ready.poll(_START_LIMIT_S * 1000):
+        told = b""
+        while ready.poll(_START_LIMIT_S * 1000):
+            if not (part := os.read(starting, _CHUNK)):
+                break
+            told += part
+        else:
             raise OSError(f"the program had not begun after {_START_LIMIT_S:g} s")
-        if why := os.read(starting, _CHUNK):
-            raise OSError(why.decode(errors="replace"))
         os.close(starting)
+        if told != BEGUN:
+            why = told.removeprefix(BEGUN).decode(errors="replace")
+            raise OSError(why or "its process ended before the program began")
 
     def _watch(self, pid: int, begun_s: float) -> None:
         ended = os.pidfd_open(pid)
@@ -169,14 +187,13 @@ class _Keeping:
 
     def _look(self) -> None:
         use, limits = use_of(self._layer.pids()), self._limits
-        own_bytes = use_of([os.getpid()]).resident_bytes  # each fork has the warm server's too
         if use.num_threads > limits["num_processes"] + _BESIDE_PROGRAM:
             self._stop("crashed")
         elif use.cpu_s > limits["time_s"]:
             self._stop("timeout")
-        elif use.resident_bytes - use.num_processes * own_bytes > limits["memory_bytes"]:
+        elif use.resident_bytes - use.num_processes * self._own_bytes > limits["memory_bytes"]:
             self._stop("memory")
-        elif self._layer.has_written_more(limits["file_bytes"]):
+        elif self._layer.has_written_more(self._room_bytes):
             self._stop("files")
 
     def _has_ended(self, pid: int) -> bool:

@@ -35,6 +35,7 @@ _BESIDE_PROGRAM_S: Final = 60.0
 """What a keeper may take beside its program's time: to begin it, and to end all that it left."""
 
 _END_S: Final = 10.0
+_POLL_S: Final = 0.01
 _MAX_TRIES: Final = 2
 _BOOT: Final = (
     "import sys; sys.path.insert(0, sys.argv.pop()); "
@@ -125,7 +126,10 @@ class LocalSandbox:
     async def _start(self) -> _WarmServer:
         reasons = {}
         for layer in self._layers:
-            server = _WarmServer(layer, self._environment, self._read)
+            try:
+                server = _WarmServer(layer, self._environment, self._read)
+            except OSError as error:
+                raise SandboxError(f"the sandbox's server could not be started: {error}") from error
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await server.begin()
@@ -162,17 +166,21 @@ class _WarmServer:
         self._connection.setblocking(False)
         self._folder = ""
         package = str(Path(__file__).parents[3])
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-B", "-X", "utf8", "-c", _BOOT),
-                    *(str(theirs.fileno()), layer, json.dumps(list(read)), package),
-                ],
-                stdin=subprocess.DEVNULL,
-                env={**environment, BIND_NOW: "1"},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-B", "-X", "utf8", "-c", _BOOT),
+                        *(str(theirs.fileno()), layer, json.dumps(list(read)), package),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    env={**environment, BIND_NOW: "1"},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except OSError:
+            self._connection.close()
+            raise
 
     @property
     def has_ended(self) -> bool:
@@ -210,19 +218,25 @@ class _WarmServer:
         return Ended(**{**answer, "end": End(answer["end"])})
 
     async def close(self) -> None:
-        """Ends it and all its programs."""
+        """Ends it and all its programs, also where no thread can be started."""
         self._connection.close()
         try:
-            await asyncio.to_thread(self._process.wait, _END_S)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(_END_S):
+                await self._wait()
+        except TimeoutError:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(self._remove_left)
+            await self._wait()
+        with suppress(RuntimeError):  # there is no thread: the folder is left
+            await asyncio.to_thread(self._remove_left)
 
     def _remove_left(self) -> None:
         if self._folder and os.path.exists(self._folder):  # the server was killed
             remove(self._folder)
+
+    async def _wait(self) -> None:
+        while self._process.poll() is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
 
 async def _received(connection: socket.socket, length: int) -> bytes:
@@ -242,4 +256,11 @@ def _request(program: Program, limits: Limits) -> bytes:
     for path in program.files:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not path:
             raise ValueError(f"a program's file {path!r}: expected a path inside its folder")
-    return packed({**vars(program), "files": dict(program.files), "limits": vars(limits)})
+    request = {
+        "source": str(program.source),  # subclasses, as numpy has them, would go as raw bytes
+        "command": tuple(map(str, program.command)),
+        "stdin": bytes(program.stdin),
+        "files": {str(path): bytes(content) for path, content in program.files.items()},
+    }
+    most = {name: int(value) for name, value in vars(limits).items() if name != "time_s"}
+    return packed({**request, "limits": {**most, "time_s": float(limits.time_s)}})

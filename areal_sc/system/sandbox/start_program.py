@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 _OPEN_FILES: Final = 128
 """More than programs need; each may be a socket with 0.2 MB in it, which no limit counts."""
-_NAME: Final = "program.py"
+_NAME: Final = "__main__.py"
 _BOX: Final = "/box"
 _TELLING: Final = 3
 _PR_SET_DUMPABLE: Final = 4
+BEGUN: Final = b"+"
+"""What the keeper gets last before the program begins."""
 
 
 def start_program(
@@ -36,7 +38,8 @@ def start_program(
     Args:
         request: `source` or `command`, `files` by relative path, and `limits`.
         ends: standard input, output and error.
-        telling: a pipe that gets the reason where it cannot begin, and ends when it begins.
+        telling: a pipe that gets `BEGUN` and ends when the program begins; where it cannot begin,
+            the pipe gets the reason.
     """
     import signal
 
@@ -95,7 +98,9 @@ def _begin(
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.set_inheritable(_TELLING, False)
+            os.write(_TELLING, BEGUN)
             os.execvpe(command[0], command, os.environ)
+        os.write(_TELLING, BEGUN)
         os.close(_TELLING)
     except BaseException as error:
         _fail(error, _TELLING)
@@ -138,9 +143,9 @@ def _run(source: str, folder: str) -> int:
     main = type(sys)("__main__")
     path = os.path.join(folder, _NAME)
     try:
-        with open(path, "wb") as file:
+        with open(path, "xb") as file:
             file.write(source.encode(errors="replace"))
-    except OSError:  # its limit is that low: then tracebacks show no lines
+    except OSError:  # its limit is that low, or it has such a file: then tracebacks show no lines
         pass
     vars(main).update(__builtins__=builtins, __file__=path)
     sys.modules["__main__"] = main
@@ -171,7 +176,10 @@ def _run(source: str, folder: str) -> int:
         for stream in streams:
             if not getattr(stream, "closed", stream is None):
                 stream.flush()
-        vars(main).clear()  # what it has not closed is written
+        for name in reversed(list(vars(main))):  # what it has not closed is written
+            vars(main).pop(name, None)  # the newest first: `__del__` may use what was there before
+        if (stdout := sys.__stdout__) and not stdout.closed:
+            stdout.flush()
     except BaseException as error:
         code = code or _told(error)
     return code & 0xFF

@@ -89,7 +89,9 @@ def _serve(connection: socket.socket, layer: ProgramLayer) -> None:
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
             if not fds:
                 break
-            keepers.add(_fork(connection, socket.socket(fileno=fds[0]), layer))
+            # where no process can be had, who asked sees the end of its connection, and asks again
+            with socket.socket(fileno=fds[0]) as asker, suppress(OSError):
+                keepers.add(_fork(connection, asker, layer))
         _reap(keepers, looks=not is_asked)
     end_descendants()
 
@@ -106,7 +108,6 @@ def _fork(connection: socket.socket, asker: socket.socket, layer: ProgramLayer) 
             traceback.print_exc()
         finally:
             os._exit(code)
-    asker.close()
     return pid
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_sc.config.sandbox_settings import Isolation, SandboxConfig
 from areal_sc.errors import ConfigError, SandboxError
+from areal_sc.system.sandbox import local
 from areal_sc.system.sandbox.local import LocalSandbox
 from areal_sc.system.sandbox.opening import describe_sandbox, open_sandbox
 from areal_sc.system.sandbox.program import End, Limits, Program
@@ -113,8 +117,24 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
         ("input(); input()", {}, End.exited, 1, ""),
         ("print('h', end=''); quit()", {}, End.exited, 0, "h"),
         ("kept = open(1, 'w'); kept.write('i')", {}, End.exited, 0, "i"),
+        (
+            "import sys\nclass N:\n    def __del__(self): sys.stdout.write('n')\nkept = N()",
+            {},
+            End.exited,
+            0,
+            "n",
+        ),
         ("import sys; print('j'); sys.stdout.close()", {}, End.exited, 0, "j\n"),
         ("\ufeffprint('k')", {}, End.exited, 0, "k\n"),
+        ("import program; print(program.value)", {}, End.exited, 0, "6\n"),
+        (  # what it was given is not what it has written
+            "open('f', 'wb').write(bytes(60_000)); import time; time.sleep(0.3); print('l')\n"
+            f"# {'x' * 100_000}",
+            {"file_bytes": 1 << 16},
+            End.exited,
+            0,
+            "l\n",
+        ),
         (
             "import inspect, tempfile\ndef f(): pass\n"
             "with tempfile.TemporaryFile() as file: print(inspect.getsource(f), end='')",
@@ -128,11 +148,16 @@ async def wait_for_descendants(pid: int, least: int, most: int = 99) -> list[int
 async def test_an_end_has_its_name(
     sandbox: LocalSandbox, source: str, limits: dict[str, Any], end: End, code: int, says: str
 ) -> None:
-    files = {"in/x.txt": b"x", "helper.py": b"value = 5"}
+    files = {"in/x.txt": b"x", "helper.py": b"value = 5", "program.py": b"value = 6"}
     program = Program(source=source, stdin=b"y\n", files=files)
     ended = await sandbox.run(program, Limits(**{"time_s": 60.0, **limits}))
     assert (ended.end, ended.stdout.decode()) == (end, says), ended
     assert code is None or ended.exit_code == code
+
+
+async def test_a_given_file_is_never_replaced(sandbox: LocalSandbox) -> None:
+    program = Program(source="print(open(__file__).read())", files={"__main__.py": b"given"})
+    assert (await sandbox.run(program, LONG)).stdout == b"given\n"
 
 
 async def test_a_command_runs_in_the_folder(sandbox: LocalSandbox) -> None:
@@ -142,6 +167,17 @@ async def test_a_command_runs_in_the_folder(sandbox: LocalSandbox) -> None:
     assert (ended.exit_code, ended.stdout, ended.stderr) == (4, b"file in", b"no\n")
     with pytest.raises(SandboxError, match="no-such-program"):
         await sandbox.run(Program(command=("no-such-program",)), LONG)
+
+
+async def test_a_program_may_be_of_numpys_types(sandbox: LocalSandbox) -> None:
+    program = Program(
+        source=np.str_("print(input(), open('x').read())"),
+        stdin=np.bytes_(b"y"),
+        files={np.str_("x"): np.bytes_(b"z")},
+    )
+    limits: dict[str, Any] = {"time_s": np.float64(60), "file_bytes": np.int64(99_999)}
+    ended = await sandbox.run(program, Limits(**limits))
+    assert (ended.end, ended.stdout) == (End.exited, b"y z\n"), ended
 
 
 async def test_a_traceback_is_the_programs_own(sandbox: LocalSandbox) -> None:
@@ -154,6 +190,18 @@ async def test_a_traceback_is_the_programs_own(sandbox: LocalSandbox) -> None:
     ]
     assert lines[-1] == "KeyError: 8"
     assert "areal_sc" not in ended.stderr.decode()
+
+
+async def test_pages_of_the_server_are_not_the_programs(sandbox: LocalSandbox) -> None:
+    """Each of its processes has them, which together are more than its limit."""
+    source = (
+        "import os, time\n"
+        "for _ in range(30):\n"
+        "    if os.fork() == 0: time.sleep(0.5); os._exit(0)\n"
+        "time.sleep(0.5); print('m')"
+    )
+    ended = await sandbox.run(Program(source=source), Limits(time_s=60.0, memory_bytes=200 << 20))
+    assert (ended.end, ended.stdout) == (End.exited, b"m\n"), ended
 
 
 async def test_large_input_and_output_pass(sandbox: LocalSandbox) -> None:
@@ -186,6 +234,48 @@ async def test_a_killed_keeper_and_a_killed_server_are_no_verdict(sandbox: Local
     os.kill(pid, signal.SIGKILL)
     assert (await sandbox.run(program, LONG)).stdout == b"late\n"
     assert server_pid(sandbox) != pid
+
+
+THIRD_FORK_FAILS = """
+import os
+fork, server, forks = os.fork, os.getpid(), []
+def may_fork():
+    forks.append(1)
+    if os.getpid() == server and len(forks) == 3:
+        raise BlockingIOError(11, "there are too many processes")
+    return fork()
+os.fork = may_fork
+"""
+
+
+async def test_a_fork_that_fails_ends_no_server(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_BOOT", THIRD_FORK_FAILS + local._BOOT)
+    os.kill(server_pid(sandbox), signal.SIGKILL)
+    pids = set()
+    for _ in range(3):
+        assert (await sandbox.run(Program(source="print(1)"), LONG)).stdout == b"1\n"
+        pids.add(server_pid(sandbox))
+    assert len(pids) == 1
+
+
+async def test_a_server_begins_anew_where_no_thread_can_be_started(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def have_none(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "there are too many processes")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    os.kill(server_pid(sandbox), signal.SIGKILL)
+    assert (await sandbox.run(Program(source="print(1)"), LONG)).stdout == b"1\n"
+    os.kill(server_pid(sandbox), signal.SIGKILL)
+    monkeypatch.setattr(subprocess, "Popen", have_none)
+    with pytest.raises(SandboxError, match="too many processes"):
+        await sandbox.run(Program(source="print(1)"), LONG)
 
 
 async def test_a_killed_server_leaves_no_folder(tmp_path: Path) -> None:
