@@ -49,17 +49,13 @@ def bare_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if backend is None or backend.truncation or backend.padding:  # which `encode` takes off
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     # places of the tokens in the text, which `encode` finds as well, are a third of its work
-    found: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return found
+    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 @lru_cache(maxsize=8)  # every prompt begins so
 def _begin_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before a text."""
-    bare, whole = (
-        [int(token) for token in tokenizer.encode("a", add_special_tokens=is_whole)]
-        for is_whole in (False, True)
-    )
+    bare, whole = bare_tokens(tokenizer, "a"), [int(token) for token in tokenizer.encode("a")]
     offsets = range(len(whole) - len(bare) + 1)
     return whole[: next((n for n in offsets if whole[n : n + len(bare)] == bare), 0)]
 
@@ -101,14 +97,12 @@ def encode_chat(
     ]
     parts = [str(it["content"]) for it in given if isinstance(it.get("content"), list)]
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                given,
-                tokenize=False,
-                add_generation_prompt=not is_begun,
-                continue_final_message=is_begun,
-                **arguments,
-            )
+        text: Any = tokenizer.apply_chat_template(
+            given,
+            tokenize=False,
+            add_generation_prompt=not is_begun,
+            continue_final_message=is_begun,
+            **arguments,
         )
     except Exception as error:  # the model's own code, which jinja runs
         raise WorkflowError(
