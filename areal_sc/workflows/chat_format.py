@@ -24,7 +24,7 @@ from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from areal_sc.errors import WorkflowError
-from areal_sc.workflows.text import encode_chat
+from areal_sc.workflows.text import bare_tokens, encode_chat
 from areal_sc.workflows.tool_calls import TOOLS, TRIED_ARGUMENTS, ToolFormat, find_format
 
 if TYPE_CHECKING:
@@ -238,14 +238,11 @@ class ChatFormat:
         if end is None and ended and text.lstrip().startswith(ended):
             text, end = text.lstrip().removeprefix(ended), last_token
         if end is None:
-            return self._tokens(text)
-        tokens = self._tokens(self.ends[end] + text)
+            return bare_tokens(self.tokenizer, text)
+        tokens = bare_tokens(self.tokenizer, self.ends[end] + text)
         if tokens[0] != end:
-            tokens = [end, *self._tokens(text)]
+            tokens = [end, *bare_tokens(self.tokenizer, text)]
         return tokens[1:] if is_ended else tokens
-
-    def _tokens(self, text: str) -> list[int]:
-        return [int(it) for it in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def _trial(self, shapes: tuple[MessageShape, ...]) -> _TriedAnswer | None:
         if shapes in (known := self._trials):

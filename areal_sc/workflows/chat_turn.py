@@ -219,8 +219,8 @@ class NextTurn:
             bridge = self._bridge(after, messages[after.num_messages :], history)
         self._row = after if bridge else None
         self._context = bridge.token_ids if bridge else self._chat.begin(messages)
-        before = self._row.input_ids if self._row else []
-        self.prompt = [*before, *self._context]
+        self.prompt = self._row.input_ids if self._row else []
+        self.prompt += self._context
         self._stop = sampling.stop
         self._is_thinking = self._chat.splits_reasoning and begins_thought(
             engine.tokenizer, self.prompt

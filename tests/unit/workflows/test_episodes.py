@@ -20,7 +20,7 @@ from areal_sc.rewards.base import RewardFunction
 from areal_sc.sources.reference import reference_of, resolve
 from areal_sc.workflows.math_reward import exact_match
 from areal_sc.workflows.single_turn import SingleTurnWorkflow
-from areal_sc.workflows.text import describe_unknown, encode_text
+from areal_sc.workflows.text import bare_tokens, describe_unknown, encode_text
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -85,6 +85,17 @@ def test_only_a_prompt_that_is_mostly_unknown_is_described(tokenizer: Any) -> No
     assert described("abab") == described("aAbB") == described("") == ""
     assert described("A" * 30) == "30 of its 30 tokens are ?:" + " ?" * 20
     assert describe_unknown(tokenizer, [2, 3, 4]) == ""  # it has no such token
+
+
+def test_limits_in_the_tokenizers_file_are_not_those_of_a_conversation(
+    tiny_model_folder: Path,
+) -> None:
+    cut, padded, free = (AutoTokenizer.from_pretrained(tiny_model_folder) for _ in range(3))
+    cut.backend_tokenizer.enable_truncation(2)
+    padded.backend_tokenizer.enable_padding(length=9)
+    expected = [free.convert_tokens_to_ids(it) for it in "abcab"]
+    for tokenizer in (cut, padded, free):
+        assert [bare_tokens(tokenizer, "abcab") for _ in range(2)] == [expected, expected]
 
 
 async def test_a_single_turn_is_prompt_and_completion(tokenizer: Any) -> None:
