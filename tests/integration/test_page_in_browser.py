@@ -95,9 +95,16 @@ async def tab(browser: Tab, page: Page) -> Tab:
 
 async def shows(tab: Tab, place: str) -> str:
     """What the page shows at another place, once it has come."""
-    await tab.value("document.querySelector('main > *')?.setAttribute('data-old', '')")
-    same = "dispatchEvent(new HashChangeEvent('hashchange'))"
-    await tab.value(f"location.hash === {place!r} ? {same} : location.hash = {place!r}")
+    # what is old is so when the page hears of the place: an earlier view may come until then
+    await tab.value(
+        "new Promise(heard => {"
+        "addEventListener('hashchange', () => {"
+        "document.querySelector('main > *')?.setAttribute('data-old', ''); heard()"
+        "}, {once: true, capture: true});"
+        f"location.hash === {place!r} ? dispatchEvent(new HashChangeEvent('hashchange'))"
+        f" : location.hash = {place!r}"
+        "}).then(() => null)"
+    )
     await tab.wait_for("document.querySelector('main > :not([data-old])') !== null")
     assert "evil" not in await tab.value("document.title")
     return str(await tab.value("document.body.innerText"))
