@@ -95,12 +95,13 @@ async def tab(browser: Tab, page: Page) -> Tab:
 
 async def shows(tab: Tab, place: str) -> str:
     """What the page shows at another place, once it has come."""
-    # what is old is so when the page hears of the place: an earlier view may come until then
+    # an earlier view may come until the page has heard of the place, but for a file: it is at once
+    old = "document.querySelector('main > *')?.setAttribute('data-old', '')"
     await tab.value(
-        "new Promise(heard => {"
+        f"new Promise(heard => {{ {old};"
         "addEventListener('hashchange', () => {"
-        "document.querySelector('main > *')?.setAttribute('data-old', ''); heard()"
-        "}, {once: true, capture: true});"
+        f"if (!document.getElementById('answers')) {old}; heard()"
+        "}, {once: true});"
         f"location.hash === {place!r} ? dispatchEvent(new HashChangeEvent('hashchange'))"
         f" : location.hash = {place!r}"
         "}).then(() => null)"
