@@ -288,6 +288,7 @@ def actor_config(scenario: dict[str, Any]) -> ActorConfig:
         dtype=scenario.get("dtype", "float32"),
         max_tokens_per_micro_batch=scenario.get("max_tokens", 64),
         activation_checkpointing=scenario.get("activation_checkpointing", False),
+        activation_offload=scenario.get("activation_offload", False),
         cpu_offload=scenario.get("cpu_offload", False),
         compile_layers=scenario.get("compile_layers", False),
         logprob_chunk_tokens=scenario.get("chunk_tokens", 7),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import signal
@@ -17,6 +18,7 @@ def test_a_deleted_file_that_is_mapped_counts(tmp_path: Path) -> None:
         file.flush()
         held = mmap.mmap(file.fileno(), size)
     path.unlink()
+    gc.collect()  # else this process may give up a file of another test which the child keeps
     child = os.fork()
     if child == 0:
         signal.pause()
