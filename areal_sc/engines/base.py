@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from areal_sc.algorithms.named_loss import NamedLoss
     from areal_sc.config.schema import ActorConfig, GenerationConfig
-    from areal_sc.engines.training.update_trace import UpdateTrace
+    from areal_sc.engines.training.updates.update_trace import UpdateTrace
     from areal_sc.engines.weight_group import NamedTensor
     from areal_sc.transport.packed_rows import PackedRows
     from areal_sc.weights import BucketLayout, WeightGroup

@@ -10,8 +10,8 @@ import torch
 
 from areal_sc.algorithms.loss_trial import try_loss
 from areal_sc.algorithms.named_loss import NamedLoss
-from areal_sc.engines.training.token_values import token_values
-from areal_sc.engines.training.update_trace import UpdateTrace
+from areal_sc.engines.training.updates.token_values import token_values
+from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import RowMetadata
 from areal_sc.nodes.spec import TRAIN_ROLE

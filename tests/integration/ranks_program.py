@@ -34,8 +34,8 @@ from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
 from areal_sc.engines.handles import make_actor
 from areal_sc.engines.loss_scale import LossScale
-from areal_sc.engines.training.micro_batches import MicroBatch
 from areal_sc.engines.training.rank_engine import RankEngine
+from areal_sc.engines.training.updates.micro_batches import MicroBatch
 from areal_sc.errors import ArealError, ModelError
 from areal_sc.metadata import RowMetadata
 from areal_sc.transport.packed_rows import PackedRows

@@ -39,7 +39,6 @@ from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.causal_lm import build_without_parameters, compute_dtype
 from areal_sc.engines.training.export import begin_export
 from areal_sc.engines.training.loading import SharedWeights
-from areal_sc.engines.training.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.engines.training.packed_attention import PackedLayout
 from areal_sc.engines.training.probe import (
     TOLERANCES,
@@ -57,6 +56,7 @@ from areal_sc.engines.training.rank_engine import MinibatchLoss, Outputs, Planne
 from areal_sc.engines.training.snapshots import Snapshots
 from areal_sc.engines.training.stored_weights import ModelWeights
 from areal_sc.engines.training.streamed_layers import stream_layers
+from areal_sc.engines.training.updates.micro_batches import MicroBatch, make_micro_batch
 from areal_sc.errors import WorkerStartError
 from areal_sc.transport.packed_rows import PackedRows
 

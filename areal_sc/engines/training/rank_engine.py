@@ -26,16 +26,6 @@ from areal_sc.config.schema import ActorConfig, ModelHead
 from areal_sc.engines.base import RankPosition, column_of
 from areal_sc.engines.training.background import BackgroundWriter
 from areal_sc.engines.training.learning_rate import learning_rate
-from areal_sc.engines.training.micro_batches import (
-    MicroBatch,
-    TokenFields,
-    pack_rows,
-    rows_with_tokens,
-    trained_tokens,
-    with_advantage,
-    with_staleness,
-    with_token_advantages,
-)
 from areal_sc.engines.training.process_group import (
     ProcessGroup,
     host_rendezvous,
@@ -46,8 +36,18 @@ from areal_sc.engines.training.process_group import (
 from areal_sc.engines.training.publication import Publication
 from areal_sc.engines.training.row_numbers import RowNumbers, ShareOfRows, count_rows
 from areal_sc.engines.training.snapshots import Snapshots
-from areal_sc.engines.training.update_metrics import MISMATCH, NUM_COMPARED, UpdateMetrics
-from areal_sc.engines.training.update_trace import UpdateTrace
+from areal_sc.engines.training.updates.micro_batches import (
+    MicroBatch,
+    TokenFields,
+    pack_rows,
+    rows_with_tokens,
+    trained_tokens,
+    with_advantage,
+    with_staleness,
+    with_token_advantages,
+)
+from areal_sc.engines.training.updates.update_metrics import MISMATCH, NUM_COMPARED, UpdateMetrics
+from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.engines.weight_group import NamedTensor
 from areal_sc.errors import ConfigError
 from areal_sc.sizing.machine import threads_of_rank

@@ -22,7 +22,7 @@ from areal_sc.config.ppo_settings import ClipCenter, PPOConfig
 from areal_sc.config.schema import ActorConfig, Dtype, OptimizerConfig
 from areal_sc.engines.fsdp.engine import FSDPEngine
 from areal_sc.engines.fsdp.optimizer import local_part
-from areal_sc.engines.training.update_trace import UpdateTrace
+from areal_sc.engines.training.updates.update_trace import UpdateTrace
 from areal_sc.errors import (
     CheckpointError,
     ConfigError,

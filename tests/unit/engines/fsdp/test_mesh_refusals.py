@@ -56,10 +56,10 @@ def test_another_flash_attention_is_refused_where_it_is_not_and_taken_by_its_nam
         FSDPPPOActor(config).check(lambda: 0)
     stub = tmp_path / "flash_attn_interface.py"
     stub.write_text(
-        "import torch\n"
-        "LIBRARY = torch.library.Library('flash_attn_3', 'DEF')\n"
-        "LIBRARY.define('fwd(Tensor query) -> Tensor')\n"
-        "LIBRARY.define('bwd(Tensor query) -> Tensor')\n"
+        "from torch import library\n"
+        "OWN = library.Library('flash_attn_3', 'DEF')\n"
+        "OWN.define('fwd(Tensor query) -> Tensor')\n"
+        "OWN.define('bwd(Tensor query) -> Tensor')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     FSDPPPOActor(config).check(lambda: 0)

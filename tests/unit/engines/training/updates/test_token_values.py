@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal_sc.algorithms.loss_tokens import RowTokens
-from areal_sc.engines.training.token_values import token_values
+from areal_sc.engines.training.updates.token_values import token_values
 from areal_sc.errors import WorkflowError
 from areal_sc.metadata import RowMetadata
 from areal_sc.transport.packed_rows import PackedRows

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from areal_sc.algorithms.loss_tokens import RowTokens
-from areal_sc.engines.training.micro_batches import trained_tokens, with_token_advantages
 from areal_sc.engines.training.row_numbers import count_rows
+from areal_sc.engines.training.updates.micro_batches import trained_tokens, with_token_advantages
 from areal_sc.errors import WorkflowError
 from areal_sc.transport.packed_rows import PackedRows
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_sc.algorithms.losses import Metric, checked
-from areal_sc.engines.training.update_metrics import UpdateMetrics
+from areal_sc.engines.training.updates.update_metrics import UpdateMetrics
 from areal_sc.errors import WorkflowError
 
 

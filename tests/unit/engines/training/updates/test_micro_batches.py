@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_sc.engines.training.micro_batches import with_staleness
+from areal_sc.engines.training.updates.micro_batches import with_staleness
 from areal_sc.transport.packed_rows import PackedRows
 
 

@@ -1,0 +1,1 @@
+"""What an update makes of rows: micro-batches, values of tokens, metrics, a trace."""
