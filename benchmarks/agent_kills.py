@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import report
-from chaos import DURING_RECOVERY_SHARE, Script, processes_of, version_of
+from chaos import DURING_RECOVERY_SHARE, Script, processes_of, started, version_of
 from chaos_books import Books, Kill
 from chaos_run import BOOKS, ROOT
 
@@ -81,14 +81,7 @@ class Clients:
         return len(left)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        with self._output.open("ab") as output:
-            return subprocess.Popen(
-                self._command,
-                cwd=ROOT,
-                env=self._environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        return started(self._command, self._environment, self._output)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,14 +128,17 @@ class Script:
         return sorted(os.listdir(folder)) if folder.exists() else []
 
     def _started(self) -> subprocess.Popen[bytes]:
-        with self._output.open("ab") as output:
-            return subprocess.Popen(
-                self._command,
-                cwd=ROOT,
-                env=self._environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        return started(self._command, self._environment, self._output)
+
+
+def started(
+    command: Sequence[str], environment: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
+    """A process whose output is appended to a file."""
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
 
 
 def main() -> None:
