@@ -123,25 +123,30 @@ def deleted_bytes(pids: list[int]) -> int:
     """Bytes of files without a name that these processes hold open or mapped, but not this one."""
     used: dict[tuple[int, int], int] = {}
     for pid in pids:
-        with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
-            for line in maps:
-                if line.endswith(b" (deleted)\n"):
-                    place, _, _, device, inode, *_ = line.split()
-                    first, last = (int(end, 16) for end in place.split(b"-"))
-                    major, minor = (int(part, 16) for part in device.split(b":"))
-                    file = os.makedev(major, minor), int(inode)
-                    used[file] = max(last - first, used.get(file, 0))
-        with suppress(OSError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                with suppress(OSError):
-                    found = os.stat(f"/proc/{pid}/fd/{fd}")
-                    if found.st_nlink == 0:
-                        used[found.st_dev, found.st_ino] = found.st_blocks * 512
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found = os.fstat(int(fd))
-            used.pop((found.st_dev, found.st_ino), None)
+        used.update(_deleted_files(pid))
+    for file in _deleted_files(os.getpid()):
+        used.pop(file, None)
     return sum(used.values())
+
+
+def _deleted_files(pid: int) -> dict[tuple[int, int], int]:
+    """Device and inode of each file without a name that a process holds, with its bytes."""
+    held: dict[tuple[int, int], int] = {}
+    with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for line in maps:
+            if line.endswith(b" (deleted)\n"):
+                place, _, _, device, inode, *_ = line.split()
+                first, last = (int(end, 16) for end in place.split(b"-"))
+                major, minor = (int(part, 16) for part in device.split(b":"))
+                file = os.makedev(major, minor), int(inode)
+                held[file] = max(last - first, held.get(file, 0))
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                found = os.stat(f"/proc/{pid}/fd/{fd}")
+                if found.st_nlink == 0:
+                    held[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return held
 
 
 def remove(folder: str) -> None:

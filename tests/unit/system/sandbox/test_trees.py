@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
-import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from areal_sc.system.sandbox.trees import deleted_bytes
+
+MAPS_ALONE = """
+import mmap, os, sys
+held = mmap.mmap(int(sys.argv[1]), 0)
+os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+"""Maps a file that is open, and closes all that it has open."""
 
 
 def test_a_deleted_file_that_is_mapped_counts(tmp_path: Path) -> None:
@@ -17,16 +25,19 @@ def test_a_deleted_file_that_is_mapped_counts(tmp_path: Path) -> None:
         file.write(b"x" * size)
         file.flush()
         held = mmap.mmap(file.fileno(), size)
-    path.unlink()
-    gc.collect()  # else this process may give up a file of another test which the child keeps
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    try:
-        assert deleted_bytes([child]) == 0, "what this process holds it has given"
-        held.close()
-        assert deleted_bytes([child]) == size
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert deleted_bytes([child]) == 0
+        with subprocess.Popen(
+            [sys.executable, "-c", MAPS_ALONE, str(file.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[file.fileno()],
+        ) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"mapped\n"
+            path.unlink()
+            assert deleted_bytes([program.pid]) == 0, "this process has it too"
+            file.close()
+            held.close()
+            assert deleted_bytes([program.pid]) == size
+            program.stdin.close()
+    assert deleted_bytes([program.pid]) == 0
