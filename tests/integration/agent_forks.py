@@ -189,8 +189,8 @@ def main(number: int) -> None:
             asker, _ = listener.accept()
             request, fds, _, _ = socket.recv_fds(asker, MAX_BYTES, 3)
             command, env, folder, limits = json.loads(request)
-            differing = {name for name, _ in env.items() ^ around.items()}
-            if may_fork and differing <= AFTER_IMPORTS:
+            changed = {name for name, _ in env.items() ^ around.items()}
+            if may_fork and changed <= AFTER_IMPORTS | set_by_imports.keys():
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
