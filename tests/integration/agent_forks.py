@@ -15,6 +15,7 @@ import atexit
 import ctypes
 import gc
 import json
+import logging
 import os
 import resource
 import runpy
@@ -35,11 +36,15 @@ from typing import Any, Final
 ADDRESS: Final = "AREAL_SC_TEST_AGENT_FORKS"
 """Variable of scripts: where they ask for agents. `forked_agent` is on their path then."""
 
+ROOM: Final = "AREAL_SC_TEST_ROOM"
+"""Variable of the process, for what is shown of an agent's."""
+
 AFTER_IMPORTS: Final = {
-    *(ADDRESS, "AREAL_SC_SCRIPT", "AREAL_SC_TEST_RUN", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
-    *("TOKENIZERS_PARALLELISM", "ROOM"),
+    *(ADDRESS, ROOM, "AREAL_SC_SCRIPT", "AREAL_SC_TEST_RUN", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
+    *("TOKENIZERS_PARALLELISM", "MEGATRON_ON_CPU", "PATH", "COLUMNS", "DIE_AT"),
+    *("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"),
 }
-"""Variables in which an agent may differ from the process that it is forked from."""
+"""Variables in which an agent may differ from the process: nothing reads them while it imports."""
 
 MODULE: Final = "areal_sc.nodes.agent"
 MAX_BYTES: Final = 1 << 16
@@ -135,7 +140,7 @@ def address_of_forks() -> str:
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(listener.fileno()), " " * MAX_BYTES],
             stdin=subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **AROUND, "ROOM": " " * MAX_BYTES},
+            env={"OMP_NUM_THREADS": "1", **AROUND, ROOM: " " * MAX_BYTES},
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
@@ -256,4 +261,8 @@ if __name__ == "__main__":
 
     main(int(sys.argv[1]))
     del sys.modules[MODULE]  # it becomes the main one
-    runpy._run_module_as_main(MODULE)
+    try:
+        runpy._run_module_as_main(MODULE)
+    except SystemExit as end:
+        logging.shutdown()
+        os._exit(end.code if isinstance(end.code, int) else end.code is not None)
