@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,22 @@ FIRST = (
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is kept for a user, as rows that a page has read, is kept for the tests alone."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def left_open() -> Iterator[None]:
+    """What a file's tests leave open is told as an error of the last of them, and of no other's.
+
+    Garbage that refers to itself warns of its sockets, say, when it is collected.
+    """
+    yield
+    gc.collect()
+
+
+def pytest_collection_finish() -> None:
+    """Collections pass over the modules, which are there to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:

@@ -18,7 +18,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from areal_sc.config.loading.plain import to_plain
 from areal_sc.config.schema import ActorConfig, RolloutConfig
-from areal_sc.controller import dry_run
 from areal_sc.controller.control_loop import ControlLoop
 from areal_sc.controller.role_status import role_status
 from areal_sc.controller.standstill import Standstill
@@ -258,8 +257,10 @@ class Controller(ABC):
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self.is_dry_run:
+            from areal_sc.controller.dry_run import end
+
             coroutine.close()
-            raise dry_run.end()
+            raise end()
         control_loop = self._started(coroutine)
         method = getattr(coroutine, "__name__", "call").removesuffix("_async")
         self._call = Wait(SCRIPT, f"{self.role}.{method}", time.time())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +12,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from integration.agent_forks import AROUND, address_of_forks, fork_agents
 from integration.run_process import TINY_YAML
 
 from areal_sc import GRPOConfig, LocalGenerator, RolloutController, load_config, make_scheduler
 from areal_sc import start as start_controllers
+from areal_sc.schedulers import agent_process
 from areal_sc.schedulers.base import Scheduler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_agents(cache_home: None) -> None:
+    """Runs fork their agents, see `agent_forks`."""
+    AROUND.update(os.environ)
+    fork_agents(agent_process, address_of_forks)
 
 
 @pytest.fixture(scope="module")

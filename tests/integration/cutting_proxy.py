@@ -58,14 +58,25 @@ class CuttingProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_accepted += 1
-        far_reader, far_writer = await asyncio.open_connection(*self._target)
-        for source, to, is_reply in ((reader, far_writer, False), (far_reader, writer, True)):
-            self._writers.add(to)
-            task = asyncio.create_task(self._pump(source, to, is_reply=is_reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
+        task = asyncio.create_task(self._pass_on(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Both ways, until either side ends, or nobody is there to connect to."""
+        try:
+            with suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection(*self._target)
+                self._writers.add(far_writer)
+                await asyncio.gather(
+                    self._pump(reader, far_writer, is_reply=False),
+                    self._pump(far_reader, writer, is_reply=True),
+                )
+        finally:
+            self._end(writer)
 
     async def _pump(
         self, source: asyncio.StreamReader, to: asyncio.StreamWriter, *, is_reply: bool
@@ -75,8 +86,11 @@ class CuttingProxy:
                 if self.passes_replies or not is_reply:
                     to.write(received)
                     await to.drain()
-        self._writers.discard(to)
-        to.transport.abort()
+        self._end(to)
+
+    def _end(self, writer: asyncio.StreamWriter) -> None:
+        self._writers.discard(writer)
+        writer.transport.abort()
 
 
 @asynccontextmanager

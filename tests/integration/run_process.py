@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from integration.agent_forks import environment_of_scripts
+
 SCRIPTS = Path(__file__).with_name("scripts")
 TINY_RUN = SCRIPTS / "tiny_run.py"
 TINY_YAML = SCRIPTS / "tiny_run.yaml"
@@ -59,7 +61,7 @@ class RunProcess:
             self._process = subprocess.Popen(
                 [sys.executable, str(script), *arguments, f"run_dir={run_dir}"],
                 cwd=REPOSITORY,
-                env=os.environ | dict([self._mark.split("=")]),
+                env=environment_of_scripts() | dict([self._mark.split("=")]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from integration.agent_forks import environment_of_scripts
 from integration.run_process import LIMIT_S, REPOSITORY
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -193,7 +194,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
             done = subprocess.run(
                 ["bash", "-e", "-c", block.text],
                 cwd=folder,
-                env=os.environ | {"PATH": path, "COLUMNS": "100"},
+                env=environment_of_scripts() | {"PATH": path, "COLUMNS": "100"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.agent_forks import environment_of_scripts
 from integration.run_process import LIMIT_S, SCRIPTS
 
 NUM_FREE, NUM_WAITING, NUM_SAMPLES = 5, 4, 3
@@ -40,6 +41,7 @@ class Evaluation:
         return subprocess.Popen(
             [*self._words, *chosen, *words],
             cwd=SCRIPTS,
+            env=environment_of_scripts(),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -7,13 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from integration.agent_forks import environment_of_scripts
 from integration.run_process import REPOSITORY
 
 
 def test_the_minimal_example_makes_its_model_and_learns(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "examples" / "minimal.py")]
     command += ["--config", str(REPOSITORY / "configs" / "minimal.yaml"), "total_steps=60"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment_of_scripts(),
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     accuracies = [float(value) for value in re.findall(r"accuracy=(\S+)", done.stdout)]
     assert len(accuracies) == 60

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from integration.agent_forks import environment_of_scripts
 
 NUM_STEPS = 4
 
@@ -16,7 +17,7 @@ def python(folder: Path, *words: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env=os.environ | environment,
+        env=environment_of_scripts() | environment,
         capture_output=True,
         text=True,
         timeout=200,

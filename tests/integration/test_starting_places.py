@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from integration.agent_forks import environment_of_scripts
 from integration.run_process import LIMIT_S, REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -79,7 +80,8 @@ def notebook(*cells: str) -> str:
 def begin(stack: ExitStack, folder: Path, arguments: list[str], typed: str) -> Process:
     """Starts Python in the folder; what it says goes to `output.txt`."""
     (folder / "typed.txt").write_text(typed)
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "IPYTHONDIR": str(folder / "ipython")}
+    env = environment_of_scripts() | {"IPYTHONDIR": str(folder / "ipython")}
+    env["PYTHONPATH"] += f"{os.pathsep}{REPOSITORY}"
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,

@@ -7,13 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from integration.agent_forks import environment_of_scripts
 from integration.run_process import REPOSITORY
 
 
 def test_both_tasks_are_learned(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "examples" / "two_tasks.py")]
     command += ["--config", str(REPOSITORY / "configs" / "two_tasks.yaml"), "total_steps=80"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment_of_scripts(),
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "runs" / "two_tasks" / "metrics.jsonl").read_text().splitlines()
     evaluations = [json.loads(line) for line in lines if '"kind":"evaluation"' in line]

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_sc.config.schema import RolloutConfig
 from areal_sc.config.slurm_settings import SchedulerType
 from areal_sc.controller.background import Background
 from areal_sc.controller.base import blocking
 from areal_sc.controller.common import common_of
-from areal_sc.controller.dry_run import TaskLook
 from areal_sc.controller.events import BatchFormed, RoomFreed, RowsLost, StepEvent
 from areal_sc.controller.ledger.group import RolloutSource, check_fields, check_first_rows
 from areal_sc.controller.ledger.journal import Journal
@@ -61,6 +61,9 @@ from areal_sc.sources.row_file import PromptSource
 from areal_sc.system.sandbox.opening import check_sandbox
 from areal_sc.workers import calls
 from areal_sc.workflows.base import Workflow
+
+if TYPE_CHECKING:
+    from areal_sc.controller.dry_run import TaskLook
 
 
 class RolloutController(WeightsReader):
@@ -127,7 +130,6 @@ class RolloutController(WeightsReader):
             self.config.samples, self._workers, self._background, self._folder.samples_path
         )
         self._checked: set[RolloutSource] = set()
-        self._task_look = TaskLook(self.config, self._folder.path)
         self._watch = ProgressWatch(
             self._workers,
             self.rejections,
@@ -439,6 +441,12 @@ class RolloutController(WeightsReader):
         if self.is_dry_run:
             self._task_look.look(source, self._sources.make_readable)
         return source
+
+    @cached_property
+    def _task_look(self) -> TaskLook:
+        from areal_sc.controller.dry_run import TaskLook
+
+        return TaskLook(self.config, self._folder.path)
 
     def _register(self, prompts: PromptSource, workflow: Workflow, *_: Any, **__: Any) -> None:
         self.register(prompts, workflow)

@@ -26,7 +26,6 @@ from areal_sc.algorithms.named_loss import CROSS_ENTROPY, NamedLoss, loss_of
 from areal_sc.algorithms.token_function import TokenFunction
 from areal_sc.config.schema import ActorConfig
 from areal_sc.config.slurm_settings import SchedulerType
-from areal_sc.controller import dry_run
 from areal_sc.controller.base import Controller, blocking
 from areal_sc.controller.common import common_of
 from areal_sc.controller.events import RowsNeeded, StepEvent, TrainingLost, WeightsMoved
@@ -125,8 +124,10 @@ class TrainController(Controller):
         return self._ranks.history.version
 
     def look(self) -> None:
+        from areal_sc.controller.dry_run import look_at_model
+
         is_here = self.scheduler.config.type == SchedulerType.local
-        dry_run.look_at_model(self.role, self.engine, self._loss, is_on_this_machine=is_here)
+        look_at_model(self.role, self.engine, self._loss, is_on_this_machine=is_here)
 
     async def start_async(self) -> None:
         """Starts the ranks and builds the engine in each.

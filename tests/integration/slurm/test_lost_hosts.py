@@ -18,7 +18,7 @@ ROWS_A_STEP = 4 * 2
 STEPS_A_BYTE = 2
 NOTICE_S = 12.0
 """Ten seconds of silence, and the interval of the last heartbeat."""
-MARGIN_S = 10.0
+MARGIN_S = 40.0
 """For a machine that is busy with other work."""
 
 

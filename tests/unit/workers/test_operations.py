@@ -48,7 +48,7 @@ async def publish(operations: Operations, version: int) -> None:
 async def test_two_that_ask_at_once_get_one_run() -> None:
     engine, operations = Engine(), Operations("train/0")
     asked = [asyncio.create_task(operations.join(update(0), engine.change("a"))) for _ in range(2)]
-    await asyncio.wait_for(engine.has_begun.wait(), 5.0)
+    await asyncio.wait_for(engine.has_begun.wait(), 60.0)
     engine.goes_on.set()
     assert await asyncio.gather(*asked) == [{"did": "a"}] * 2
     assert await operations.join(update(0), engine.change("again")) == {"did": "a"}
@@ -58,7 +58,7 @@ async def test_two_that_ask_at_once_get_one_run() -> None:
 async def test_who_gives_up_does_not_end_it() -> None:
     engine, operations = Engine(), Operations("train/0")
     first = asyncio.create_task(operations.join(update(0), engine.change("a")))
-    await asyncio.wait_for(engine.has_begun.wait(), 5.0)
+    await asyncio.wait_for(engine.has_begun.wait(), 60.0)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -157,7 +157,7 @@ async def test_an_end_leaves_nobody_waiting() -> None:
         asyncio.create_task(operations.join(update(0, number), engine.change("a")))
         for number in range(2)
     ]
-    await asyncio.wait_for(engine.has_begun.wait(), 5.0)
+    await asyncio.wait_for(engine.has_begun.wait(), 60.0)
     await operations.close()
     results = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(result) for result in results] == [asyncio.CancelledError] * 2
