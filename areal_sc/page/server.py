@@ -51,7 +51,7 @@ from areal_sc.page.group_book import GroupQuery
 from areal_sc.page.row_search import recorded_query
 from areal_sc.page.sample_rows import sample_query
 from areal_sc.page.stamps import Stamp
-from areal_sc.system.json_lines import to_json
+from areal_sc.system.json_lines import UNDECODABLE, to_json
 
 STATIC: Final = Path(__file__).with_name("static")
 LOOK_S: Final = 0.5
@@ -283,7 +283,7 @@ async def _sent(request: web.Request, what: str, kind: type[_T]) -> _T:
     """Raises: ValueError: the body is something else."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"{what}: {error}") from error
 
 

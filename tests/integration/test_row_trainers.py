@@ -180,7 +180,7 @@ def test_sft_lowers_the_loss_of_held_out_rows_and_goes_on(
     assert summary["metrics_before"] == {"loss": losses[0]}
     assert summary["metrics_after"] == {"loss": losses[20]}
     said = capsys.readouterr().out
-    assert re.search(r"step=20/20 loss=\S+ grad_norm=\S+ trained_tokens_per_s=\S+ step_time", said)
+    assert re.search(r"step=20/20 entropy=\S+ loss=\S+ grad_norm=\S+ trained_tokens_per_s=", said)
     assert not re.search("nan|reward|staleness|generated|rejected", said)
     plot_learning_curve(history, "sft", tmp_path / "curve.png")
     shown = (tmp_path / "curve.png").read_bytes()
